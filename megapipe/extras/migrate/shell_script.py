@@ -57,78 +57,13 @@ def refusal(line: int, what: str) -> ConfigError:
 
 
 class Token(NamedTuple):
-    """A word or an operator of a script."""
+    """A word or an operator of a script; at its end an empty one."""
 
     text: str
     at: int
     line: int
     is_operator: bool = True
     redirects: bool = False
-
-
-@dataclass(frozen=True)
-class Simple:
-    """A command of words as written; `[[ ... ]]` without && and || too."""
-
-    words: tuple[str, ...]
-    line: int
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Commands joined by `&&`, `||` or `|`; joints[i] precedes commands[i + 1]."""
-
-    commands: tuple[Command, ...]
-    joints: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Group:
-    """`{ ...; }`, or the definition of a function if it has a name."""
-
-    body: tuple[Command, ...]
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One arm of an `if`. condition: the commands after `if`, none of `else`."""
-
-    text: str  # the condition as written
-    line: int
-    condition: tuple[Command, ...]
-    body: tuple[Command, ...]
-
-
-@dataclass(frozen=True)
-class Branches:
-    """`if`, with its arms."""
-
-    arms: tuple[Arm, ...]
-    names: frozenset[str]  # variables that any arm assigns
-
-
-@dataclass(frozen=True)
-class Loop:
-    """`for name in words`, or a loop whose number of passes is not known here (words None)."""
-
-    text: str  # the head as written
-    line: int
-    body: tuple[Command, ...]
-    names: frozenset[str]  # variables that the loop assigns
-    name: str
-    words: tuple[str, ...] | None
-
-
-Command = Simple | Chain | Group | Branches | Loop
-
-
-def parse_script(text: str, line: int = 1) -> tuple[Command, ...]:
-    """Return the commands of a script. line: the number of its first line. Raises ConfigError with the line."""
-    try:
-        return Parser(text, line).commands()
-    except UnreadableError as error:
-        raise refusal(line + text.count("\n", 0, error.at), error.what) from None
 
 
 def piece_end(text: str, at: int, in_quotes: bool = False) -> int:
@@ -169,7 +104,10 @@ def assigned_names(words: Iterable[str]) -> frozenset[str]:
 
 
 def tokens_of(text: str, line: int = 1) -> list[Token]:
-    """Return the words and operators of a script, without comments. Raises UnreadableError."""
+    """Return the words and operators of a script, without comments. line: the number of its first line.
+
+    Raises ConfigError with the line.
+    """
     found: list[Token] = []
     at = 0
     while at < len(text):
@@ -179,14 +117,17 @@ def tokens_of(text: str, line: int = 1) -> list[Token]:
         elif operator is not None:
             end = operator.end()
             if operator[0].lstrip("0123456789") == "<<":
-                raise UnreadableError(at, "a here-document (<<) is not read")
+                raise refusal(line, "a here-document (<<) is not read")
             found.append(Token(operator[0], at, line, True, operator["redirection"] is not None))
         else:
-            end = word_end(text, at)
+            try:
+                end = word_end(text, at)
+            except UnreadableError as error:
+                raise refusal(line + text.count("\n", at, error.at), error.what) from None
             found.append(Token(text[at:end], at, line, is_operator=False))
         line += text.count("\n", at, end)
         at = end
-    return found
+    return [*found, Token("", len(text), line)]
 
 
 def word_end(text: str, start: int) -> int:
@@ -198,162 +139,6 @@ def word_end(text: str, start: int) -> int:
             break
         at = piece_end(text, at)
     return at
-
-
-class Parser:
-    """The parser of one script, token after token."""
-
-    def __init__(self, text: str, line: int) -> None:
-        self.text, self.at = text, 0
-        self.tokens = tokens_of(text, line)
-        self.end = Token("", len(text), line + text.count("\n"))
-
-    def peek(self, ahead: int = 0) -> Token:
-        """Return a token that follows, the empty one at the end."""
-        return self.tokens[self.at + ahead] if self.at + ahead < len(self.tokens) else self.end
-
-    def take(self, *expected: str) -> Token:
-        """Step over the next token, which must be one of those expected if there are any."""
-        token = self.peek()
-        if expected and token.text not in expected:
-            raise UnreadableError(token.at, f"{' or '.join(expected)} is missing")
-        self.at += 1
-        return token
-
-    def skip(self, *texts: str) -> None:
-        """Step over some tokens."""
-        while self.peek().text in texts:
-            self.at += 1
-
-    def written(self, start: int) -> str:
-        """Return the text from a position up to the next token, in one line."""
-        return " ".join(self.text[start : self.peek().at].split()).rstrip("; ")
-
-    def commands(self, *until: str) -> tuple[Command, ...]:
-        """Read commands up to one of some reserved words, which is left, or to the end."""
-        found: list[Command] = []
-        self.skip("\n", ";", "&")
-        while self.peek() is not self.end and self.peek().text not in until:
-            found.append(self.chain())
-            self.skip("\n", ";", "&")
-        if until and self.peek() is self.end:
-            raise UnreadableError(self.end.at, f"{' or '.join(until)} is missing")
-        return tuple(found)
-
-    def chain(self) -> Command:
-        """Read commands joined by && || |."""
-        commands = [self.command()]
-        joints: list[str] = []
-        while self.peek().text in JOINTS:
-            joints.append(JOINTS[self.take().text])
-            self.skip("\n")
-            commands.append(self.command())
-        return Chain(tuple(commands), tuple(joints)) if joints else commands[0]
-
-    def command(self) -> Command:
-        """Read one command, simple or compound."""
-        token = self.peek()
-        if [self.peek(1).text, self.peek(2).text] == ["(", ")"] and not token.is_operator:
-            self.at += 3
-            self.skip("\n")
-            return self.group(token.text)
-        if token.text in REFUSED_WORDS:
-            raise UnreadableError(token.at, f"{token.text} is not read")
-        if token.text == "(":
-            raise UnreadableError(token.at, "a command in parentheses is not read")
-        if token.text in CLOSING or (token.is_operator and not token.redirects):
-            raise UnreadableError(token.at, f"{token.text!r} begins no command")
-        command: Command
-        match token.text:
-            case "if":
-                command = self.branches()
-            case "for" | "while" | "until":
-                command = self.loop()
-            case "{":
-                command = self.group()
-            case _:
-                first = self.peek(1) if token.text == "!" else token
-                return self.test() if first.text == "[[" else Simple(self.words(), token.line)
-        after = self.peek()
-        if self.words():  # only redirections follow
-            raise UnreadableError(after.at, f"{after.text!r} is not expected after a compound command")
-        return command
-
-    def group(self, name: str = "") -> Group:
-        """Read `{ ...; }`, the body of a function if there is a name."""
-        self.take("{")
-        body = self.commands("}")
-        self.take()
-        return Group(body, name)
-
-    def branches(self) -> Branches:
-        """Read `if ...; fi`."""
-        arms: list[Arm] = []
-        start, keyword = self.at, self.take()
-        while keyword.text != "fi":
-            is_else = keyword.text == "else"
-            condition = () if is_else else self.commands("then")
-            text = self.written(keyword.at + len(keyword.text))
-            if not is_else:
-                self.take()
-            body = self.commands("fi") if is_else else self.commands("elif", "else", "fi")
-            arms.append(Arm(text, keyword.line, condition, body))
-            keyword = self.take()
-        return Branches(tuple(arms), assigned_names(token.text for token in self.tokens[start : self.at]))
-
-    def loop(self) -> Loop:
-        """Read `for`, `while` or `until` up to `done`."""
-        keyword = self.take()
-        name = ""
-        words: tuple[str, ...] | None = None
-        if keyword.text != "for":
-            self.commands("do")
-        elif self.peek().text == "(":
-            while self.peek() is not self.end and self.peek().text != "do":
-                self.take()
-        else:
-            name, words = self.take().text, ('"$@"',)
-            self.skip("\n")
-            if self.peek().text == "in":
-                self.take()
-                words = self.words()
-            self.skip("\n", ";")
-        text = self.written(keyword.at)
-        self.take("do")
-        start, body = self.at, self.commands("done")
-        names = assigned_names([f"{name}=", *(token.text for token in self.tokens[start : self.at])])
-        self.take()
-        return Loop(text, keyword.line, body, names, name, words)
-
-    def words(self) -> tuple[str, ...]:
-        """Read words up to the end of the command, without redirections."""
-        found: list[str] = []
-        while self.peek().redirects or not self.peek().is_operator:
-            token = self.take()
-            if not token.redirects:
-                found.append(token.text)
-            elif self.take().is_operator:
-                raise UnreadableError(token.at, f"{token.text} needs a file")
-        return tuple(found)
-
-    def test(self) -> Command:
-        """Read `[[ ... ]]`, with && or || a chain of tests."""
-        words: list[str] = []
-        tests: list[Simple] = []
-        joints: list[str] = []
-        while "]]" not in words:
-            token = self.take()
-            if token is self.end:
-                raise UnreadableError(token.at, "]] is missing")
-            if token.text in ("&&", "||"):
-                if words[0] == "!" or (token.text == "&&" and "||" in joints):
-                    raise UnreadableError(token.at, f"{token.text} after ! or || in [[ ]] is not read")
-                joints.append(token.text)
-                tests.append(Simple((*words, "]]"), token.line))
-                words = ["[["]
-            elif token.text != "\n":
-                words.append(token.text)
-        return Chain((*tests, Simple(tuple(words), token.line)), tuple(joints))
 
 
 # ------------------------------------------------------------------------------------------------------------ the walk
@@ -473,10 +258,10 @@ def read_script(
 ) -> Reading:
     """Walk through the text of a script. given: variables of its environment. Raises ConfigError."""
     text = re.sub(f"[{OPEN}{CLOSE}{BREAK}{QUOTED}\0]", "", text).replace("\r\n", "\n")
-    walk = Walk(script=name, arguments=list(arguments), locals=[{}])
+    walk = Walk(script=name)
     walk.variables |= slurm_variables(text) | {key: [value] for key, value in given}
     try:
-        walk.commands(parse_script(text))
+        walk.follow(text, 1, arguments)
     except RecursionError:
         raise ConfigError(f"{name} nests expansions or commands too deeply to be read") from None
     except UnreadableError as error:
@@ -493,20 +278,22 @@ def slurm_variables(text: str) -> dict[str, list[str]]:
     return {name: [str(given[option])] for option, names in OF_SLURM.items() if option in given for name in names}
 
 
-def is_condition(command: Command) -> bool:
-    """Return True if a command only tests something."""
-    if isinstance(command, Chain):
-        return is_condition(command.commands[-1])
-    return isinstance(command, Simple) and not set(command.words[:2]).isdisjoint(TESTS)
-
-
 @dataclass
 class Walk(Reading):
-    """A walk: what was found so far, and the state at one point of the script."""
+    """A walk: what was found so far, and the state at one point of the script.
 
+    Commands are followed as they are read. Where `live` is False they are only read: arms that are not taken, the
+    bodies of functions, of loops to find their end.
+    """
+
+    source: str = ""  # the text that is read: the script, or the words of eval or bash -c
+    tokens: list[Token] = field(default_factory=list)
+    at: int = 0  # the next token
+    live: bool = True
+    is_test: bool = False  # the command that was read last only tests something
     script: str = ""  # $0
     arguments: list[str] = field(default_factory=list)  # $1, $2, ...
-    functions: dict[str, tuple[Command, ...]] = field(default_factory=dict)
+    functions: dict[str, tuple[str, list[Token], int]] = field(default_factory=dict)  # text, tokens, body
     sources: dict[str, set[str]] = field(default_factory=dict)  # variable -> those that its value was made from
     used: set[str] = field(default_factory=set)  # names that expansions have read since it was last emptied
     outer: set[str] = field(default_factory=set)  # names that the eval, bash -c or function call around was made from
@@ -520,92 +307,248 @@ class Walk(Reading):
         """Return the exception for a part of the present command that is not read."""
         return refusal(self.line, f"{shown(what)} is not read")
 
-    def commands(self, commands: Sequence[Command]) -> bool | None:
-        """Follow some commands and return the truth of the last, None if it depends on running it."""
-        truth: bool | None = True
-        for command in commands:
-            truth = self.command(command)
+    def peek(self, ahead: int = 0) -> Token:
+        """Return a token that follows."""
+        return self.tokens[min(self.at + ahead, len(self.tokens) - 1)]
+
+    def has_ended(self) -> bool:
+        return self.at >= len(self.tokens) - 1
+
+    def take(self, *expected: str) -> Token:
+        """Step over the next token, which must be one of those expected if there are any."""
+        token = self.peek()
+        if expected and token.text not in expected:
+            raise refusal(token.line, f"{' or '.join(expected)} is missing")
+        self.at += 1
+        return token
+
+    def skip(self, *texts: str) -> None:
+        """Step over some tokens."""
+        while self.peek().text in texts:
+            self.at += 1
+
+    def written(self, start: int) -> str:
+        """Return the text from a position up to the next token, in one line."""
+        return " ".join(self.source[start : self.peek().at].split()).rstrip("; ")
+
+    def follow(self, text: str, line: int, arguments: Sequence[str]) -> bool | None:
+        """Follow the commands of a text. line: the number of its first line."""
+        return self.inside(text, tokens_of(text, line), 0, arguments)
+
+    def inside(self, text: str, tokens: list[Token], at: int, arguments: Sequence[str], *until: str) -> bool | None:
+        """Follow commands elsewhere, with other positional arguments, up to one of some reserved words or the end."""
+        if len(self.locals) > DEEPEST:
+            raise ConfigError(f"the script nests functions, eval or bash -c more than {DEEPEST} deep")
+        before = self.source, self.tokens, self.at, self.arguments, self.outer, self.line
+        self.source, self.tokens, self.at = text, tokens, at
+        self.arguments, self.outer = list(arguments), self.outer | self.all_used()
+        self.locals.append({})
+        truth = self.commands(*until)
+        self.restore(self.locals.pop())
+        self.source, self.tokens, self.at, self.arguments, self.outer, self.line = before
         return truth
 
-    def command(self, command: Command) -> bool | None:
-        """Follow a command and return its truth, None if it depends on running it."""
-        self.num_commands += 1
-        if self.num_commands > MOST_COMMANDS:
-            raise ConfigError(
-                f"the script has more than {MOST_COMMANDS} commands to follow; give its arguments instead"
-            )
-        match command:
-            case Simple():
-                return self.simple(command)
-            case Chain():
-                return self.chain(command)
-            case Branches():
-                return self.branches(command)
-            case Loop():
-                return self.loop(command)
-            case Group(body, ""):
-                return self.commands(body)
-        self.functions[command.name] = command.body
-        return True
+    def commands(self, *until: str) -> bool | None:
+        """Follow commands up to one of some reserved words, which is left, or to the end.
 
-    def chain(self, chain: Chain) -> bool | None:
+        Returns the truth of the last one, None if it depends on running it.
+        """
+        truth: bool | None = True
+        self.skip("\n", ";", "&")
+        while not self.has_ended() and self.peek().text not in until:
+            truth = self.chain()
+            self.skip("\n", ";", "&")
+        if until and self.has_ended():
+            raise refusal(self.peek().line, f"{' or '.join(until)} is missing")
+        return truth
+
+    def block(self, live: bool, *until: str) -> bool | None:
+        """Follow commands, or only read them."""
+        before, self.live = self.live, live
+        truth = self.commands(*until)
+        self.live = before
+        return truth
+
+    def chain(self) -> bool | None:
         """Follow commands joined by && || |: after `A &&` only if A is true, after `A ||` unless A is true.
 
         A condition that is not known decides nothing (`[ -f x ] || exit`); a command that is none counts as true.
         """
-        truth = self.command(chain.commands[0])
-        for joint, previous, command in zip(chain.joints, chain.commands, chain.commands[1:], strict=False):
-            decided = truth if truth is not None or is_condition(previous) else True
-            if joint == "|" or (joint == "&&" and decided) or (joint == "||" and decided is False):
-                truth = self.command(command)
-            else:
-                truth = decided
+        live, truth = self.live, self.command()
+        while self.peek().text in JOINTS:
+            joint = JOINTS[self.take().text]
+            self.skip("\n")
+            decided = truth if truth is not None or self.is_test else True
+            self.live = live and {"|": True, "&&": decided is True, "||": decided is False}[joint]
+            found = self.command()
+            truth = found if self.live else decided
+        self.live = live
         return truth
 
-    def branches(self, branches: Branches) -> bool | None:
+    def command(self) -> bool | None:
+        """Follow one command, simple or compound."""
+        token = self.peek()
+        self.num_commands += self.live
+        if self.num_commands > MOST_COMMANDS:
+            raise ConfigError(
+                f"the script has more than {MOST_COMMANDS} commands to follow; give its arguments instead"
+            )
+        if [self.peek(1).text, self.peek(2).text] == ["(", ")"] and not token.is_operator:
+            self.at += 3
+            self.skip("\n")
+            self.take("{")
+            if self.live:
+                self.functions[token.text] = self.source, self.tokens, self.at
+            self.block(False, "}")
+            self.take()
+            self.is_test = False
+            return True
+        if token.text in REFUSED_WORDS:
+            raise refusal(token.line, f"{token.text} is not read")
+        if token.text == "(":
+            raise refusal(token.line, "a command in parentheses is not read")
+        if token.text in CLOSING or (token.is_operator and not token.redirects):
+            raise refusal(token.line, f"{token.text!r} begins no command")
+        match token.text:
+            case "if":
+                truth = self.branches()
+            case "for" | "while" | "until":
+                truth = self.loop()
+            case "{":
+                self.take()
+                truth = self.commands("}")
+                self.take()
+            case _:
+                first = self.peek(1) if token.text == "!" else token
+                return self.brackets() if first.text == "[[" else self.simple(self.words(), token.line)
+        after, self.is_test = self.peek(), False
+        if self.words():  # only redirections follow
+            raise refusal(after.line, f"{after.text!r} is not expected after a compound command")
+        return truth
+
+    def names_until(self, read: Callable[[], object]) -> frozenset[str]:
+        """Return the variables that a compound command assigns, which is read and then begins again."""
+        start, self.live = self.at, False
+        read()
+        names = assigned_names(token.text for token in self.tokens[start : self.at])
+        self.at, self.live = start, True
+        return names
+
+    def branches(self) -> bool | None:
         """Follow the arm of an `if` whose condition holds."""
-        for arm in branches.arms:
-            self.used = set()
-            truth = self.commands(arm.condition)
-            if arm.condition:
-                reason = ": it depends on running the script" if truth is None else self.unset_names()
-                outcome = ("taken" if truth else "not taken") + reason
-                self.decisions.append(Decision(arm.line, arm.text, outcome, branches.names))
-            if truth:
-                return self.commands(arm.body)
-        return True
+        names = self.names_until(self.branches) if self.live else frozenset()
+        keyword, live = self.take(), self.live
+        result: bool | None = True
+        while keyword.text != "fi":
+            truth: bool | None = True
+            if keyword.text != "else":
+                self.used = set()
+                truth = self.block(live, "then")
+                text = self.written(keyword.at + len(keyword.text))
+                self.take()
+                if live:
+                    reason = ": it depends on running the script" if truth is None else self.unset_names()
+                    outcome = ("taken" if truth else "not taken") + reason
+                    self.decisions.append(Decision(keyword.line, text, outcome, names))
+            is_taken = live and truth is True
+            found = self.block(is_taken, *(("fi",) if keyword.text == "else" else ("elif", "else", "fi")))
+            if is_taken:  # the arms that follow are only read
+                result, live = found, False
+            keyword = self.take()
+        return result
 
     def unset_names(self) -> str:
         """Return the variables of a condition that are not set, as the reason for its outcome; empty if all are."""
         unset = sorted(name for name in self.used if self.look_up(name) is None)
         return f": ${', $'.join(unset)} is not set in the script" if unset else ""
 
-    def loop(self, loop: Loop) -> bool | None:
+    def loop(self) -> bool | None:
         """Follow the body of `for` once for each known word. What other loops assign is not known after them."""
-        self.used, self.unset_is_empty, self.line = set(), True, loop.line
-        words = None if loop.words is None else [text for word in loop.words for text in self.fields(word)]
+        keyword, name = self.take(), ""
+        words: Sequence[str] | None = None
+        if keyword.text != "for":
+            self.block(False, "do")
+        elif self.peek().text == "(":
+            while not self.has_ended() and self.peek().text != "do":
+                self.take()
+        else:
+            name, words = self.take().text, ['"$@"']
+            self.skip("\n")
+            if self.peek().text == "in":
+                self.take()
+                words = self.words()
+            self.skip("\n", ";")
+        condition = self.written(keyword.at)
+        self.take("do")
+        begin = self.at
+        self.block(False, "done")
+        names = assigned_names([f"{name}=", *(token.text for token in self.tokens[begin : self.at])])
+        self.take()
+        if not self.live:
+            return None
+        after, self.used, self.unset_is_empty, self.line = self.at, set(), True, keyword.line
+        fields = None if words is None else [text for word in words for text in self.fields(word)]
         self.unset_is_empty = False
-        if words is None or not all(map(is_known, words)):
-            self.variables |= {name: [placeholder(f"${name}")] for name in loop.names}
-            outcome = "skipped: it depends on running it"
-            self.decisions.append(Decision(loop.line, loop.text, outcome, loop.names))
+        if fields is None or not all(map(is_known, fields)):
+            self.variables |= {name: [placeholder(f"${name}")] for name in names}
+            self.decisions.append(Decision(keyword.line, condition, "skipped: it depends on running it", names))
             return None
         if unset := self.unset_names():
-            outcome = f"followed for {count_text(len(words), 'word')}{unset}"
-            self.decisions.append(Decision(loop.line, loop.text, outcome, loop.names))
-        for word in words:
-            self.assign_text(loop.name, word)
-            self.commands(loop.body)
+            outcome = f"followed for {count_text(len(fields), 'word')}{unset}"
+            self.decisions.append(Decision(keyword.line, condition, outcome, names))
+        for text in fields:
+            self.assign_text(name, text)
+            self.at = begin
+            self.commands("done")
+        self.at = after
         return True
 
-    def simple(self, command: Simple) -> bool | None:
+    def words(self) -> list[str]:
+        """Read words up to the end of the command, without redirections."""
+        found: list[str] = []
+        while self.peek().redirects or not self.peek().is_operator:
+            token = self.take()
+            if not token.redirects:
+                found.append(token.text)
+            elif self.take().is_operator:
+                raise refusal(token.line, f"{token.text} needs a file")
+        return found
+
+    def brackets(self) -> bool | None:
+        """Follow `[[ ... ]]`, with && or || a chain of tests."""
+        words: list[str] = []
+        joints = [""]
+        truth: bool | None = True
+        while "]]" not in words:
+            token = self.peek()
+            if self.has_ended():
+                raise refusal(token.line, "]] is missing")
+            self.take()
+            if token.text != "\n" and token.text not in ("&&", "||"):
+                words.append(token.text)
+            if "]]" not in words and token.text not in ("&&", "||"):
+                continue
+            if token.text in ("&&", "||") and (words[0] == "!" or (token.text == "&&" and "||" in joints)):
+                raise refusal(token.line, f"{token.text} after ! or || in [[ ]] is not read")
+            if joints[-1] == "" or truth is (joints[-1] == "&&"):
+                truth = self.simple(words if words[-1] == "]]" else [*words, "]]"], token.line)
+            if token.text in ("&&", "||"):
+                joints.append(token.text)
+                words = ["[["]
+        self.is_test = True
+        return truth
+
+    def simple(self, words: list[str], line: int) -> bool | None:
         """Follow a command: assign, step into a function, eval or bash -c, or look for the call."""
-        self.line, words = command.line, list(command.words)
+        self.is_test = not set(words[:2]).isdisjoint(TESTS)
+        if not self.live:
+            return None
+        self.line = line
         if words[:1] == ["!"]:
-            truth = self.simple(Simple(command.words[1:], command.line))
+            truth = self.simple(words[1:], line)
             return None if truth is None else not truth
         prefixes = list(takewhile(ASSIGNMENT.match, words))
-        del words[: len(prefixes)]
+        words = words[len(prefixes) :]
         if words and ELEMENT.match(words[0]):
             raise self.refused(words[0])
         if words and words[0] in DECLARING:
@@ -656,7 +599,7 @@ class Walk(Reading):
         self.used, self.target = set(), name
         old = self.variables.get(name, []) if match[2] else []
         if source.startswith("("):
-            elements = [token.text for token in tokens_of(source[1:-1]) if token.text != "\n"]
+            elements = [token.text for token in tokens_of(source[1:-1], self.line) if token.text not in ("\n", "")]
             if any(element.startswith("[") for element in elements):
                 raise self.refused("[INDEX]= in an array")
             self.variables[name] = old + [text for element in elements for text in self.fields(element)]
@@ -688,36 +631,21 @@ class Walk(Reading):
         elif head in ("source", ".") and words[1:]:
             self.notes.append(f"line {self.line}: {shown(words[1])} is read by the script, but not here")
         elif head in self.functions:
-            return self.inside(self.functions[head], words[1:])
+            return self.inside(*self.functions[head], words[1:], "}")
         elif head == "eval":
-            return self.inside(parse_script(" ".join(words[1:]), self.line), self.arguments)
+            return self.follow(" ".join(words[1:]), self.line, self.arguments)
         elif head not in SHOWING:
             shell = next((at for at, word in enumerate(words) if word in SHELLS), len(words))
             options = words[shell + 1 :]
             flag = next((at for at, word in enumerate(options) if re.fullmatch(r"-\w*c", word)), None)
             if flag is not None and all(word.startswith("-") for word in options[:flag]) and options[flag + 1 :]:
-                return self.inside(parse_script(options[flag + 1], self.line), options[flag + 3 :])
-            self.look_for_call(words)
+                return self.follow(options[flag + 1], self.line, options[flag + 3 :])
+            script = next((at for at, word in enumerate(words) if SCRIPT_NAME.fullmatch(shown(word))), None)
+            if script is not None:
+                before, after = tuple(words[:script]), tuple(words[script + 1 :])
+                names = frozenset(self.outer | self.all_used())
+                self.calls.append(Call(self.line, before, words[script], after, names))
         return None
-
-    def inside(self, commands: Sequence[Command], arguments: Sequence[str]) -> bool | None:
-        """Follow commands that have other positional arguments."""
-        if len(self.locals) > DEEPEST:
-            raise ConfigError(f"the script nests functions, eval or bash -c more than {DEEPEST} deep")
-        before = self.arguments, self.outer, self.line
-        self.arguments, self.outer = list(arguments), self.outer | self.all_used()
-        self.locals.append({})
-        truth = self.commands(commands)
-        self.restore(self.locals.pop())
-        self.arguments, self.outer, self.line = before
-        return truth
-
-    def look_for_call(self, words: list[str]) -> None:
-        """Keep the command if it starts pretrain_gpt.py or another training script."""
-        at = next((at for at, word in enumerate(words) if SCRIPT_NAME.fullmatch(shown(word))), None)
-        if at is not None:
-            names = frozenset(self.outer | self.all_used())
-            self.calls.append(Call(self.line, tuple(words[:at]), words[at], tuple(words[at + 1 :]), names))
 
     def test(self, words: Sequence[str]) -> bool | None:
         """Return the truth of `[ ... ]`, `[[ ... ]]` or `test ...`, None if it is not known."""
