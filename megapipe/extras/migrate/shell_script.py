@@ -265,7 +265,7 @@ def read_script(
     except RecursionError:
         raise ConfigError(f"{name} nests expansions or commands too deeply to be read") from None
     except UnreadableError as error:
-        raise walk.refused(error.what) from None
+        raise refusal(walk.line, error.what) from None
     return walk
 
 
@@ -655,7 +655,7 @@ class Walk(Reading):
         self.unset_is_empty = False
         texts = texts if words[0] == "test" else texts[:-1]
         negated = texts[:1] == ["!"]
-        truth = self.tested(texts[negated:], words[-2] if in_brackets else None)
+        truth = self.tested(texts[negated:], words[-2] if in_brackets and words[1:] else None)
         return truth if truth is None else truth != negated
 
     def tested(self, texts: list[str], pattern: str | None) -> bool | None:

@@ -133,6 +133,7 @@ def test_any_script_of_known_parts_gives_the_words_of_bash(script: str) -> None:
 @example(";;&")
 @example("&>a")
 @example("[[ |")
+@example("A=1 [[")
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
     message = ""
     try:
@@ -230,8 +231,9 @@ def test_variables_of_slurm_come_from_the_head_of_the_script() -> None:
         ("A=(1 2", 1, "a ( is not closed"),
         ("echo ${A", 1, "a ${ is not closed"),
         ("A=1\n)\n", 2, "')' begins no command"),
+        ("A=1\neval '$('", 2, "a $( is not closed; "),
     ],
-    ids=["single quote", "double quote", "if", "array", "brace", "parenthesis"],
+    ids=["single quote", "double quote", "if", "array", "brace", "parenthesis", "eval"],
 )
 def test_a_broken_script_is_refused_with_its_line(script: str, line: int, what: str) -> None:
     with pytest.raises(ConfigError, match=rf"^line {line}: ") as refused:
