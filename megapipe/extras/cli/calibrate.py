@@ -167,7 +167,7 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
 
     from megapipe.comm.bootstrap import join
     from megapipe.comm.groups import build_process_groups
-    from megapipe.extras.calibrate.layers import one_pipeline_rank, profile_parts
+    from megapipe.extras.calibrate.rates import one_pipeline_rank, profile_parts
 
     world_size, local = environment.world_size, environment.local_world_size
     plan = resolve(one_pipeline_rank(config, world_size), world_size, local)

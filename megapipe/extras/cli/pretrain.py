@@ -61,7 +61,7 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
     requests, checkpoint, weights = loaded.requests, loaded.config.checkpoint, None
     rules, compare = world_rules(*_world(requests, environment)), _compare(environment)
     if is_hugging_face(checkpoint.load):
-        from megapipe.extras.cli.hugging_face import start_from
+        from megapipe.extras.convert.hugging_face import start_from
 
         loaded, weights = start_from(loaded, rules)
     elif loaded.takes_model:

@@ -13,10 +13,9 @@ from typing import Any
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option, painted, write_file
 from megapipe.extras.report.charts import loss_svg
-from megapipe.extras.report.compare import compare_page, compare_text, named
 from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import read_run
-from megapipe.extras.report.page import page
+from megapipe.extras.report.page import compare_page, compare_text, named, page
 from megapipe.monitor.diagnosis import doing, summary, table, waits_for
 from megapipe.monitor.roster import Sighting, newest_run, read_folder
 from megapipe.profile.difference import summarize

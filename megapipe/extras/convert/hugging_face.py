@@ -1,9 +1,10 @@
-"""Hugging Face folders: config.json, one or more safetensors files with an index, tokenizer files."""
+"""Hugging Face folders: config.json, one or more safetensors files with an index, tokenizer files; `--load` of one."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,12 +14,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megapipe.assembly.datasets import tokenizer_of
+from megapipe.checkpoint.changes import check_tokenizer
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import is_inside
 from megapipe.checkpoint.shard import BLOCK_BYTES, byte_blocks, safetensors_header
 from megapipe.checkpoint.shard import DTYPES as SAFETENSORS_DTYPES
 from megapipe.config.config import Config
+from megapipe.config.load import LoadedConfig, with_checkpoint_model, with_tokenizer
 from megapipe.config.model import PrecisionConfig
+from megapipe.config.rules.check import Rule
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert import prediction
 from megapipe.extras.convert.experts import QUANTIZATION
@@ -34,11 +39,14 @@ from megapipe.extras.convert.snapshot import (
     fresh_state,
     inert,
     new_folder,
+    trained_with,
 )
 from megapipe.extras.convert.special_tokens import exported_files, json_bytes
 from megapipe.extras.convert.tables import MappedTensor, map_tensors, unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_states
+from megapipe.tokenizers.tokenizer import tokenizer_fingerprint
+from megapipe.train.loading import Weights
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"
@@ -271,3 +279,39 @@ def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, LazyTensor]) -> 
         for tensor in tensors.values():
             for block in byte_blocks(tensor.detach(), BLOCK_BYTES):
                 file.write(block)
+
+
+# ------------------------------------------------------------------------------------- a run that starts from a folder
+
+
+def start_from(loaded: LoadedConfig, rules: Sequence[Rule] = ()) -> tuple[LoadedConfig, Weights]:
+    """Return the run with the folder's model section, and its tokenizer unless one is given; and the weights, unread.
+
+    rules: of the run's ranks, checked with all others. Raises ConfigError for a flag that contradicts the folder,
+    CheckpointError for a folder that cannot be converted.
+    """
+    folder = Path(str(loaded.config.checkpoint.load))
+    if not loaded.config.checkpoint.finetune:
+        rule = "is a Hugging Face folder: weights without a step, an optimizer or random state"
+        raise ConfigError(f"--load {folder} {rule}; add --finetune to start at step 0 from these weights")
+    snapshot = read(folder)
+    if loaded.config.data.tokenizer_type is not None and not loaded.config.data.mock_data:
+        _check_tokenizer(loaded.config, snapshot, folder)
+    if snapshot.tokenizer is not None:
+        kind, file = snapshot.tokenizer
+        found = {"tokenizer_type": kind, "tokenizer_model": str(folder / file)}
+        loaded = with_tokenizer(loaded, found, str(folder))
+    return with_checkpoint_model(loaded, snapshot.config, str(folder), rules, "--load"), snapshot.tensors
+
+
+def _check_tokenizer(config: Config, snapshot: Snapshot, folder: Path) -> None:
+    """Raise CheckpointError if a run has another tokenizer than the folder, unless --allow-changed-data."""
+    tokenizer, theirs = tokenizer_of(config), trained_with(snapshot)
+    if tokenizer is None or theirs is None:
+        return
+    own = tokenizer_fingerprint(tokenizer, config.data.tokenizer_model or config.data.vocab_file)
+    beside = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in snapshot.files}
+    if own["files"] and own["files"].items() <= beside.items():
+        return  # another of the folder's tokenizers, such as tokenizer.model for tokenizer.json
+    may_differ = config.checkpoint.allow_changed_data
+    check_tokenizer({"tokenizer": theirs}, own, str(folder), is_finetuning=True, may_differ=may_differ)
