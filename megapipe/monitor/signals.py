@@ -84,8 +84,11 @@ def ended_by_signals() -> Iterator[None]:
         yield
         return
     before = {number: signal.getsignal(number) for number in numbers}
+    is_under_launcher = False
+    with suppress(ConfigError):  # reported by the program
+        is_under_launcher = read_environment().launcher_pid is not None
     try:
-        if _is_under_launcher():
+        if is_under_launcher:
             for number in numbers:
                 signal.signal(number, signal.SIG_DFL)
             yield
@@ -97,13 +100,6 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _is_under_launcher() -> bool:
-    try:
-        return read_environment().launcher_pid is not None
-    except ConfigError:
-        return False
 
 
 STDERR = 2

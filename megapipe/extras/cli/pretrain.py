@@ -39,21 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     interrupted = "interrupted; the last checkpoint is complete, later steps are lost"
     outlive_output(tells_closed=PRINTING.isdisjoint(arguments))
+
+    def run(environment: Environment) -> int:
+        def rules(requests: Requests) -> tuple[Rule, ...]:
+            return world_rules(*_world(requests, environment))
+
+        loaded = load_config(arguments, schedules=SCHEDULE_NAMES, more=rules, if_refused=_compare(environment))
+        return run_job(loaded, environment)
+
     with ended_by_signals():
-        return run_on_ranks(lambda environment: _pretrain(arguments, environment), interrupted)
+        return run_on_ranks(run, interrupted)
 
 
 def verify(arguments: Sequence[str]) -> int:
     """Run `megapipe verify` and return the exit code."""
     return main(["--verify-grid", *arguments])
-
-
-def _pretrain(arguments: list[str], environment: Environment) -> int:
-    def rules(requests: Requests) -> tuple[Rule, ...]:
-        return world_rules(*_world(requests, environment))
-
-    loaded = load_config(arguments, schedules=SCHEDULE_NAMES, more=rules, if_refused=_compare(environment))
-    return run_job(loaded, environment)
 
 
 def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer | None = None) -> int:

@@ -17,7 +17,7 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.errors import ConfigError
-from megapipe.extras.convert import experts, layer_types, prediction
+from megapipe.extras.convert import experts, layer_types
 from megapipe.extras.convert.snapshot import INERT
 from megapipe.extras.convert.tables import (
     LAYER,
@@ -389,7 +389,7 @@ _BUILT_IN = (
         UNUSUAL_HEAD_DIM,
         *experts.SIGMOID_ROUTER,
         experts.FIRST_DENSE,
-        prediction.RULE,
+        experts.PREDICTION,
         key("attention_bias", "add_qkv_bias", False),
         NO_BIAS,
         key("use_qk_norm", "qk_layernorm", False),
@@ -397,7 +397,7 @@ _BUILT_IN = (
         groups=8,
         rope=layer_types.rope(1e4, 0.5),
         mlp=experts.some_layers(("n_routed_experts", "num_local_experts"), 8),
-        more_rows=(*experts.GLM_ROWS, *prediction.ROWS),
+        more_rows=(*experts.GLM_ROWS, *experts.PREDICTION_ROWS),
     ),
     llama_family(
         "SolarOpenForCausalLM",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,17 +22,17 @@ from megapipe.checkpoint.shard import BLOCK_BYTES, byte_blocks, safetensors_head
 from megapipe.checkpoint.shard import DTYPES as SAFETENSORS_DTYPES
 from megapipe.config.config import Config
 from megapipe.config.load import LoadedConfig, with_checkpoint_model, with_tokenizer
-from megapipe.config.model import PrecisionConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.rules.check import Rule
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.convert import prediction
-from megapipe.extras.convert.experts import QUANTIZATION
+from megapipe.extras.convert.experts import PREDICTED, QUANTIZATION
 from megapipe.extras.convert.families import choose_family, family_of
 from megapipe.extras.convert.snapshot import (
     DTYPE_NAMES,
     INERT,
     LazyTensor,
     Snapshot,
+    are_equal,
     check_nothing_left,
     check_tied,
     first_of,
@@ -76,15 +76,15 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
         whole = map_tensors(family.rows, unpadded(model), family.architecture)
         known = {HEAD, *(name for entry in whole for name in entry.theirs)}
         found = {name if name in known else family.prefix + name: tensor for name, tensor in found.items()}
-    left_out = prediction.further_names(model, found) if prediction.COUNT in ignored else set()
-    model = prediction.as_stored(model, found, left_out=prediction.COUNT in ignored)
+    left_out = further_names(model, found) if PREDICTED in ignored else set()
+    model = as_stored(model, found, left_out=PREDICTED in ignored)
     mapped = map_tensors(family.rows, unpadded(model), family.architecture)
     wanted = {name for entry in mapped for name in entry.theirs}
     is_tied = not model.untie_embeddings_and_output_weights
     missing = sorted(wanted - found.keys())
     if missing:
         raise CheckpointError(f"{folder} lacks the tensor {first_of(missing)}, which its {CONFIG} requires")
-    extra = found.keys() - wanted - left_out - prediction.copies(model).keys() - ({HEAD} if is_tied else set())
+    extra = found.keys() - wanted - left_out - copies(model).keys() - ({HEAD} if is_tied else set())
     left = sorted(name for name in extra if not name.endswith(family.buffers))
     check_nothing_left(folder, left, f"{family.architecture} as {CONFIG} describes it")
     tensors = {f"master/{entry.spec.name}": _join(folder, entry, found) for entry in mapped}
@@ -94,11 +94,46 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
     if is_tied and HEAD in found:
         check_tied(folder, HEAD, found[HEAD], embedding)
     weights = {name.removeprefix("master/"): tensor for name, tensor in tensors.items()}
-    prediction.check_copies(folder, model, found, weights)
+    check_copies(folder, model, found, weights)
     precision = DTYPE_NAMES[embedding.dtype]
     settings = {key: value for key, value in config.items() if key in INERT | ignored}
     ours = Config(model=model, precision=PrecisionConfig(dtype=precision))
     return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings)
+
+
+def further_names(model: ModelConfig, names: Collection[str]) -> set[str]:
+    """Return those names that belong to modules after the last layer of the model."""
+    layers = tuple(f"model.layers.{model.num_layers + number}." for number in range(model.mtp_num_layers or 0))
+    return {name for name in names if name.startswith(layers)} if layers else set()
+
+
+def as_stored(model: ModelConfig, names: Collection[str], left_out: bool) -> ModelConfig:
+    """Return the model without modules that are left out or of which no tensor is stored: transformers stores none,
+    but keeps their number.
+    """
+    return replace(model, mtp_num_layers=None) if left_out or not further_names(model, names) else model
+
+
+def copies(model: ModelConfig) -> dict[str, str]:
+    """Return the names of the modules' copies of embedding and output layer, with ours of what they copy."""
+    head = "output_layer.weight" if model.untie_embeddings_and_output_weights else WORD_EMBEDDING
+    found: dict[str, str] = {}
+    for number in range(model.mtp_num_layers or 0):
+        module = f"model.layers.{model.num_layers + number}"
+        found |= {f"{module}.embed_tokens.weight": WORD_EMBEDDING, f"{module}.shared_head.head.weight": head}
+    return found
+
+
+def check_copies(
+    where: Path, model: ModelConfig, found: Mapping[str, LazyTensor], ours: Mapping[str, LazyTensor]
+) -> None:
+    """Raise CheckpointError unless the copies that are stored equal what they copy. ours: tensors by our names."""
+    for name, original in copies(model).items():
+        if name in found and not are_equal(found[name], ours[original]):
+            raise CheckpointError(
+                f"{where}: {name} differs from the model's own, {original}, which multi-token prediction shares "
+                f"here; to leave the modules out give --ignore-key {PREDICTED}"
+            )
 
 
 def dequantized(folder: Path, found: Mapping[str, LazyTensor], quantization: Any) -> dict[str, LazyTensor]:
@@ -244,7 +279,7 @@ def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, max
     for entry in map_tensors(family.rows, unpadded(snapshot.config.model), family.architecture):
         for index, (name, shape) in enumerate(zip(entry.theirs, entry.layout.shapes(entry.spec.shape), strict=True)):
             written[name] = LazyTensor(shape, weights[entry.spec.name].dtype, partial(part, entry, index))
-    written |= {name: weights[ours] for name, ours in prediction.copies(snapshot.config.model).items()}
+    written |= {name: weights[ours] for name, ours in copies(snapshot.config.model).items()}
     groups: list[dict[str, LazyTensor]] = [{}]  # each file below max_bytes, a larger tensor alone
     size = total = 0
     for name, tensor in written.items():

@@ -117,40 +117,24 @@ def choose(
             return False
         return bool(found.best) and found.best[0].time.tokens_per_second >= (objective.tokens_per_second or 0.0)
 
-    numbers = _numbers_of_gpus(config, most, hardware)
+    def is_possible(num_gpus: int) -> bool:
+        """Return False if no layout fits and reaches the goal: one that does is enough, the best is not wanted."""
+        tokens = (config.training.global_batch_size or 0) * config.model.seq_length
+        goal = objective.tokens_per_second
+        walk = _Walk(ShortSteps(config, num_gpus, hardware), 1, tokens / goal * SHORT_STEP_ERROR if goal else math.inf)
+        return walk.finds_one(_bounded(bounds.at(num_gpus), config, num_gpus, hardware, pinned))
+
+    numbers, bounds = _numbers_of_gpus(config, most, hardware), Bounds(config, 1, hardware)
     if objective.kind == "cost":
         halves = [most >> times for times in range(most.bit_length()) if most >> times >= numbers[0]]
         enough = [number for number in halves if is_enough(number)]
     else:
-        possible = _Possible(config, hardware, pinned, objective.tokens_per_second)
-        enough = next(([number] for number in numbers if possible.on(number) and is_enough(number)), [])
+        enough = next(([number] for number in numbers if is_possible(number) and is_enough(number)), [])
     if not enough:
         reach = f" and reaches {objective.tokens_per_second:,.0f} tokens/s" if objective.tokens_per_second else ""
         raise ConfigError(f"no layout on up to {most} {hardware.name} fits{reach}; use more of them, or another kind")
     best = min((tried[number] for number in enough), key=lambda found: found.cost(objective.price_per_hour) or math.inf)
     return best, [tried[number] for number in sorted(tried)]
-
-
-class _Possible:
-    """A quick test of numbers of accelerators: one layout that reaches the goal is enough, the best is not wanted."""
-
-    def __init__(
-        self,
-        config: Config,
-        hardware: Hardware,
-        pinned: Callable[[Layout], bool],
-        tokens_per_second: float | None,
-    ) -> None:
-        self._config, self._hardware, self._pinned = config, hardware, pinned
-        self._bounds = Bounds(config, 1, hardware)
-        tokens = (config.training.global_batch_size or 0) * config.model.seq_length
-        self._most_seconds = tokens / tokens_per_second * SHORT_STEP_ERROR if tokens_per_second else math.inf
-
-    def on(self, num_gpus: int) -> bool:
-        """Return False if no layout on so many accelerators fits and reaches the goal."""
-        steps = ShortSteps(self._config, num_gpus, self._hardware)
-        bounded = _bounded(self._bounds.at(num_gpus), self._config, num_gpus, self._hardware, self._pinned)
-        return _Walk(steps, 1, self._most_seconds).finds_one(bounded)
 
 
 def _bounded(
