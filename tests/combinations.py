@@ -29,8 +29,7 @@ from megapipe.config.features import FEATURES, LIBRARY, ON_GPU, ROUNDED, Feature
 from megapipe.config.load import load_config
 from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.dry_run.grid import kinds_of_ranks
-from megapipe.extras.dry_run.rank import count_rank
+from megapipe.extras.dry_run.rank import count_rank, kinds_of_ranks
 from megapipe.extras.verify.oracle import random_batches, share_of
 from megapipe.extras.verify.parity import verified_steps
 from megapipe.extras.verify.report import found_text

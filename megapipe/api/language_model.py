@@ -17,8 +17,8 @@ from megapipe.config.config import Config
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import ConfigError
+from megapipe.extras.cli.convert import HUGGING_FACE, OWN, guess
 from megapipe.extras.convert import hugging_face
-from megapipe.extras.convert.formats import HUGGING_FACE, OWN, guess
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint
 from megapipe.extras.convert.special_tokens import tokenizer_of_snapshot
 from megapipe.extras.inference.generate import Generator, Limits, Sampling

@@ -14,7 +14,7 @@ from megapipe.environment import Environment, read_environment
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.extras.cli.frame import end_at_once, end_with_launcher, guarded, teller
 from megapipe.extras.cli.pretrain import run_job
-from megapipe.monitor.output import outlive_output
+from megapipe.monitor.signals import outlive_output
 from megapipe.train.metrics import EvaluationMetrics, Observer, StepSummary, TrainingResult
 
 

@@ -15,7 +15,7 @@ import torch
 
 from megapipe.comm.trace import Tracer
 from megapipe.monitor.heartbeat import Heartbeat
-from megapipe.profile.clock import Clock, Reading, RoundTrip, reading
+from megapipe.profile.profile import Clock, Reading, RoundTrip, reading
 from megapipe.schedule.action import Op, stage_action
 
 PHASE_LEVEL, ACTION_LEVEL = 1, 2

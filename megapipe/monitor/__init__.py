@@ -5,9 +5,9 @@ Torch-free; `comm` and `pipeline` write, `train` and `megapipe status` read.
 - `heartbeat`: what one rank does now, as fixed-size bytes in shared memory; the waits of a step by cause
 - `process`:   what the kernel knows of a process of this host
 - `roster`:    the ranks of a run: host, process, place in the grid, groups; a rank as others see it; the files of both
-- `diagnosis`: from the ranks' records to the rank that the others wait for, and the report of it; pure
+- `diagnosis`: from the ranks' records to the rank that the others wait for, and the report of it;
+  from the times of all ranks to the one that is slow; pure
 - `watchdog`:  the thread that notices a hang, reports once, and ends the rank
-- `signals`:   signals that end a process at once, before the first step of a run
-- `output`:    standard output that a full disk or a closed pipe cannot turn into an error
-- `stragglers`: from the times of all ranks to the one that is slow; pure
+- `signals`:   signals that end a process at once, before the first step of a run; standard output that a full disk or a
+  closed pipe cannot turn into an error
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from megapipe.config.layer_pattern import PARTS
@@ -276,12 +276,9 @@ def _memory(plan: RunPlan) -> Iterator[str]:
         if item in ALWAYS_SHOWN or any(rank.items[item] > SMALL * rank.total for rank in ranks)
     ]
 
-    def run_of(at: tuple[int, RankMemory]) -> tuple[int, Mapping[str, int], float]:
-        place, rank = at
-        return rank.pp_rank - place, rank.items, rank.live_microbatches  # the difference is the same in a run of ranks
-
     rows = []
-    for _, same in groupby(enumerate(shown), run_of):
+    # the difference of pp_rank and place is the same in a run of ranks
+    for _, same in groupby(enumerate(shown), lambda at: (at[1].pp_rank - at[0], at[1].items, at[1].live_microbatches)):
         run = [rank for _, rank in same]
         sizes = [run[0].items[item] for item in columns]
         cells = map(bytes_text, (*sizes, run[0].total - sum(sizes), run[0].total))

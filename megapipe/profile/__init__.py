@@ -1,9 +1,8 @@
 """Pipeline profiles, compared with the plan. Imports no torch, so profiles can be read on any machine.
 
-- `clock`:      conversion of times between the clocks of different ranks, from round trips of messages
-- `profile`:    what --profile-pipeline writes: start and end of every action of every rank, as versioned JSON
+- `profile`:    what --profile-pipeline writes: start and end of every action of every rank, as versioned JSON;
+  conversion of times between the clocks of different ranks, from round trips of messages
 - `difference`: predicted and measured bubble of a step, and the causes of the difference, by running the schedule again
-  with measured times
-- `summary`:    means over the steps of a profile, and the text printed at the end of --profile-pipeline
+  with measured times; means over the steps of a profile, and the text printed at the end of --profile-pipeline
 - `trace`:      Chrome traces of a profile and of a simulated timeline
 """

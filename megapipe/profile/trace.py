@@ -91,22 +91,16 @@ def _names(pid: int, name: str, threads: Sequence[str]) -> list[Event]:
 
 def _event(schedule: Schedule, pid: int, tid: int, action: Action, start: float, end: float, prefix: str = "") -> Event:
     """Return a complete event. start, end: seconds; a trace has microseconds."""
+    numbers = {"stage": action.stage, "microbatch": action.microbatch}
+    if schedule.num_slices > 1 and action.microbatch is not None:
+        numbers["microbatch"], numbers["slice"] = divmod(action.microbatch, schedule.num_slices)
     return {
         "ph": "X",
         "pid": pid,
         "tid": tid,
         "name": f"{prefix}{schedule.text(action)}",
         "cat": action.op.value,
-        "args": _numbers(schedule, action),
+        "args": numbers,
         "ts": start * 1e6,
         "dur": (end - start) * 1e6,
     }
-
-
-def _numbers(schedule: Schedule, action: Action) -> dict[str, int | None]:
-    """Return the stage, the microbatch and, where these have slices, the slice of an action."""
-    number = action.microbatch
-    if schedule.num_slices == 1 or number is None:
-        return {"stage": action.stage, "microbatch": number}
-    microbatch, index = divmod(number, schedule.num_slices)
-    return {"stage": action.stage, "microbatch": microbatch, "slice": index}

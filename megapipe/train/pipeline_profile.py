@@ -18,20 +18,23 @@ from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Event
 from megapipe.gpu.device_clock import EventClock
 from megapipe.monitor.process import available_cores, boot_id
-from megapipe.profile.clock import Clock, Reading, RoundTrip, reading
+from megapipe.profile.difference import profile_text, summarize
 from megapipe.profile.profile import (
+    Clock,
     ClockOffset,
     Link,
     MeasuredStep,
     PipelineSteps,
     Profile,
+    Reading,
+    RoundTrip,
     measured_row,
     profile_name,
+    reading,
     schedule_as_run,
     trace_path,
     write_profile,
 )
-from megapipe.profile.summary import profile_text, summarize
 from megapipe.profile.trace import profile_trace
 from megapipe.train.journal import Journal, run_folder
 

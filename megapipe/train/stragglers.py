@@ -13,9 +13,9 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.channels import Channel, MessageTime
 from megapipe.comm.collectives import all_gather, gather_objects
 from megapipe.gpu.device_clock import EventClock
+from megapipe.monitor.diagnosis import RankPace, extremes_text, find_stragglers
 from megapipe.monitor.heartbeat import READ, Cause, StepTimes, Wait
 from megapipe.monitor.process import host
-from megapipe.monitor.stragglers import RankPace, extremes_text, find_stragglers
 from megapipe.schedule.simulate import simulate
 from megapipe.topology import GROUP_NAMES
 from megapipe.train.journal import Journal

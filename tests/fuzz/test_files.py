@@ -18,7 +18,7 @@ from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.index_cache import IndexCache
 from megapipe.data.indexed_file import IndexedFile, IndexedWriter
 from megapipe.extras.cli.report import main as report
-from megapipe.extras.cli.status import main as status
+from megapipe.extras.cli.report import status
 from megapipe.extras.convert.snapshot import read_checkpoint
 from tests.fuzz.outcome import drawn, fault, read_or_refused, said
 from tests.harness import REPOSITORY

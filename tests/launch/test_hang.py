@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.extras.cli.status import main
+from megapipe.extras.cli.report import status as main
 from tests.launch.scripts import launch
 from tests.tiny import TINY_FLAGS
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.status import main
+from megapipe.extras.cli.report import status as main
 from megapipe.monitor import roster
 from megapipe.monitor.process import host, process_space, start_ticks
 from megapipe.monitor.roster import NAME, Member, Roster, newest_run, write_roster

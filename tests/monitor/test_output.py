@@ -14,7 +14,7 @@ from tests.tiny import TINY_FLAGS
 
 PRINTS = """
 import os, sys
-from megapipe.monitor.output import outlive_output
+from megapipe.monitor.signals import outlive_output
 outlive_output()
 for number in range(1000):
     print("line", number, flush=True)
@@ -53,7 +53,7 @@ def test_a_closed_pipe_ends_no_training(tmp_path: Path, redirect: str) -> None:
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_a_stream_that_the_parent_closed_is_replaced(closed: str) -> None:
-    code = "from megapipe.monitor.output import outlive_output as o; o(); import sys; print(1); sys.stderr.flush()"
+    code = "from megapipe.monitor.signals import outlive_output as o; o(); import sys; print(1); sys.stderr.flush()"
     number = {"stdout": 1, "stderr": 2}[closed]
     words = ["bash", "-c", f'exec "$@" {number}>&-', "bash", sys.executable, "-c", f"{code}; sys.{closed}.flush()"]
     assert subprocess.run(words, env=environment(), capture_output=True, timeout=110).returncode == 0

@@ -8,8 +8,8 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.monitor.diagnosis import RankPace, extremes_text, find_stragglers
 from megapipe.monitor.heartbeat import READING, Heartbeat, read_snapshot
-from megapipe.monitor.stragglers import RankPace, extremes_text, find_stragglers
 
 STEP = 1.0
 NAMES = [f"rank {rank} (pp ?) on host" for rank in range(16)]

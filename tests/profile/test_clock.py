@@ -8,7 +8,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.profile.clock import Clock, Reading, RoundTrip, reading
+from megapipe.profile.profile import Clock, Reading, RoundTrip, reading
 
 delays = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), min_size=1, max_size=20)
 

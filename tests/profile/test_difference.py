@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.profile.difference import CAUSES, Comparison, Idle, compare, predicted_idle, replay, total_idle
-from megapipe.profile.summary import profile_text, summarize
+from megapipe.profile.difference import (
+    CAUSES,
+    Comparison,
+    Idle,
+    compare,
+    predicted_idle,
+    profile_text,
+    replay,
+    summarize,
+    total_idle,
+)
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.schedule import Schedule

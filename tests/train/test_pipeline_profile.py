@@ -21,10 +21,8 @@ from megapipe.comm.trace import Tracer
 from megapipe.extras.report.comparison import comparison_svg
 from megapipe.gpu.device_clock import EventClock
 from megapipe.optimizer.optimizer import Optimizer
-from megapipe.profile.clock import RoundTrip, reading
-from megapipe.profile.difference import total_idle
-from megapipe.profile.profile import profiles_in, read_profile, trace_path
-from megapipe.profile.summary import profile_text, summarize
+from megapipe.profile.difference import profile_text, summarize, total_idle
+from megapipe.profile.profile import RoundTrip, profiles_in, read_profile, reading, trace_path
 from megapipe.topology import Topology
 from megapipe.train import pipeline_profile
 from megapipe.train.journal import Journal

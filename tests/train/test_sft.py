@@ -20,8 +20,8 @@ from megapipe.data.chat_dataset import ChatDataset
 from megapipe.data.loader import Loader
 from megapipe.environment import read_environment
 from megapipe.extras.cli.command import main as megapipe
-from megapipe.extras.cli.hugging_face import start_from
 from megapipe.extras.cli.planning import planned
+from megapipe.extras.convert.hugging_face import start_from
 from megapipe.extras.verify.compare import FP64
 from megapipe.extras.verify.oracle import GlobalBatch, Oracle, drawn_slices, whole_weights
 from megapipe.extras.verify.parity import compare_with_oracle

@@ -8,23 +8,31 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
+from megapipe.config.config import fields_by_key
+from megapipe.config.fields import TAKES_VALUE
 from megapipe.config.layers import layer_kinds
-from megapipe.config.load import load_config
+from megapipe.config.load import DEFAULT, LoadedConfig, load_config
 from megapipe.config.training import DEVICES
-from megapipe.config.tuned import Tuned, to_yaml
+from megapipe.config.tuned import TUNABLE, Tuned, to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.planning import planned, with_vocabulary
 from megapipe.formatting import ranges_text
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
 from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
 
 CALIBRATE_OPTIONS = (
     option("--output", "never overwritten without --force", type=Path, default="hardware.yaml", metavar="FILE.yaml"),
@@ -68,7 +76,6 @@ def _tune(own: argparse.Namespace) -> None:
     that GEMMs leave free. A setting is changed only if that is more than 2 % faster. What flags and files give is not
     varied. The machine should do nothing else.
     """
-    from megapipe.extras.calibrate import tune
     from megapipe.extras.calibrate.hardware_file import refuse_taken
 
     refuse_taken(own.output, own.force)
@@ -80,12 +87,12 @@ def _tune(own: argparse.Namespace) -> None:
     from megapipe.train.gpu_setup import device_kind
 
     is_gpu = loaded.config.training.device != "cpu" and torch.cuda.is_available()
-    decisions = tuple(tune.choices(plan, loaded, is_gpu))
+    decisions = tuple(choices(plan, loaded, is_gpu))
     if not decisions:
         raise ConfigError("nothing to tune: the run has neither tp nor pp, or its flags and files give every setting")
     load = os.getloadavg()[0]
-    measure = tune.measured_run(own.flags, own.nproc_per_node, own.steps)
-    settings, figures = tune.search(iter(decisions), measure)
+    measure = measured_run(own.flags, own.nproc_per_node, own.steps)
+    settings, figures = search(iter(decisions), measure)
     measured = {
         "command": shlex.join(["megapipe", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -95,10 +102,8 @@ def _tune(own: argparse.Namespace) -> None:
     }
     kind = device_kind(torch.device("cuda" if is_gpu else "cpu"))
     write_file(own.output, to_yaml(Tuned(kind, settings, measured)), "--output")
-    print(tune.figures_text(figures))
-    print(
-        f"fastest: {' '.join(tune.flags_of(settings)) or 'as given'}\nwritten: {own.output}, for --tuned {own.output}"
-    )
+    print(figures_text(figures))
+    print(f"fastest: {' '.join(flags_of(settings)) or 'as given'}\nwritten: {own.output}, for --tuned {own.output}")
 
 
 @command(
@@ -162,7 +167,7 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
 
     from megapipe.comm.bootstrap import join
     from megapipe.comm.groups import build_process_groups
-    from megapipe.extras.calibrate.layers import one_pipeline_rank, profile_parts
+    from megapipe.extras.calibrate.rates import one_pipeline_rank, profile_parts
 
     world_size, local = environment.world_size, environment.local_world_size
     plan = resolve(one_pipeline_rank(config, world_size), world_size, local)
@@ -200,3 +205,113 @@ def _text(embedding: PartCost, layers: dict[str, PartCost], head: PartCost) -> s
     layer = sum(part.forward + part.backward for part in layers.values()) / len(layers)
     ends = ((part.forward + part.backward) / layer for part in (head, embedding))
     return "\n".join([*lines, "the head weighs {:.2f} layers, the embedding {:.2f}".format(*ends)])
+
+
+# --------------------------------------------------------------------------------------- settings of a run, for --tune
+
+# Every candidate is a separate run under `megapipe launch`: NCCL and CUDA read some settings only when they start.
+DEPTH, OVERLAP, CHUNKS, CARVEOUT, NCCL = TUNABLE
+MARGIN = 0.02  # a candidate must be faster by more than this share
+WARM_UP_STEPS = 2  # not counted: first touches, connections, algorithms
+Settings = Mapping[str, Any]  # 'section.name' -> value
+Measure = Callable[[Settings], list[float]]  # a run with these settings -> seconds of each counted step
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The measured steps of one candidate, over both of its runs."""
+
+    settings: Settings
+    step_seconds: tuple[float, ...]
+
+    @property
+    def median_seconds(self) -> float:
+        return median(self.step_seconds)
+
+
+def choices(plan: RunPlan, loaded: LoadedConfig, is_gpu: bool) -> Iterator[tuple[Settings, ...]]:
+    """Yield the alternatives to the run's own settings, those of one decision at a time.
+
+    What the user's flags and files give is not varied: it would win over the tuned value.
+    """
+    config, topology = plan.config, plan.topology
+    free = {key for key in TUNABLE if loaded.origins[key] == DEFAULT or loaded.origins[key].startswith("tuned ")}
+    positions = config.model.seq_length // topology.tp
+    if topology.pp > 1 and DEPTH in free:
+        yield tuple({DEPTH: depth} for depth in (1, 2, 3, 4))
+    if topology.tp > 1 and {OVERLAP, CHUNKS} <= free and config.kernels.transformer_impl == "local":
+        chunks = [{OVERLAP: True, CHUNKS: count} for count in (2, 4) if count <= positions]
+        yield ({OVERLAP: False}, *chunks)
+    if is_gpu and topology.pp > 1 and NCCL in free:
+        yield tuple({NCCL: [f"NCCL_MAX_P2P_NCHANNELS={count}"]} for count in (2, 4, 8))
+    if is_gpu and topology.tp > 1 and CARVEOUT in free:
+        yield tuple({CARVEOUT: count} for count in (0, 8, 16, 24))
+
+
+def search(decisions: Iterator[tuple[Settings, ...]], measure: Measure) -> tuple[Settings, list[Figure]]:
+    """Take the decisions one after the other, each with the best of those before; return the settings and all figures.
+
+    Candidates of a decision run in order and once more in reverse, so that a machine that slows down favours none. The
+    run as it is comes first among them, and holds unless another is faster by MARGIN.
+    """
+    chosen: Settings = {}
+    figures: list[Figure] = []
+    for alternatives in decisions:
+        candidates = [chosen, *({**chosen, **each} for each in alternatives)]
+        seconds: list[list[float]] = [[] for _ in candidates]
+        for index in (*range(len(candidates)), *reversed(range(len(candidates)))):
+            seconds[index] += measure(candidates[index])
+        found = [Figure(settings, tuple(each)) for settings, each in zip(candidates, seconds, strict=True)]
+        figures += found
+        best = min(found, key=lambda figure: figure.median_seconds)
+        if best.median_seconds < found[0].median_seconds * (1.0 - MARGIN):
+            chosen = best.settings
+    return chosen, figures
+
+
+def flags_of(settings: Settings) -> list[str]:
+    """Return the flags that give a run these settings."""
+    words: list[str] = []
+    for key, value in settings.items():
+        flag = next(flag for flag in fields_by_key()[key].flags if flag.value is TAKES_VALUE or flag.value is value)
+        values = value if isinstance(value, list) else [value]
+        words += [flag.name, *(map(str, values) if flag.value is TAKES_VALUE else ())]
+    return words
+
+
+def measured_run(flags: Sequence[str], num_ranks: int, num_steps: int) -> Measure:
+    """Return the function that runs the configuration for WARM_UP_STEPS + num_steps steps and returns their seconds.
+
+    Nothing is saved or loaded, and nothing evaluated. Raises MegapipeError with the run's output if it fails.
+    """
+
+    def measure(settings: Settings) -> list[float]:
+        with tempfile.TemporaryDirectory() as folder:
+            metrics = Path(folder) / "metrics.jsonl"
+            own = f"--save none --load none --eval-iters 0 --log-interval 1 --exit-interval {WARM_UP_STEPS + num_steps}"
+            launch = ["-m", "megapipe", "launch", "--nproc-per-node", str(num_ranks), "pretrain"]
+            words = [*flags, *flags_of(settings), *own.split(), "--metrics-file", str(metrics)]
+            done = subprocess.run([sys.executable, *launch, *words], capture_output=True, text=True)
+            if done.returncode:
+                shown = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
+                raise MegapipeError(f"the run with {' '.join(flags_of(settings)) or 'no change'} failed:\n{shown}")
+            lines = map(json.loads, metrics.read_text().splitlines())
+            seconds = [line["step_seconds"] for line in lines if "step_seconds" in line]
+        if len(seconds) < WARM_UP_STEPS + num_steps:
+            wanted = WARM_UP_STEPS + num_steps
+            raise ConfigError(
+                f"the run ended after {len(seconds)} of {wanted} steps; give --train-iters {wanted} or more"
+            )
+        return seconds[WARM_UP_STEPS:]
+
+    return measure
+
+
+def figures_text(figures: Sequence[Figure]) -> str:
+    """Return one line for each candidate: its median, fastest and slowest step, and its settings."""
+    lines = ["  median ms   fastest   slowest  settings"]
+    for figure in figures:
+        times = (figure.median_seconds, min(figure.step_seconds), max(figure.step_seconds))
+        numbers = "{:11.1f}{:10.1f}{:10.1f}".format(*(1000 * seconds for seconds in times))
+        lines.append(f"{numbers}  {' '.join(flags_of(figure.settings)) or 'as given'}")
+    return "\n".join(lines)

@@ -6,16 +6,37 @@ import argparse
 import importlib.util
 from pathlib import Path
 
+from megapipe.checkpoint.folder import steps_in
+from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option
 from megapipe.extras.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy
-from megapipe.extras.convert.formats import DCP, FORMATS, HUGGING_FACE, MEGATRON, OWN, guess
 from megapipe.extras.convert.megatron import has_writable_optimizer, iteration_folder
 from megapipe.extras.convert.megatron_args import MegatronGrid
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint, write_checkpoint
 from megapipe.extras.convert.special_tokens import ends_of
 from megapipe.registry import EXTENSIONS
+
+HUGGING_FACE, OWN, MEGATRON, DCP = "hugging-face", "megapipe", "megatron", "dcp"
+FORMATS = (HUGGING_FACE, OWN, MEGATRON, DCP)
+
+
+def guess(folder: Path) -> str:
+    """Return the format of a folder. Raises CheckpointError if it is unknown."""
+    if not folder.is_dir():
+        way_out = "give a checkpoint of megapipe, Megatron or torch, or a Hugging Face model"
+        raise CheckpointError(f"{folder} is not a folder; {way_out}")
+    if (folder / MANIFEST_NAME).exists() or steps_in(folder):
+        return OWN
+    if dcp_run.find(folder) is not None:
+        return DCP
+    if megatron_legacy.is_legacy(folder) or megatron_dist.is_distributed(folder):
+        return MEGATRON
+    if (folder / hugging_face.CONFIG).exists():
+        return HUGGING_FACE
+    raise CheckpointError(f"{folder} looks like none of {', '.join(FORMATS)}; give its format with --from")
+
 
 # flags that mean something for some formats alone: argument -> (its side, formats)
 CONCERNS = {

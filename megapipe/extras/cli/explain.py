@@ -1,4 +1,4 @@
-"""`megapipe explain`: explain a flag, and its cost in memory and time for a configuration.
+"""`megapipe explain`: explain a flag, and its cost in memory and time; `configs`: the supplied configurations.
 
 The cost: alternatives to the value of the field are resolved to plans and compared by predicted memory and time.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,8 +21,9 @@ from megapipe.config.fields import TAKES_VALUE, ConfigField, Flag, out_of_bounds
 from megapipe.config.flags import REQUESTS, field_flags, normalised, suggestion, unit_and_help
 from megapipe.config.load import load_config
 from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, SUPPORTED, megatron_flags
+from megapipe.config.yaml_file import SUPPLIED
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli.frame import command
+from megapipe.extras.cli.frame import command, option
 from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, with_vocabulary
 from megapipe.formatting import bytes_text, text_table
 from megapipe.plan.hardware import Hardware, hardware_named
@@ -189,3 +192,40 @@ def papers() -> dict[str, str]:
     """Return the paper in which each flag's technique was published."""
     with Path(__file__).with_name("papers.csv").open(encoding="utf-8", newline="") as file:
         return {row["flag"]: row["paper"] for row in csv.DictReader(file)}
+
+
+@command(
+    "megapipe configs",
+    (option("--copy", "copy them to this folder, which is created; existing files stay", metavar="DIR", type=Path),),
+    needs_words=False,
+)
+def configs(own: argparse.Namespace) -> int:
+    """List the configurations that come with megapipe, or copy them to a folder.
+
+    megapipe configs
+    megapipe plan --world-size 8 --config llama3_8b
+    megapipe configs --copy configs
+    """
+    files = sorted(SUPPLIED.glob("*.yaml"))
+    if own.copy is None:
+        width = max(len(file.name) for file in files)
+        print("\n".join(f"{file.name.ljust(width)}  {_summary(file)}" for file in files))
+        return 0
+    own.copy.mkdir(parents=True, exist_ok=True)
+    existing = [file.name for file in files if (own.copy / file.name).exists()]
+    if existing:
+        raise ConfigError(f"{own.copy} already holds {', '.join(existing)}: choose another folder, or remove them")
+    for file in files:
+        shutil.copy(file, own.copy)
+    print(f"{len(files)} files copied to {own.copy}")
+    return 0
+
+
+def _summary(file: Path) -> str:
+    """Return the first sentence of the comment at the head of a file."""
+    head: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        head.append(line[1:].strip())
+    return re.split(r"(?<! al)\.(?= |$)", " ".join(head))[0]

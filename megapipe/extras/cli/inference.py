@@ -257,7 +257,7 @@ def evaluate(own: argparse.Namespace, environment: Environment) -> None:
     tokens, num_bytes = _tokens(model, own.data)
     if own.max_tokens is not None and own.max_tokens < len(tokens):
         tokens, num_bytes = tokens[: own.max_tokens], None
-    from megapipe.extras.inference.perplexity import score, windows
+    from megapipe.extras.inference.generate import score, windows
 
     seq = model.plan.config.model.seq_length
     next(windows(len(tokens), seq, own.stride or seq))  # report errors before the model is built

@@ -11,8 +11,17 @@ from pathlib import Path
 
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.frame import command, option
-from megapipe.extras.migrate.judge import Judgement, World, judge, missing_files, with_some_vocabulary, world_of
-from megapipe.extras.migrate.report import Migration, json_report, text_report
+from megapipe.extras.migrate.judge import (
+    Judgement,
+    Migration,
+    World,
+    json_report,
+    judge,
+    missing_files,
+    text_report,
+    with_some_vocabulary,
+    world_of,
+)
 from megapipe.extras.migrate.shell_script import SCRIPT_NAME, Call, Reading, read_script
 from megapipe.plan.batch import batch_schedule
 from megapipe.plan.resolve import resolve

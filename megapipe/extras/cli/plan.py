@@ -18,9 +18,8 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, rules_of_world, with_vocabulary
 from megapipe.extras.report.grid import context_svg, grid_svg
-from megapipe.extras.search.candidate import OBJECTIVES, Candidate, Objective, predict_plan
 from megapipe.extras.search.layout import Context, Layout
-from megapipe.extras.search.search import choose
+from megapipe.extras.search.search import OBJECTIVES, Candidate, Objective, choose, predict_plan
 from megapipe.extras.search.search_report import SearchReport, megatron_text
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.report import plan_text, step_text

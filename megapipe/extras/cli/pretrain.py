@@ -19,8 +19,7 @@ from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import run_on_ranks
 from megapipe.extras.cli.planning import model_of_checkpoint, planned
-from megapipe.monitor.output import outlive_output
-from megapipe.monitor.signals import ended_by_signals
+from megapipe.monitor.signals import ended_by_signals, outlive_output
 from megapipe.plan.report import plan_text
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 from megapipe.plan.world_rules import world_rules
@@ -40,8 +39,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     interrupted = "interrupted; the last checkpoint is complete, later steps are lost"
     outlive_output(tells_closed=PRINTING.isdisjoint(arguments))
+
+    def run(environment: Environment) -> int:
+        def rules(requests: Requests) -> tuple[Rule, ...]:
+            return world_rules(*_world(requests, environment))
+
+        loaded = load_config(arguments, schedules=SCHEDULE_NAMES, more=rules, if_refused=_compare(environment))
+        return run_job(loaded, environment)
+
     with ended_by_signals():
-        return run_on_ranks(lambda environment: _pretrain(arguments, environment), interrupted)
+        return run_on_ranks(run, interrupted)
 
 
 def verify(arguments: Sequence[str]) -> int:
@@ -49,20 +56,12 @@ def verify(arguments: Sequence[str]) -> int:
     return main(["--verify-grid", *arguments])
 
 
-def _pretrain(arguments: list[str], environment: Environment) -> int:
-    def rules(requests: Requests) -> tuple[Rule, ...]:
-        return world_rules(*_world(requests, environment))
-
-    loaded = load_config(arguments, schedules=SCHEDULE_NAMES, more=rules, if_refused=_compare(environment))
-    return run_job(loaded, environment)
-
-
 def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer | None = None) -> int:
     """Train with a loaded configuration, or do what it requests instead, and return the exit code."""
     requests, checkpoint, weights = loaded.requests, loaded.config.checkpoint, None
     rules, compare = world_rules(*_world(requests, environment)), _compare(environment)
     if is_hugging_face(checkpoint.load):
-        from megapipe.extras.cli.hugging_face import start_from
+        from megapipe.extras.convert.hugging_face import start_from
 
         loaded, weights = start_from(loaded, rules)
     elif loaded.takes_model:

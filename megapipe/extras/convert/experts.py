@@ -1,6 +1,7 @@
 """Experts in Hugging Face's configurations and tensors: rules and rows of the architectures that have them.
 
-DeepSeek's have latent attention, too, whose rotary pairs are neighbouring channels.
+DeepSeek's have latent attention, too, whose rotary pairs are neighbouring channels, and like GLM-4.5 multi-token
+prediction.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from typing import Any
 
 from megapipe.config.layers import LayerConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.convert import prediction
 from megapipe.extras.convert.layer_types import regular_period, runs_text
 from megapipe.extras.convert.tables import (
     EXPERT,
+    LAYER,
     LLAMA,
     OURS,
     REQUIRED,
@@ -34,6 +35,29 @@ from megapipe.extras.convert.tables import (
     of_experts_transposed,
     stacked_experts,
     unwritten,
+)
+
+# Multi-token prediction: module k of a model of n layers is `model.layers.{n + k}`: two norms, eh_proj, a layer like
+# the last one, and a head with a norm of its own. Copies of the embedding and of the output layer belong to it, which
+# here the modules share.
+PREDICTED, OTHER_NAME = "num_nextn_predict_layers", "num_mtp_layers"
+
+
+def read_count(settings: Settings) -> dict[str, Any]:
+    value = settings.get(PREDICTED)
+    check_alike({name: settings.get(name) for name in (PREDICTED, OTHER_NAME)})
+    return {"mtp_num_layers": (settings.get(OTHER_NAME) if value is None else value) or None}
+
+
+PREDICTION = Rule((PREDICTED, OTHER_NAME), read_count, lambda layers: {PREDICTED: layers[0].mtp_num_layers or 0})
+PREDICTION_ROWS = tuple(
+    Row(f"mtp.layers.{LAYER}.{ours}", (f"{LLAMA}.{theirs}",))
+    for ours, theirs in (
+        ("enorm", "enorm"),
+        ("hnorm", "hnorm"),
+        ("eh_proj", "eh_proj"),
+        ("final_layernorm", "shared_head.norm"),
+    )
 )
 
 SHARED = "moe_shared_expert_intermediate_size"
@@ -83,7 +107,7 @@ DEEPSEEK_ROWS = (
     Row(f"{_LATENTS}.kv_layernorm", (f"{_THEIRS}.kv_a_layernorm",)),
     Row(f"{_LATENTS}.linear_kv_up_proj", (f"{_THEIRS}.kv_b_proj",)),
     *GLM_ROWS,
-    *prediction.ROWS,
+    *PREDICTION_ROWS,
 )
 QWEN_2_ROWS = (
     *ROWS,
@@ -132,11 +156,11 @@ def all_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
 def some_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
     """Return the rules of experts in some layers, of another width than the MLPs of the others. Arguments likewise."""
 
-    def dense_width(layers: Layers) -> int:
+    def width_of(layers: Layers) -> int:
         dense = (layer.ffn_hidden_size for layer in layers if layer.num_experts is None and layer.has_mlp)
         return next(dense, layers[0].ffn_hidden_size)
 
-    width = key(DENSE_WIDTH, "ffn_hidden_size", value_of=dense_width)
+    width = key(DENSE_WIDTH, "ffn_hidden_size", value_of=width_of)
     return (*count_and_choice(num_experts, topk), width, EXPERT_WIDTH)
 
 
@@ -181,14 +205,17 @@ FIRST, SHARED_COUNT = "first_k_dense_replace", "n_shared_experts"
 GROUPS, TAKEN, TOPK = "n_group", "topk_group", "num_experts_per_tok"
 
 
-def write_first_dense(layers: Layers) -> dict[str, Any]:
-    return {FIRST: [layer.num_experts is not None for layer in layers].index(True)}
+def dense_layers(default: int) -> Rule:
+    """Return the rule of the number of first layers that have no experts."""
 
+    def read(settings: Settings) -> dict[str, Any]:
+        dense, count = settings.get(FIRST), int(settings["num_hidden_layers"])
+        dense = default if dense is None else dense
+        if not 0 <= dense < count:
+            raise ConfigError(f"{FIRST} {dense} of {count} layers cannot be expressed: no layer would have experts")
+        return expert_layers([layer >= dense for layer in range(count)], FIRST)
 
-def read_first_dense(settings: Settings) -> dict[str, Any]:
-    first, num_layers = settings.get(FIRST), int(settings["num_hidden_layers"])
-    first = 1 if first is None else first
-    return expert_layers([layer >= first for layer in range(num_layers)], f"{FIRST} {first}")
+    return Rule((FIRST,), read, lambda layers: {FIRST: [layer.num_experts is not None for layer in layers].index(True)})
 
 
 def read_shared_width(settings: Settings) -> dict[str, Any]:
@@ -234,7 +261,7 @@ SIGMOID_ROUTER = (
     Rule((GROUPS, TAKEN), read_groups, write_groups),
     Rule((SHARED_COUNT,), read_shared_width, write_shared_width),
 )
-FIRST_DENSE = Rule((FIRST,), read_first_dense, write_first_dense)
+FIRST_DENSE = dense_layers(1)
 
 # ---------------------------------------------------------------------------------------------------- GPT-OSS
 
@@ -291,18 +318,6 @@ def read_head_sizes(settings: Settings) -> dict[str, Any]:
     for name, value in {"head_dim": rotated, "qk_head_dim": rotated + plain, "num_key_value_heads": heads}.items():
         check_alike({name: settings.get(name), "its value by the other keys": value})
     return {}
-
-
-def dense_layers(default: int) -> Rule:
-    """Return the rule of the number of first layers that have no experts."""
-
-    def read(settings: Settings) -> dict[str, Any]:
-        dense, count = settings.get(FIRST, default), int(settings["num_hidden_layers"])
-        if not 0 <= dense < count:
-            raise ConfigError(f"{FIRST} {dense} of {count} layers cannot be expressed: no layer would have experts")
-        return expert_layers([layer >= dense for layer in range(count)], FIRST)
-
-    return Rule((FIRST,), read, write_first_dense)
 
 
 def shared_experts(default_width: int, default_count: int) -> Rule:
@@ -415,7 +430,7 @@ DEEPSEEK_V3 = (
     fixed("rope_interleave", True, "rotary pairs of this architecture are read as neighbouring channels"),
     unwritten(fixed("scoring_func", "sigmoid", "scores of this architecture are sigmoids")),
     unwritten(fixed(METHOD, "noaux_tc", "experts of this architecture are chosen with a bias")),
-    prediction.RULE,
+    PREDICTION,
     always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
 )
 DEEPSEEK_V2 = (

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import csv
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.errors import ConfigError
-from megapipe.extras.convert import experts, layer_types, prediction
-from megapipe.extras.convert.missing import missing_features
+from megapipe.extras.convert import experts, layer_types
 from megapipe.extras.convert.snapshot import INERT
 from megapipe.extras.convert.tables import (
     LAYER,
@@ -386,7 +389,7 @@ _BUILT_IN = (
         UNUSUAL_HEAD_DIM,
         *experts.SIGMOID_ROUTER,
         experts.FIRST_DENSE,
-        prediction.RULE,
+        experts.PREDICTION,
         key("attention_bias", "add_qkv_bias", False),
         NO_BIAS,
         key("use_qk_norm", "qk_layernorm", False),
@@ -394,7 +397,7 @@ _BUILT_IN = (
         groups=8,
         rope=layer_types.rope(1e4, 0.5),
         mlp=experts.some_layers(("n_routed_experts", "num_local_experts"), 8),
-        more_rows=(*experts.GLM_ROWS, *prediction.ROWS),
+        more_rows=(*experts.GLM_ROWS, *experts.PREDICTION_ROWS),
     ),
     llama_family(
         "SolarOpenForCausalLM",
@@ -518,3 +521,35 @@ def choose_family(
         except ConfigError as error:
             reasons.append(str(error))
     raise ConfigError("no known Hugging Face architecture can express this model:\n  " + "\n  ".join(reasons))
+
+
+# ----------------------------------------------------------------------- what is missing, for the message of a refusal
+
+# A row of missing.csv: a key of config.json, or a beginning of keys that ends in *, that states a feature where it has
+# a value; or a model type with a feature that no key states.
+LAYER_TYPES = ("full_attention", "sliding_attention", "moe", "mlp")  # the known ones
+
+
+@cache
+def missing_table(stated_by: str) -> dict[str, str]:
+    """Return the features that megapipe lacks by what states them: 'key' or 'model_type'."""
+    with Path(__file__).with_name("missing.csv").open(encoding="utf-8", newline="") as file:
+        return {row["name"]: row["feature"] for row in csv.DictReader(file) if row["stated_by"] == stated_by}
+
+
+def missing_features(config: Settings) -> tuple[str, ...]:
+    """Return what an architecture without a table has that megapipe lacks; nothing if that is unknown."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    found: list[str] = []
+    for part in parts:
+        stated = {name for name, value in part.items() if value not in (None, False, 0, [], {})}
+        rope = part.get("rope_parameters") or part.get("rope_scaling")
+        stated |= rope.keys() if isinstance(rope, Mapping) else set()
+        found += [feature for name, feature in missing_table("key").items() if fnmatch.filter(stated, name)]
+        for name in ("layer_types", "layers_block_type"):
+            kinds = part.get(name)
+            unknown = sorted(set(map(str, kinds)) - set(LAYER_TYPES)) if isinstance(kinds, list) else []
+            found += [f"layers of the type {', '.join(unknown)}"] if unknown else []
+    by_type = missing_table("model_type")
+    named = (by_type.get(str(part.get("model_type"))) for part in parts)
+    return tuple(dict.fromkeys((*found, *(feature for feature in named if feature is not None))))

@@ -1,9 +1,10 @@
-"""Hugging Face folders: config.json, one or more safetensors files with an index, tokenizer files."""
+"""Hugging Face folders: config.json, one or more safetensors files with an index, tokenizer files; `--load` of one."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,32 +14,39 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megapipe.assembly.datasets import tokenizer_of
+from megapipe.checkpoint.changes import check_tokenizer
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import is_inside
 from megapipe.checkpoint.shard import BLOCK_BYTES, byte_blocks, safetensors_header
 from megapipe.checkpoint.shard import DTYPES as SAFETENSORS_DTYPES
 from megapipe.config.config import Config
-from megapipe.config.model import PrecisionConfig
+from megapipe.config.load import LoadedConfig, with_checkpoint_model, with_tokenizer
+from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.rules.check import Rule
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.convert import prediction
-from megapipe.extras.convert.experts import QUANTIZATION
+from megapipe.extras.convert.experts import PREDICTED, QUANTIZATION
 from megapipe.extras.convert.families import choose_family, family_of
 from megapipe.extras.convert.snapshot import (
     DTYPE_NAMES,
     INERT,
     LazyTensor,
     Snapshot,
+    are_equal,
     check_nothing_left,
     check_tied,
     first_of,
     fresh_state,
     inert,
     new_folder,
+    trained_with,
 )
 from megapipe.extras.convert.special_tokens import exported_files, json_bytes
 from megapipe.extras.convert.tables import MappedTensor, map_tensors, unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_states
+from megapipe.tokenizers.tokenizer import tokenizer_fingerprint
+from megapipe.train.loading import Weights
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"
@@ -68,15 +76,15 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
         whole = map_tensors(family.rows, unpadded(model), family.architecture)
         known = {HEAD, *(name for entry in whole for name in entry.theirs)}
         found = {name if name in known else family.prefix + name: tensor for name, tensor in found.items()}
-    left_out = prediction.further_names(model, found) if prediction.COUNT in ignored else set()
-    model = prediction.as_stored(model, found, left_out=prediction.COUNT in ignored)
+    left_out = further_names(model, found) if PREDICTED in ignored else set()
+    model = as_stored(model, found, left_out=PREDICTED in ignored)
     mapped = map_tensors(family.rows, unpadded(model), family.architecture)
     wanted = {name for entry in mapped for name in entry.theirs}
     is_tied = not model.untie_embeddings_and_output_weights
     missing = sorted(wanted - found.keys())
     if missing:
         raise CheckpointError(f"{folder} lacks the tensor {first_of(missing)}, which its {CONFIG} requires")
-    extra = found.keys() - wanted - left_out - prediction.copies(model).keys() - ({HEAD} if is_tied else set())
+    extra = found.keys() - wanted - left_out - copies(model).keys() - ({HEAD} if is_tied else set())
     left = sorted(name for name in extra if not name.endswith(family.buffers))
     check_nothing_left(folder, left, f"{family.architecture} as {CONFIG} describes it")
     tensors = {f"master/{entry.spec.name}": _join(folder, entry, found) for entry in mapped}
@@ -86,11 +94,46 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
     if is_tied and HEAD in found:
         check_tied(folder, HEAD, found[HEAD], embedding)
     weights = {name.removeprefix("master/"): tensor for name, tensor in tensors.items()}
-    prediction.check_copies(folder, model, found, weights)
+    check_copies(folder, model, found, weights)
     precision = DTYPE_NAMES[embedding.dtype]
     settings = {key: value for key, value in config.items() if key in INERT | ignored}
     ours = Config(model=model, precision=PrecisionConfig(dtype=precision))
     return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings)
+
+
+def further_names(model: ModelConfig, names: Collection[str]) -> set[str]:
+    """Return those names that belong to modules after the last layer of the model."""
+    layers = tuple(f"model.layers.{model.num_layers + number}." for number in range(model.mtp_num_layers or 0))
+    return {name for name in names if name.startswith(layers)} if layers else set()
+
+
+def as_stored(model: ModelConfig, names: Collection[str], left_out: bool) -> ModelConfig:
+    """Return the model without modules that are left out or of which no tensor is stored: transformers stores none,
+    but keeps their number.
+    """
+    return replace(model, mtp_num_layers=None) if left_out or not further_names(model, names) else model
+
+
+def copies(model: ModelConfig) -> dict[str, str]:
+    """Return the names of the modules' copies of embedding and output layer, with ours of what they copy."""
+    head = "output_layer.weight" if model.untie_embeddings_and_output_weights else WORD_EMBEDDING
+    found: dict[str, str] = {}
+    for number in range(model.mtp_num_layers or 0):
+        module = f"model.layers.{model.num_layers + number}"
+        found |= {f"{module}.embed_tokens.weight": WORD_EMBEDDING, f"{module}.shared_head.head.weight": head}
+    return found
+
+
+def check_copies(
+    where: Path, model: ModelConfig, found: Mapping[str, LazyTensor], ours: Mapping[str, LazyTensor]
+) -> None:
+    """Raise CheckpointError unless the copies that are stored equal what they copy. ours: tensors by our names."""
+    for name, original in copies(model).items():
+        if name in found and not are_equal(found[name], ours[original]):
+            raise CheckpointError(
+                f"{where}: {name} differs from the model's own, {original}, which multi-token prediction shares "
+                f"here; to leave the modules out give --ignore-key {PREDICTED}"
+            )
 
 
 def dequantized(folder: Path, found: Mapping[str, LazyTensor], quantization: Any) -> dict[str, LazyTensor]:
@@ -236,7 +279,7 @@ def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, max
     for entry in map_tensors(family.rows, unpadded(snapshot.config.model), family.architecture):
         for index, (name, shape) in enumerate(zip(entry.theirs, entry.layout.shapes(entry.spec.shape), strict=True)):
             written[name] = LazyTensor(shape, weights[entry.spec.name].dtype, partial(part, entry, index))
-    written |= {name: weights[ours] for name, ours in prediction.copies(snapshot.config.model).items()}
+    written |= {name: weights[ours] for name, ours in copies(snapshot.config.model).items()}
     groups: list[dict[str, LazyTensor]] = [{}]  # each file below max_bytes, a larger tensor alone
     size = total = 0
     for name, tensor in written.items():
@@ -271,3 +314,39 @@ def write_tensors(disk: Disk, path: Path, tensors: Mapping[str, LazyTensor]) -> 
         for tensor in tensors.values():
             for block in byte_blocks(tensor.detach(), BLOCK_BYTES):
                 file.write(block)
+
+
+# ------------------------------------------------------------------------------------- a run that starts from a folder
+
+
+def start_from(loaded: LoadedConfig, rules: Sequence[Rule] = ()) -> tuple[LoadedConfig, Weights]:
+    """Return the run with the folder's model section, and its tokenizer unless one is given; and the weights, unread.
+
+    rules: of the run's ranks, checked with all others. Raises ConfigError for a flag that contradicts the folder,
+    CheckpointError for a folder that cannot be converted.
+    """
+    folder = Path(str(loaded.config.checkpoint.load))
+    if not loaded.config.checkpoint.finetune:
+        rule = "is a Hugging Face folder: weights without a step, an optimizer or random state"
+        raise ConfigError(f"--load {folder} {rule}; add --finetune to start at step 0 from these weights")
+    snapshot = read(folder)
+    if loaded.config.data.tokenizer_type is not None and not loaded.config.data.mock_data:
+        _check_tokenizer(loaded.config, snapshot, folder)
+    if snapshot.tokenizer is not None:
+        kind, file = snapshot.tokenizer
+        found = {"tokenizer_type": kind, "tokenizer_model": str(folder / file)}
+        loaded = with_tokenizer(loaded, found, str(folder))
+    return with_checkpoint_model(loaded, snapshot.config, str(folder), rules, "--load"), snapshot.tensors
+
+
+def _check_tokenizer(config: Config, snapshot: Snapshot, folder: Path) -> None:
+    """Raise CheckpointError if a run has another tokenizer than the folder, unless --allow-changed-data."""
+    tokenizer, theirs = tokenizer_of(config), trained_with(snapshot)
+    if tokenizer is None or theirs is None:
+        return
+    own = tokenizer_fingerprint(tokenizer, config.data.tokenizer_model or config.data.vocab_file)
+    beside = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in snapshot.files}
+    if own["files"] and own["files"].items() <= beside.items():
+        return  # another of the folder's tokenizers, such as tokenizer.model for tokenizer.json
+    may_differ = config.checkpoint.allow_changed_data
+    check_tokenizer({"tokenizer": theirs}, own, str(folder), is_finetuning=True, may_differ=may_differ)

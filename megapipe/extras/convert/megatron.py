@@ -495,7 +495,14 @@ def common_content(snapshot: Snapshot, run: MegatronRun) -> dict[str, Any]:
         "iteration": snapshot.step,
     }
     if run.continues:
-        content |= {"opt_param_scheduler": _scheduler(snapshot), "num_floating_point_operations_so_far": 0}
+        lr, decay = snapshot.state["schedules"]["lr"], snapshot.state["schedules"]["weight_decay"]
+        content["num_floating_point_operations_so_far"] = 0
+        content["opt_param_scheduler"] = {
+            "max_lr": lr["max_lr"], "min_lr": lr["min_lr"], "lr_decay_style": lr["style"],
+            "lr_warmup_steps": lr["warmup_samples"], "lr_decay_steps": lr["decay_samples"],
+            "num_steps": snapshot.state["training"]["consumed_samples"], "start_wd": decay["start"],
+            "end_wd": decay["end"], "wd_incr_style": decay["style"], "wd_incr_steps": decay["ramp_samples"],
+        }  # fmt: skip
     return content
 
 
@@ -548,17 +555,6 @@ def optimizer_content(snapshot: Snapshot, inner: dict[str, Any]) -> dict[str, An
             "hysteresis_tracker": scaler["overflows_left"],
         }
     return content
-
-
-def _scheduler(snapshot: Snapshot) -> dict[str, Any]:
-    state = snapshot.state
-    lr, decay = state["schedules"]["lr"], state["schedules"]["weight_decay"]
-    return {
-        "max_lr": lr["max_lr"], "min_lr": lr["min_lr"], "lr_decay_style": lr["style"],
-        "lr_warmup_steps": lr["warmup_samples"], "lr_decay_steps": lr["decay_samples"],
-        "num_steps": state["training"]["consumed_samples"], "start_wd": decay["start"], "end_wd": decay["end"],
-        "wd_incr_style": decay["style"], "wd_incr_steps": decay["ramp_samples"],
-    }  # fmt: skip
 
 
 def with_padding(whole: Tensor, num_rows: int) -> Tensor:

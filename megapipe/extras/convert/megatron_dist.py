@@ -9,27 +9,33 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megapipe.config.config import resolve_model
+from megapipe.config.config import ResolvedModelConfig, resolve_model
 from megapipe.config.layers import layer_configs
 from megapipe.errors import CheckpointError
-from megapipe.extras.convert import megatron, megatron_buckets
+from megapipe.extras.convert import megatron
 from megapipe.extras.convert.megatron import (
     COMMON,
     EXTRA_STATE,
+    KEYS,
     MOMENTS,
     TRACKER,
     TRY_WEIGHTS_ONLY,
     MegatronRun,
+    Member,
     OptimizerState,
+    members,
 )
 from megapipe.extras.convert.megatron_args import FREQUENCY, MegatronGrid, read_run_config
 from megapipe.extras.convert.pickled import METADATA, StoredTensor, StoredValue, load_pickled, read_folder
@@ -42,6 +48,220 @@ from megapipe.sharding.spec import Experts, ParamSpec
 
 if TYPE_CHECKING:
     from megapipe.comm.torch_checkpoint import LazyStack
+
+
+# --------------------------------------------------------------------------------- optimizer state by gradient buckets
+
+# `dp_reshardable`: each model-parallel rank (tp first, then pp) has a flat tensor for every bucket of every model
+# chunk. A bucket holds whole parameters in reverse model order, each from a multiple of 64 elements on. With several
+# ranks of ep, experts have an optimizer of their own, whose ranks are etp first, then ep and pp, and buckets only of
+# chunks with experts. Names are not stored, but the sizes of the buckets without their last padding are, so the
+# layout follows from the model. Masters verify it: cast to the dtype of the weights they must equal the weights.
+GROUP = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\."
+    r"(param|exp_avg|exp_avg_sq)"
+)
+GROUP_CONTENT = re.compile(
+    r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_0\.(optimizer|grad_scaler)/shard_0_1"
+)
+
+
+class Place(NamedTuple):
+    """The place of one tp rank's slice of a parameter."""
+
+    bucket: int
+    start: int  # elements
+    num_elements: int
+
+
+Buckets = Mapping[tuple[int, str], StoredTensor]  # of one chunk on one rank, by bucket and kind of state
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The buckets of one model chunk on all ranks of tp, or of ep x etp."""
+
+    members: tuple[Member, ...]  # its parameters, in reverse model order; the layout is the same on all ranks
+    places: Mapping[str, Place]  # by name
+    buckets: Sequence[Buckets]  # of each rank
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a run is cut, and the order in which it creates parameters."""
+
+    model: ResolvedModelConfig  # with Megatron's padded vocabulary
+    grid: MegatronGrid
+    is_fused: bool  # by Transformer Engine
+    is_grouped: bool  # its experts
+
+    def ranks(self, spec: ParamSpec) -> int:
+        """Return the number of ranks that cut a parameter."""
+        return self.grid.ep * self.grid.etp if spec.is_expert else self.grid.tp
+
+    def lay_out(self, specs: Sequence[ParamSpec], ranks: Sequence[Buckets]) -> Stage | None:
+        """Place the parameters of a chunk in its buckets. None if they do not fill them."""
+        own = members(specs, self.grid.ep, self.is_grouped)[::-1]
+        sizes = [ranks[0][key].shape[0] for key in sorted(ranks[0]) if key[1] == KEYS["master"]]
+        parameters = [(one.name(False), math.prod(one.local_shape(0, self.ranks(one.spec)))) for one in own]
+        places = lay_out(parameters, sizes)
+        return None if places is None else Stage(tuple(own), places, ranks)
+
+
+def state_by_parameter(
+    folder: Path,
+    model: ResolvedModelConfig,  # with Megatron's padded vocabulary
+    args: Mapping[str, Any],
+    stored: Mapping[str, StoredTensor],
+    weights: Mapping[str, LazyTensor],  # by our names, without vocabulary padding where the result shall have none
+) -> dict[str, LazyTensor]:
+    """Return the masters and moments by `key/name`, unread. Raises CheckpointError if the buckets do not fit the model.
+
+    Reading a master compares it with its weight, and raises CheckpointError if they differ.
+    """
+    found: dict[int, dict[tuple[int, int], dict[tuple[int, str], StoredTensor]]] = {}
+    for name, tensor in stored.items():
+        if match := GROUP.fullmatch(name):  # by the place in a chain, then (model-parallel rank, chunk)
+            ranks = found.setdefault(int(match[1] or 0), {})
+            ranks.setdefault((int(match[2]), int(match[3])), {})[int(match[4]), match[5]] = tensor
+    is_fused = args.get("transformer_impl") != "local"
+    grid, is_grouped = MegatronGrid.of(args), bool(args.get("moe_grouped_gemm"))
+    for cut in (Cut(model, grid, is_fused, is_grouped), Cut(model, grid, not is_fused, is_grouped)):
+        stages = _stages(folder, cut, found)
+        if stages is None:
+            continue
+        # the first stage last: its tied embedding also serves as the last stage's copy
+        state = {name: tensor for stage in stages[::-1] for name, tensor in _tensors(folder, stage, weights, cut)}
+        with suppress(CheckpointError):  # a master that differs from its weight
+            for name in (name for name, weight in weights.items() if len(weight.shape) == 1):
+                state[f"master/{name}"].detach()
+            return state
+    raise CheckpointError(
+        f"{folder}: the buckets of the distributed optimizer are not the concatenation of this model's parameters; "
+        f"save once with --dist-ckpt-optim-fully-reshardable, or {TRY_WEIGHTS_ONLY}"
+    )
+
+
+def _stages(folder: Path, cut: Cut, found: Mapping[int, Mapping[tuple[int, int], Buckets]]) -> list[Stage] | None:
+    """Cut the model into stages with as many layers as fill the buckets of each. None if no cut fills them.
+
+    found: the buckets by place in a chain of optimizers, then (model-parallel rank, chunk). Raises CheckpointError if
+    some are missing.
+    """
+    model, grid, ranks = cut.model, cut.grid, found.get(0, {})
+    specs = megatron.ordered_parameters(model, grid.etp, cut.is_fused)
+    num_chunks = 1 + max((chunk for _, chunk in ranks), default=-1)
+    if len(ranks) != grid.tp * grid.pp * num_chunks:
+        groups = f"{len(ranks)} groups of gradient buffers, its args say tp {grid.tp} and pp {grid.pp}"
+        raise CheckpointError(f"{folder} has {groups}; {TRY_WEIGHTS_ONLY}")
+    is_chain = len(found) > 1
+    places = [(chunk, pp_rank) for chunk in range(num_chunks) for pp_rank in range(grid.pp)]
+    stages, experts, first = list[Stage](), list[list[ParamSpec]](), 0
+    for number, (chunk, pp_rank) in enumerate(places):
+        is_last = number == len(places) - 1
+        start = [spec for spec in specs if spec.owner == "embedding"] if number == 0 else []
+        end = [spec for spec in specs if spec.owner == "head"] if is_last else []
+        if is_last and number > 0 and not model.untie_embeddings_and_output_weights:
+            end.append(next(spec for spec in specs if spec.name == WORD_EMBEDDING))  # the last stage's copy
+        members = [ranks[pp_rank * grid.tp + tp_rank, chunk] for tp_rank in range(grid.tp)]
+        for stop in [model.num_layers] if is_last else range(first, model.num_layers + 1):
+            own = [*start, *(spec for spec in specs if spec.owner in range(first, stop)), *end]
+            dense = [spec for spec in own if not (is_chain and spec.is_expert)]
+            if (stage := cut.lay_out(dense, members)) is not None:
+                stages.append(stage)
+                experts.append([spec for spec in own if spec.is_expert])
+                first = stop
+                break
+        else:
+            return None
+    return _with_experts(folder, cut, stages, dict(zip(places, experts, strict=True)), found[1]) if is_chain else stages
+
+
+def _with_experts(
+    folder: Path,
+    cut: Cut,
+    stages: list[Stage],
+    experts: Mapping[tuple[int, int], Sequence[ParamSpec]],  # by (chunk, pp_rank)
+    ranks: Mapping[tuple[int, int], Buckets],
+) -> list[Stage] | None:
+    """Return the stages, and those of the experts' optimizer. None if they do not fill its buckets."""
+    found, grid = list(stages), cut.grid
+    size = grid.ep * grid.etp
+    for pp_rank in range(grid.pp):
+        chunks = [specs for (_, rank), specs in sorted(experts.items()) if rank == pp_rank and specs]
+        for number, specs in enumerate(chunks):
+            names = [(pp_rank * size + rank, number) for rank in range(size)]
+            if any(name not in ranks for name in names):
+                groups = f"{len(ranks)} groups of gradient buffers of experts"
+                raise CheckpointError(
+                    f"{folder} has {groups}, its args say ep {grid.ep} and etp {grid.etp}; {TRY_WEIGHTS_ONLY}"
+                )
+            stage = cut.lay_out(specs, [ranks[name] for name in names])
+            if stage is None:
+                return None
+            found.append(stage)
+    return found
+
+
+def lay_out(parameters: Sequence[tuple[str, int]], sizes: Sequence[int]) -> dict[str, Place] | None:
+    """Place parameters, of (name, elements), in buckets of the given sizes. None if they do not fill them exactly."""
+    places, left = {}, list(parameters)
+    for bucket, size in enumerate(sizes):
+        end = 0
+        while left and megatron.aligned(end) + left[0][1] <= size:
+            name, num_elements = left.pop(0)
+            places[name] = Place(bucket, megatron.aligned(end), num_elements)
+            end = megatron.aligned(end) + num_elements
+        if size not in (end, megatron.aligned(end)):  # aligned where the next parameter has a separate bucket
+            return None
+    return None if left else places
+
+
+def _tensors(
+    folder: Path, stage: Stage, weights: Mapping[str, LazyTensor], cut: Cut
+) -> Iterator[tuple[str, LazyTensor]]:
+    for spec in dict.fromkeys(one.spec for one in stage.members):
+        for key, theirs in KEYS.items():
+            check = weights[spec.name] if key == "master" else None
+            shape, dtype = weights[spec.name].shape, next(iter(stage.buckets[0].values())).dtype
+            yield (
+                f"{key}/{spec.name}",
+                LazyTensor(shape, dtype, partial(_read, folder, spec, stage, theirs, cut, shape[0], check)),
+            )
+
+
+def _read(
+    folder: Path, spec: ParamSpec, stage: Stage, theirs: str, cut: Cut, num_rows: int, weight: LazyTensor | None
+) -> Tensor:
+    own = sorted((one for one in stage.members if one.spec is spec), key=lambda one: one.expert or 0)
+    size = cut.ranks(spec)
+    slices = []
+    for rank, buckets in enumerate(stage.buckets[:size]):  # in one optimizer, ranks of tp beyond etp hold copies
+        parts = []
+        for one in own:
+            place = stage.places[one.name(False)]
+            flat = buckets[place.bucket, theirs].read(Box((place.start,), (place.num_elements,)))
+            parts.append(flat.view(one.local_shape(rank, size)))
+        slices.append(megatron.local_slice(spec, parts, rank) if spec.is_expert else parts[0])
+    whole = megatron.joined(spec, slices, num_rows)
+    if weight is not None and not torch.equal(whole.to(weight.dtype), weight.detach()):
+        raise CheckpointError(
+            f"{folder}: the optimizer's master of {spec.name} differs from the weight: the parameters are in an "
+            f"unknown order; save once with --dist-ckpt-optim-fully-reshardable, or {TRY_WEIGHTS_ONLY}"
+        )
+    return whole
+
+
+def contents(others: Mapping[str, StoredValue]) -> list[dict[str, Any]]:
+    """Return the groups, and the loss scale if any, of each optimizer of a chain, from the first of its ranks."""
+    chain: dict[int, dict[str, Any]] = {}
+    for name, value in others.items():
+        if match := GROUP_CONTENT.fullmatch(name):
+            chain.setdefault(int(match[1] or 0), {})[match[2]] = value.read()[0]
+    return [chain[number] for number in sorted(chain)]
+
+
+# ------------------------------------------------------------------------------------------------------ the checkpoint
 
 CHAINED = re.compile(r"^chained_\d+\.")
 COMMON_VALUE = "common_state/shard_0_1"
@@ -73,7 +293,7 @@ def read(
     stored, others = read_folder(folder)
     common = _common(folder, others)
     args = vars(common["args"])
-    has_buckets = any(megatron_buckets.GROUP.fullmatch(name) for name in stored)
+    has_buckets = any(GROUP.fullmatch(name) for name in stored)
     optimizer = None if weights_only else _optimizer(folder, common, stored, others, has_buckets)
     config, remarks = read_run_config(args, vocab_size, optimizer is not None and not drop_padding)
     # by names with Megatron's own norms; older versions name the optimizer of a chain
@@ -100,7 +320,7 @@ def read(
             used.add(entry.name)
             if key is not None:
                 tensors[f"{key}/{spec.name}"] = _lazy(folder, entry, layer, spec)
-    used |= {name for name in stored if megatron_buckets.GROUP.fullmatch(name)}
+    used |= {name for name in stored if GROUP.fullmatch(name)}
     skipped = () if optimizer is not None else ("optimizer.", "chained_")
     left = sorted(name for name in stored.keys() - used if not name.startswith(skipped) and EXTRA_STATE not in name)
     check_nothing_left(folder, left, "the model that its args describe")
@@ -108,7 +328,7 @@ def read(
         whole = dataclasses.replace(config.model, padded_vocab_size=int(args["padded_vocab_size"]))
         buffers = {f"master/{state.name}": tensors[f"master/{state.name}"] for state in states}
         weights = {name.removeprefix("master/"): tensor for name, tensor in tensors.items() if name not in buffers}
-        tensors = megatron_buckets.state_by_parameter(folder, resolve_model(whole, 1), args, stored, weights)
+        tensors = state_by_parameter(folder, resolve_model(whole, 1), args, stored, weights)
         tensors |= buffers
     return megatron.run_snapshot(config, tensors, args, common, optimizer, remarks)
 
@@ -163,7 +383,7 @@ def _optimizer(
     if not any(name.startswith("optimizer.") for name in names):
         return None
     if has_buckets:
-        chain = megatron_buckets.contents(others)
+        chain = contents(others)
     else:
         kind = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
         if kind not in RESHARDABLE or not any(name.startswith(OPTIMIZER) for name in names):

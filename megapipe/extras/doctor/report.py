@@ -6,9 +6,17 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from megapipe.extras.doctor.examination import Examination, Remark, host_remarks
+from megapipe.extras.doctor.examination import (
+    PAIR,
+    PEERS,
+    TABLE,
+    Examination,
+    Judged,
+    Remark,
+    common_cause,
+    host_remarks,
+)
 from megapipe.extras.doctor.host import HostReport, ranges
-from megapipe.extras.doctor.trials import PAIR, PEERS, TABLE, Judged, common_cause
 from megapipe.formatting import bytes_text, count_text, rate_text, seconds_text, text_table
 from megapipe.plan.hardware import Hardware
 

@@ -11,8 +11,7 @@ from megapipe.comm.bootstrap import choose_backend
 from megapipe.comm.groups import Traffic
 from megapipe.data.batch import Batch
 from megapipe.errors import ConfigError
-from megapipe.extras.dry_run.grid import Kind, audit_grid, kinds_of_ranks
-from megapipe.extras.dry_run.rank import STATE, RankCount, count_rank
+from megapipe.extras.dry_run.rank import STATE, Kind, RankCount, audit_grid, count_rank, kinds_of_ranks
 from megapipe.formatting import bytes_text, ranges_text, text_table
 from megapipe.plan.memory import RankMemory, all_rank_memory, step_memory
 from megapipe.plan.run_plan import RunPlan

@@ -1,5 +1,5 @@
 """Inference with trained stages on any grid: the pipeline's forward rows, with a key/value cache.
 
-generate    prompts through the pipeline once, then one token at a time: greedy, temperature, top-k, top-p; streaming
-perplexity  the loss of a text under a model, window by window
+generate    prompts through the pipeline once, then one token at a time: greedy, temperature, top-k, top-p; streaming;
+            perplexity: the loss of a text under a model, window by window
 """

@@ -1,4 +1,4 @@
-"""Flags of a Megatron-LM command line -> what happens to each here, and the ranks that its launcher starts.
+"""Flags of a Megatron-LM command line -> what happens to each here, and the report of it.
 
 Each flag is read by `read_command_line` and all accepted ones together by `load_config`, which read the command line of
 pretrain_gpt.py: there is no second table of what is supported.
@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.config.fields import number_in, shown
+from megapipe.config.fields import number_in
+from megapipe.config.fields import shown as value_shown
 from megapipe.config.flags import REQUESTS, field_flags, normalised, read_command_line, takes_values
 from megapipe.config.load import LoadedConfig, load_config
 from megapipe.config.megatron_flags import REFUSED as REFUSED_KIND
 from megapipe.config.megatron_flags import megatron_flags
 from megapipe.errors import ConfigError
-from megapipe.extras.migrate.shell_script import is_known
-from megapipe.extras.migrate.shell_script import shown as as_written
-from megapipe.extras.migrate.shell_syntax import CLOSE, OPEN
+from megapipe.extras.migrate.shell_script import CLOSE, OPEN, Call, Decision, is_known, shown
+from megapipe.formatting import count_text, text_table
 
 SAME = "the same here"
 TAKEN_AS = "taken as"
@@ -73,9 +76,9 @@ def judge(arguments: Sequence[str]) -> Judgement:
         name = normalised(flag)
         count = number_of_values(name)
         rest = [value for value in values[count != "" :] if is_variable(value) and count not in ("+", MANY)]
-        more += [as_written(value) for value in rest]
+        more += [shown(value) for value in rest]
         values = [value for at, value in enumerate(values) if (at == 0 and count) or value not in rest]
-        texts = tuple(map(as_written, values))
+        texts = tuple(map(shown, values))
         if not all(map(is_known, values)) and not takes_text(name):
             row = Row(flag, texts, OUTSIDE)
         else:
@@ -143,8 +146,8 @@ def judge_flag(flag: str, values: Sequence[str]) -> Row:
         written = tuple(values) if isinstance(value, tuple) else " ".join(values)
         if field.kind.scalar is not str or not values or value == written:
             return Row(flag, texts, SAME)
-        others = [shown(each.field, each.value) for each in line.settings[1:]]
-        return Row(flag, texts, TAKEN_AS, " ".join([shown(field, value), *others]))
+        others = [value_shown(each.field, each.value) for each in line.settings[1:]]
+        return Row(flag, texts, TAKEN_AS, " ".join([value_shown(field, value), *others]))
     row = megatron_flags().get(name)
     if row is None:  # a request, such as --print-config
         return Row(flag, texts, SAME)
@@ -199,3 +202,131 @@ def world_of(launcher: Sequence[str], variables: Mapping[str, Sequence[str]]) ->
         return World(number("-n|-np|--np|-c"), number("--npernode|-npernode|-ppn"))
     size, per_node = variable("SLURM_NTASKS"), variable("SLURM_NTASKS_PER_NODE")
     return World(number("--ntasks|-n") or size, number("--ntasks-per-node") or per_node)
+
+
+# ---------------------------------------------------------------------------------------------------------- the report
+
+WIDEST = 60  # of the left column; longer values are cut in the table, not in the command and the JSON
+
+
+@dataclass(frozen=True)
+class Migration:
+    """Everything that the report says of one call of pretrain_gpt.py."""
+
+    source: str  # the script, or "the command line"
+    call: Call
+    judgement: Judgement
+    decisions: tuple[Decision, ...]
+    notes: tuple[str, ...]
+    world: str  # the ranks and the grid in words
+    grid_problems: tuple[str, ...]
+    missing: tuple[tuple[str, str], ...]  # (flag, path)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the script runs as it is, but for missing files."""
+        return self.judgement.runs and not self.grid_problems
+
+    @property
+    def to_change(self) -> tuple[str, ...]:
+        """Return the changes that are needed, a line each."""
+        rows = [row.note for row in self.judgement.rows if row.outcome in TO_CHANGE]
+        return (*dict.fromkeys(rows), *self.judgement.problems, *self.grid_problems)
+
+    def outside(self) -> dict[str, list[str]]:
+        """Return what is set outside the script -> the flags that use it."""
+        found: dict[str, list[str]] = {}
+        for row in self.judgement.rows:
+            if any("$" in value for value in row.values):
+                found.setdefault(" ".join(value for value in row.values if "$" in value), []).append(row.flag)
+        return found
+
+    def command(self) -> str:
+        """Return the command to run: that of the script, without the flags that are refused or unknown."""
+        words = [*map(shown, self.call.launcher), "pretrain_gpt.py"]
+        lines = [" ".join(map(quoted, words))]
+        for row in self.judgement.rows:
+            if row.outcome not in TO_CHANGE:
+                lines.append(" ".join([row.flag, *map(quoted, row.values)]))
+        lines += list(self.judgement.more)
+        return " \\\n    ".join(lines)
+
+
+def quoted(word: str) -> str:
+    """Return a word for a shell; one that the shell expands is put in double quotes."""
+    if "$" not in word:
+        return shlex.quote(word)
+    return word if word.startswith("--") else '"' + word.replace('"', '\\"') + '"'
+
+
+def right_column(row: Row) -> str:
+    """Return the outcome of a flag in the words of the table."""
+    if row.outcome == TAKEN_AS:
+        return f"{TAKEN_AS} {row.note}"
+    note = row.note.removeprefix(row.text).removeprefix(" is a flag of Megatron that megapipe does not support")
+    return f"{row.outcome}: {note.removeprefix(': ')}" if note else row.outcome
+
+
+def text_report(migration: Migration) -> Iterator[str]:
+    """Yield the lines of the report."""
+    call, judgement = migration.call, migration.judgement
+    num_flags = count_text(len(judgement.rows), "flag")
+    where = f", line {call.line}" if call.line else ""
+    yield f"{migration.source}{where}: {shown(call.script)} with {num_flags}"
+    table = [(cut(row.text), right_column(row)) for row in judgement.rows]
+    yield from text_table([("flag of the script", "here"), *table], left=(0, 1))
+    counts = Counter(row.outcome for row in judgement.rows)
+    yield "  " + ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
+    yield from headed("set outside the script", [f"{what} ({', '.join(flags)})" for what, flags in
+                                                 migration.outside().items()])  # fmt: skip
+    if judgement.more:
+        yield f"  more arguments, if they are set: {' '.join(judgement.more)}"
+    if judgement.unchecked:
+        names = ", ".join(dict.fromkeys(judgement.unchecked))
+        yield f"  rules between flags are not checked, since {names} is open: give --set NAME=VALUE"
+    decided = [f"line {each.line}: {each.condition}: {each.outcome}" for each in migration.decisions]
+    yield from headed("conditions of the script that decide about these flags", decided)
+    yield from headed("not followed", migration.notes)
+    yield f"ranks: {migration.world}"
+    yield from headed("files that are not here", [f"{path} ({flag})" for flag, path in migration.missing])
+    if any(row.flag.replace("_", "-") == "--load" for row in judgement.rows):
+        yield "--load: a checkpoint of Megatron-LM is converted first: megapipe convert (docs/convert.md)"
+    yield from headed("to change", migration.to_change)
+    verdict = "runs as it is" if migration.runs else "runs after these changes"
+    but = " with files that are missing or named outside it" if migration.missing or migration.outside() else ""
+    yield f"the script {verdict}{but if migration.runs else ''}; the command:"
+    yield migration.command()
+
+
+def headed(title: str, lines: list[str] | tuple[str, ...]) -> Iterator[str]:
+    """Yield a title and indented lines, or nothing without lines."""
+    if lines:
+        yield f"{title}:"
+        yield from (f"  {line}" for line in lines)
+
+
+def cut(text: str) -> str:
+    """Return a text for the left column."""
+    return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."
+
+
+def json_report(migration: Migration) -> dict[str, Any]:
+    """Return the report as values for JSON."""
+    judgement = migration.judgement
+    return {
+        "script": migration.source,
+        "line": migration.call.line,
+        "runs": migration.runs,
+        "flags": [asdict(row) for row in judgement.rows],
+        "set_outside": migration.outside(),
+        "more_arguments": list(judgement.more),
+        "unchecked": list(judgement.unchecked),
+        "conditions": [
+            {"line": each.line, "condition": each.condition, "outcome": each.outcome} for each in migration.decisions
+        ],
+        "not_followed": list(migration.notes),
+        "ranks": migration.world,
+        "missing_files": [{"flag": flag, "path": path} for flag, path in migration.missing],
+        "to_change": list(migration.to_change),
+        "command": migration.command(),
+    }

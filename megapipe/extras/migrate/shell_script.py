@@ -1,5 +1,8 @@
 """A walk through a launch script up to its calls of pretrain_gpt.py. No command of the script is executed.
 
+Read are quotes, arrays, pipes, `&&`, `||`, redirections, `if`, `for`, `while`, functions and `{ ...; }`; all else is
+refused with its line.
+
 Assignments, `if`, `for` over known words, functions, `eval` and `bash -c` are followed; all other commands are only
 looked at for the call. A value that only a running shell would know (`$(hostname)`, a variable that nothing sets)
 becomes a placeholder: its source text between the marks OPEN and CLOSE. It is never split into words, and what depends
@@ -13,30 +16,132 @@ import ast
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import NamedTuple
 
 from megapipe.errors import ConfigError
-from megapipe.extras.migrate.shell_syntax import (
-    ASSIGNMENT,
-    CLOSE,
-    OPEN,
-    Branches,
-    Chain,
-    Command,
-    Group,
-    Loop,
-    Simple,
-    UnreadableError,
-    assigned_names,
-    parse_script,
-    pieces_of,
-    refusal,
-    tokens_of,
-)
 from megapipe.formatting import count_text
+
+# -------------------------------------------------------------------------------------------------------------- syntax
+
+OPEN, CLOSE = "\ue000", "\ue001"  # marks around a value that is not known without executing something
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+PIECES_IN_QUOTES = {"$((": "))", "$(": ")", "${": "}", "`": "`", '"': '"', OPEN: CLOSE}  # opening -> closing mark
+PIECES = {**PIECES_IN_QUOTES, "<(": ")", ">(": ")", "(": ")", '$"': '"'}
+VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])")
+ONE_QUOTED = re.compile(r"'[^']*'|\$'(?:[^'\\]|\\.)*'", re.DOTALL)
+COMMENT = re.compile(r"(?<=[\s(;])#[^\n]*")
+SKIPPED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
+OPERATOR = re.compile(r"(?P<redirection>\d*(?:<<<|<<|>>|>\||[<>]&|<>|[<>](?!\())|&>>?)|\n|;;&?|;&|;|&&|\|\||\|&|[&|()]")
+ENDS_WORD = frozenset(" \t\r\n;&|<>()")
+JOINTS = {"&&": "&&", "||": "||", "|": "|", "|&": "|"}
+CLOSING = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
+REFUSED_WORDS = ("case", "select", "coproc", "function")
+
+
+class UnreadableError(Exception):
+    """A text that is not read, at a position of it."""
+
+    def __init__(self, at: int, what: str) -> None:
+        super().__init__(what)
+        self.at, self.what = at, what
+
+
+def refusal(line: int, what: str) -> ConfigError:
+    """Return the exception for a part of a script that is not read."""
+    way_out = "run the script with echo in front of its launcher and give the command that it prints"
+    return ConfigError(f"line {line}: {' '.join(what.split())}; {way_out}: megapipe migrate COMMAND")
+
+
+class Token(NamedTuple):
+    """A word or an operator of a script; at its end an empty one."""
+
+    text: str
+    at: int
+    line: int
+    is_operator: bool = True
+    redirects: bool = False
+
+
+def piece_end(text: str, at: int, in_quotes: bool = False) -> int:
+    """Return the end of a piece of a word: a quoted text, an expansion, or one character. Raises UnreadableError."""
+    if text[at] == "\\":
+        return at + 2
+    simple = VARIABLE.match(text, at)
+    if simple is None and not in_quotes:
+        simple = ONE_QUOTED.match(text, at) or COMMENT.match(text, at)
+    if simple is not None:
+        return simple.end()
+    if text[at] == "'" and not in_quotes:
+        raise UnreadableError(at, "a ' is not closed")
+    pieces = PIECES_IN_QUOTES if in_quotes else PIECES
+    mark = next((mark for mark in pieces if text.startswith(mark, at)), "")
+    end = at + max(len(mark), 1)
+    inside = in_quotes if mark == "${" else mark in ('"', '$"', "`")
+    while mark and not text.startswith(pieces[mark], end):
+        if end >= len(text):
+            raise UnreadableError(at, f"a {mark} is not closed")
+        end = piece_end(text, end, inside)
+    return end + len(pieces.get(mark, ""))
+
+
+def pieces_of(word: str, in_quotes: bool = False) -> list[str]:
+    """Return the pieces of a word."""
+    found, at = [], 0
+    while at < len(word):
+        end = piece_end(word, at, in_quotes)
+        found.append(word[at:end])
+        at = end
+    return found
+
+
+def assigned_names(words: Iterable[str]) -> frozenset[str]:
+    """Return the names of the variables that some words assign."""
+    return frozenset(match[1] for match in map(ASSIGNMENT.match, words) if match)
+
+
+def tokens_of(text: str, line: int = 1) -> list[Token]:
+    """Return the words and operators of a script, without comments. line: the number of its first line.
+
+    Raises ConfigError with the line.
+    """
+    found: list[Token] = []
+    at = 0
+    while at < len(text):
+        skipped, operator = SKIPPED.match(text, at), OPERATOR.match(text, at)
+        if skipped is not None:
+            end = skipped.end()
+        elif operator is not None:
+            end = operator.end()
+            if operator[0].lstrip("0123456789") == "<<":
+                raise refusal(line, "a here-document (<<) is not read")
+            found.append(Token(operator[0], at, line, True, operator["redirection"] is not None))
+        else:
+            try:
+                end = word_end(text, at)
+            except UnreadableError as error:
+                raise refusal(line + text.count("\n", at, error.at), error.what) from None
+            found.append(Token(text[at:end], at, line, is_operator=False))
+        line += text.count("\n", at, end)
+        at = end
+    return [*found, Token("", len(text), line)]
+
+
+def word_end(text: str, start: int) -> int:
+    """Return the end of the word that begins here; `NAME=(...)` is one word."""
+    at = start
+    while at < len(text):
+        is_array = text[at] == "(" and ASSIGNMENT.fullmatch(text, start, at) is not None
+        if text[at] in ENDS_WORD and not is_array and text[at : at + 2] not in ("<(", ">("):
+            break
+        at = piece_end(text, at)
+    return at
+
+
+# ------------------------------------------------------------------------------------------------------------ the walk
 
 MOST_COMMANDS = 100_000
 MOST_CHARACTERS = 1_000_000  # of one value; a doubling loop would fill the memory
@@ -153,14 +258,14 @@ def read_script(
 ) -> Reading:
     """Walk through the text of a script. given: variables of its environment. Raises ConfigError."""
     text = re.sub(f"[{OPEN}{CLOSE}{BREAK}{QUOTED}\0]", "", text).replace("\r\n", "\n")
-    walk = Walk(script=name, arguments=list(arguments), locals=[{}])
+    walk = Walk(script=name)
     walk.variables |= slurm_variables(text) | {key: [value] for key, value in given}
     try:
-        walk.commands(parse_script(text))
+        walk.follow(text, 1, arguments)
     except RecursionError:
         raise ConfigError(f"{name} nests expansions or commands too deeply to be read") from None
     except UnreadableError as error:
-        raise walk.refused(error.what) from None
+        raise refusal(walk.line, error.what) from None
     return walk
 
 
@@ -173,20 +278,22 @@ def slurm_variables(text: str) -> dict[str, list[str]]:
     return {name: [str(given[option])] for option, names in OF_SLURM.items() if option in given for name in names}
 
 
-def is_condition(command: Command) -> bool:
-    """Return True if a command only tests something."""
-    if isinstance(command, Chain):
-        return is_condition(command.commands[-1])
-    return isinstance(command, Simple) and not set(command.words[:2]).isdisjoint(TESTS)
-
-
 @dataclass
 class Walk(Reading):
-    """A walk: what was found so far, and the state at one point of the script."""
+    """A walk: what was found so far, and the state at one point of the script.
 
+    Commands are followed as they are read. Where `live` is False they are only read: arms that are not taken, the
+    bodies of functions, of loops to find their end.
+    """
+
+    source: str = ""  # the text that is read: the script, or the words of eval or bash -c
+    tokens: list[Token] = field(default_factory=list)
+    at: int = 0  # the next token
+    live: bool = True
+    is_test: bool = False  # the command that was read last only tests something
     script: str = ""  # $0
     arguments: list[str] = field(default_factory=list)  # $1, $2, ...
-    functions: dict[str, tuple[Command, ...]] = field(default_factory=dict)
+    functions: dict[str, tuple[str, list[Token], int]] = field(default_factory=dict)  # text, tokens, body
     sources: dict[str, set[str]] = field(default_factory=dict)  # variable -> those that its value was made from
     used: set[str] = field(default_factory=set)  # names that expansions have read since it was last emptied
     outer: set[str] = field(default_factory=set)  # names that the eval, bash -c or function call around was made from
@@ -200,92 +307,248 @@ class Walk(Reading):
         """Return the exception for a part of the present command that is not read."""
         return refusal(self.line, f"{shown(what)} is not read")
 
-    def commands(self, commands: Sequence[Command]) -> bool | None:
-        """Follow some commands and return the truth of the last, None if it depends on running it."""
-        truth: bool | None = True
-        for command in commands:
-            truth = self.command(command)
+    def peek(self, ahead: int = 0) -> Token:
+        """Return a token that follows."""
+        return self.tokens[min(self.at + ahead, len(self.tokens) - 1)]
+
+    def has_ended(self) -> bool:
+        return self.at >= len(self.tokens) - 1
+
+    def take(self, *expected: str) -> Token:
+        """Step over the next token, which must be one of those expected if there are any."""
+        token = self.peek()
+        if expected and token.text not in expected:
+            raise refusal(token.line, f"{' or '.join(expected)} is missing")
+        self.at += 1
+        return token
+
+    def skip(self, *texts: str) -> None:
+        """Step over some tokens."""
+        while self.peek().text in texts:
+            self.at += 1
+
+    def written(self, start: int) -> str:
+        """Return the text from a position up to the next token, in one line."""
+        return " ".join(self.source[start : self.peek().at].split()).rstrip("; ")
+
+    def follow(self, text: str, line: int, arguments: Sequence[str]) -> bool | None:
+        """Follow the commands of a text. line: the number of its first line."""
+        return self.inside(text, tokens_of(text, line), 0, arguments)
+
+    def inside(self, text: str, tokens: list[Token], at: int, arguments: Sequence[str], *until: str) -> bool | None:
+        """Follow commands elsewhere, with other positional arguments, up to one of some reserved words or the end."""
+        if len(self.locals) > DEEPEST:
+            raise ConfigError(f"the script nests functions, eval or bash -c more than {DEEPEST} deep")
+        before = self.source, self.tokens, self.at, self.arguments, self.outer, self.line
+        self.source, self.tokens, self.at = text, tokens, at
+        self.arguments, self.outer = list(arguments), self.outer | self.all_used()
+        self.locals.append({})
+        truth = self.commands(*until)
+        self.restore(self.locals.pop())
+        self.source, self.tokens, self.at, self.arguments, self.outer, self.line = before
         return truth
 
-    def command(self, command: Command) -> bool | None:
-        """Follow a command and return its truth, None if it depends on running it."""
-        self.num_commands += 1
-        if self.num_commands > MOST_COMMANDS:
-            raise ConfigError(
-                f"the script has more than {MOST_COMMANDS} commands to follow; give its arguments instead"
-            )
-        match command:
-            case Simple():
-                return self.simple(command)
-            case Chain():
-                return self.chain(command)
-            case Branches():
-                return self.branches(command)
-            case Loop():
-                return self.loop(command)
-            case Group(body, ""):
-                return self.commands(body)
-        self.functions[command.name] = command.body
-        return True
+    def commands(self, *until: str) -> bool | None:
+        """Follow commands up to one of some reserved words, which is left, or to the end.
 
-    def chain(self, chain: Chain) -> bool | None:
+        Returns the truth of the last one, None if it depends on running it.
+        """
+        truth: bool | None = True
+        self.skip("\n", ";", "&")
+        while not self.has_ended() and self.peek().text not in until:
+            truth = self.chain()
+            self.skip("\n", ";", "&")
+        if until and self.has_ended():
+            raise refusal(self.peek().line, f"{' or '.join(until)} is missing")
+        return truth
+
+    def block(self, live: bool, *until: str) -> bool | None:
+        """Follow commands, or only read them."""
+        before, self.live = self.live, live
+        truth = self.commands(*until)
+        self.live = before
+        return truth
+
+    def chain(self) -> bool | None:
         """Follow commands joined by && || |: after `A &&` only if A is true, after `A ||` unless A is true.
 
         A condition that is not known decides nothing (`[ -f x ] || exit`); a command that is none counts as true.
         """
-        truth = self.command(chain.commands[0])
-        for joint, previous, command in zip(chain.joints, chain.commands, chain.commands[1:], strict=False):
-            decided = truth if truth is not None or is_condition(previous) else True
-            if joint == "|" or (joint == "&&" and decided) or (joint == "||" and decided is False):
-                truth = self.command(command)
-            else:
-                truth = decided
+        live, truth = self.live, self.command()
+        while self.peek().text in JOINTS:
+            joint = JOINTS[self.take().text]
+            self.skip("\n")
+            decided = truth if truth is not None or self.is_test else True
+            self.live = live and {"|": True, "&&": decided is True, "||": decided is False}[joint]
+            found = self.command()
+            truth = found if self.live else decided
+        self.live = live
         return truth
 
-    def branches(self, branches: Branches) -> bool | None:
+    def command(self) -> bool | None:
+        """Follow one command, simple or compound."""
+        token = self.peek()
+        self.num_commands += self.live
+        if self.num_commands > MOST_COMMANDS:
+            raise ConfigError(
+                f"the script has more than {MOST_COMMANDS} commands to follow; give its arguments instead"
+            )
+        if [self.peek(1).text, self.peek(2).text] == ["(", ")"] and not token.is_operator:
+            self.at += 3
+            self.skip("\n")
+            self.take("{")
+            if self.live:
+                self.functions[token.text] = self.source, self.tokens, self.at
+            self.block(False, "}")
+            self.take()
+            self.is_test = False
+            return True
+        if token.text in REFUSED_WORDS:
+            raise refusal(token.line, f"{token.text} is not read")
+        if token.text == "(":
+            raise refusal(token.line, "a command in parentheses is not read")
+        if token.text in CLOSING or (token.is_operator and not token.redirects):
+            raise refusal(token.line, f"{token.text!r} begins no command")
+        match token.text:
+            case "if":
+                truth = self.branches()
+            case "for" | "while" | "until":
+                truth = self.loop()
+            case "{":
+                self.take()
+                truth = self.commands("}")
+                self.take()
+            case _:
+                first = self.peek(1) if token.text == "!" else token
+                return self.brackets() if first.text == "[[" else self.simple(self.words(), token.line)
+        after, self.is_test = self.peek(), False
+        if self.words():  # only redirections follow
+            raise refusal(after.line, f"{after.text!r} is not expected after a compound command")
+        return truth
+
+    def names_until(self, read: Callable[[], object]) -> frozenset[str]:
+        """Return the variables that a compound command assigns, which is read and then begins again."""
+        start, self.live = self.at, False
+        read()
+        names = assigned_names(token.text for token in self.tokens[start : self.at])
+        self.at, self.live = start, True
+        return names
+
+    def branches(self) -> bool | None:
         """Follow the arm of an `if` whose condition holds."""
-        for arm in branches.arms:
-            self.used = set()
-            truth = self.commands(arm.condition)
-            if arm.condition:
-                reason = ": it depends on running the script" if truth is None else self.unset_names()
-                outcome = ("taken" if truth else "not taken") + reason
-                self.decisions.append(Decision(arm.line, arm.text, outcome, branches.names))
-            if truth:
-                return self.commands(arm.body)
-        return True
+        names = self.names_until(self.branches) if self.live else frozenset()
+        keyword, live = self.take(), self.live
+        result: bool | None = True
+        while keyword.text != "fi":
+            truth: bool | None = True
+            if keyword.text != "else":
+                self.used = set()
+                truth = self.block(live, "then")
+                text = self.written(keyword.at + len(keyword.text))
+                self.take()
+                if live:
+                    reason = ": it depends on running the script" if truth is None else self.unset_names()
+                    outcome = ("taken" if truth else "not taken") + reason
+                    self.decisions.append(Decision(keyword.line, text, outcome, names))
+            is_taken = live and truth is True
+            found = self.block(is_taken, *(("fi",) if keyword.text == "else" else ("elif", "else", "fi")))
+            if is_taken:  # the arms that follow are only read
+                result, live = found, False
+            keyword = self.take()
+        return result
 
     def unset_names(self) -> str:
         """Return the variables of a condition that are not set, as the reason for its outcome; empty if all are."""
         unset = sorted(name for name in self.used if self.look_up(name) is None)
         return f": ${', $'.join(unset)} is not set in the script" if unset else ""
 
-    def loop(self, loop: Loop) -> bool | None:
+    def loop(self) -> bool | None:
         """Follow the body of `for` once for each known word. What other loops assign is not known after them."""
-        self.used, self.unset_is_empty, self.line = set(), True, loop.line
-        words = None if loop.words is None else [text for word in loop.words for text in self.fields(word)]
+        keyword, name = self.take(), ""
+        words: Sequence[str] | None = None
+        if keyword.text != "for":
+            self.block(False, "do")
+        elif self.peek().text == "(":
+            while not self.has_ended() and self.peek().text != "do":
+                self.take()
+        else:
+            name, words = self.take().text, ['"$@"']
+            self.skip("\n")
+            if self.peek().text == "in":
+                self.take()
+                words = self.words()
+            self.skip("\n", ";")
+        condition = self.written(keyword.at)
+        self.take("do")
+        begin = self.at
+        self.block(False, "done")
+        names = assigned_names([f"{name}=", *(token.text for token in self.tokens[begin : self.at])])
+        self.take()
+        if not self.live:
+            return None
+        after, self.used, self.unset_is_empty, self.line = self.at, set(), True, keyword.line
+        fields = None if words is None else [text for word in words for text in self.fields(word)]
         self.unset_is_empty = False
-        if words is None or not all(map(is_known, words)):
-            self.variables |= {name: [placeholder(f"${name}")] for name in loop.names}
-            outcome = "skipped: it depends on running it"
-            self.decisions.append(Decision(loop.line, loop.text, outcome, loop.names))
+        if fields is None or not all(map(is_known, fields)):
+            self.variables |= {name: [placeholder(f"${name}")] for name in names}
+            self.decisions.append(Decision(keyword.line, condition, "skipped: it depends on running it", names))
             return None
         if unset := self.unset_names():
-            outcome = f"followed for {count_text(len(words), 'word')}{unset}"
-            self.decisions.append(Decision(loop.line, loop.text, outcome, loop.names))
-        for word in words:
-            self.assign_text(loop.name, word)
-            self.commands(loop.body)
+            outcome = f"followed for {count_text(len(fields), 'word')}{unset}"
+            self.decisions.append(Decision(keyword.line, condition, outcome, names))
+        for text in fields:
+            self.assign_text(name, text)
+            self.at = begin
+            self.commands("done")
+        self.at = after
         return True
 
-    def simple(self, command: Simple) -> bool | None:
+    def words(self) -> list[str]:
+        """Read words up to the end of the command, without redirections."""
+        found: list[str] = []
+        while self.peek().redirects or not self.peek().is_operator:
+            token = self.take()
+            if not token.redirects:
+                found.append(token.text)
+            elif self.take().is_operator:
+                raise refusal(token.line, f"{token.text} needs a file")
+        return found
+
+    def brackets(self) -> bool | None:
+        """Follow `[[ ... ]]`, with && or || a chain of tests."""
+        words: list[str] = []
+        joints = [""]
+        truth: bool | None = True
+        while "]]" not in words:
+            token = self.peek()
+            if self.has_ended():
+                raise refusal(token.line, "]] is missing")
+            self.take()
+            if token.text != "\n" and token.text not in ("&&", "||"):
+                words.append(token.text)
+            if "]]" not in words and token.text not in ("&&", "||"):
+                continue
+            if token.text in ("&&", "||") and (words[0] == "!" or (token.text == "&&" and "||" in joints)):
+                raise refusal(token.line, f"{token.text} after ! or || in [[ ]] is not read")
+            if joints[-1] == "" or truth is (joints[-1] == "&&"):
+                truth = self.simple(words if words[-1] == "]]" else [*words, "]]"], token.line)
+            if token.text in ("&&", "||"):
+                joints.append(token.text)
+                words = ["[["]
+        self.is_test = True
+        return truth
+
+    def simple(self, words: list[str], line: int) -> bool | None:
         """Follow a command: assign, step into a function, eval or bash -c, or look for the call."""
-        self.line, words = command.line, list(command.words)
+        self.is_test = not set(words[:2]).isdisjoint(TESTS)
+        if not self.live:
+            return None
+        self.line = line
         if words[:1] == ["!"]:
-            truth = self.simple(Simple(command.words[1:], command.line))
+            truth = self.simple(words[1:], line)
             return None if truth is None else not truth
         prefixes = list(takewhile(ASSIGNMENT.match, words))
-        del words[: len(prefixes)]
+        words = words[len(prefixes) :]
         if words and ELEMENT.match(words[0]):
             raise self.refused(words[0])
         if words and words[0] in DECLARING:
@@ -336,7 +599,7 @@ class Walk(Reading):
         self.used, self.target = set(), name
         old = self.variables.get(name, []) if match[2] else []
         if source.startswith("("):
-            elements = [token.text for token in tokens_of(source[1:-1]) if token.text != "\n"]
+            elements = [token.text for token in tokens_of(source[1:-1], self.line) if token.text not in ("\n", "")]
             if any(element.startswith("[") for element in elements):
                 raise self.refused("[INDEX]= in an array")
             self.variables[name] = old + [text for element in elements for text in self.fields(element)]
@@ -368,36 +631,21 @@ class Walk(Reading):
         elif head in ("source", ".") and words[1:]:
             self.notes.append(f"line {self.line}: {shown(words[1])} is read by the script, but not here")
         elif head in self.functions:
-            return self.inside(self.functions[head], words[1:])
+            return self.inside(*self.functions[head], words[1:], "}")
         elif head == "eval":
-            return self.inside(parse_script(" ".join(words[1:]), self.line), self.arguments)
+            return self.follow(" ".join(words[1:]), self.line, self.arguments)
         elif head not in SHOWING:
             shell = next((at for at, word in enumerate(words) if word in SHELLS), len(words))
             options = words[shell + 1 :]
             flag = next((at for at, word in enumerate(options) if re.fullmatch(r"-\w*c", word)), None)
             if flag is not None and all(word.startswith("-") for word in options[:flag]) and options[flag + 1 :]:
-                return self.inside(parse_script(options[flag + 1], self.line), options[flag + 3 :])
-            self.look_for_call(words)
+                return self.follow(options[flag + 1], self.line, options[flag + 3 :])
+            script = next((at for at, word in enumerate(words) if SCRIPT_NAME.fullmatch(shown(word))), None)
+            if script is not None:
+                before, after = tuple(words[:script]), tuple(words[script + 1 :])
+                names = frozenset(self.outer | self.all_used())
+                self.calls.append(Call(self.line, before, words[script], after, names))
         return None
-
-    def inside(self, commands: Sequence[Command], arguments: Sequence[str]) -> bool | None:
-        """Follow commands that have other positional arguments."""
-        if len(self.locals) > DEEPEST:
-            raise ConfigError(f"the script nests functions, eval or bash -c more than {DEEPEST} deep")
-        before = self.arguments, self.outer, self.line
-        self.arguments, self.outer = list(arguments), self.outer | self.all_used()
-        self.locals.append({})
-        truth = self.commands(commands)
-        self.restore(self.locals.pop())
-        self.arguments, self.outer, self.line = before
-        return truth
-
-    def look_for_call(self, words: list[str]) -> None:
-        """Keep the command if it starts pretrain_gpt.py or another training script."""
-        at = next((at for at, word in enumerate(words) if SCRIPT_NAME.fullmatch(shown(word))), None)
-        if at is not None:
-            names = frozenset(self.outer | self.all_used())
-            self.calls.append(Call(self.line, tuple(words[:at]), words[at], tuple(words[at + 1 :]), names))
 
     def test(self, words: Sequence[str]) -> bool | None:
         """Return the truth of `[ ... ]`, `[[ ... ]]` or `test ...`, None if it is not known."""
@@ -407,7 +655,7 @@ class Walk(Reading):
         self.unset_is_empty = False
         texts = texts if words[0] == "test" else texts[:-1]
         negated = texts[:1] == ["!"]
-        truth = self.tested(texts[negated:], words[-2] if in_brackets else None)
+        truth = self.tested(texts[negated:], words[-2] if in_brackets and words[1:] else None)
         return truth if truth is None else truth != negated
 
     def tested(self, texts: list[str], pattern: str | None) -> bool | None:

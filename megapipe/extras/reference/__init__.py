@@ -5,10 +5,10 @@ nn.Linear, ordinary autograd, an explicit softmax, torch.optim, no process group
 compared with transformers (logits of a dozen public architectures) and with loss curves of Megatron-Core.
 
     config        ReferenceConfig: the shape of the model under Megatron's names, all sizes resolved
-    mlp, experts  the dense MLP and its activations; a mixture of experts in its place
+    experts       the dense MLP and its activations; a mixture of experts in its place
     gpt           ReferenceGPT: parameters under Megatron's names and layouts; forward -> (loss_sum, num_tokens)
-    train         build_optimizer, reference_step -> StepResult(loss, grad_norm, grads)
-    asynchronous  PipeDream and PipeDream-2BW: asynchronous_step -> StepResult
+    train         build_optimizer, reference_step -> StepResult(loss, grad_norm, grads); asynchronous_step: PipeDream,
+                  PipeDream-2BW
 
 What is not computed in the parameters' dtype is computed in *at least* fp32, so an fp64 model stays fp64 throughout.
 """

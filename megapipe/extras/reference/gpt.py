@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapipe.extras.reference.config import ReferenceConfig
-from megapipe.extras.reference.experts import MoE
-from megapipe.extras.reference.mlp import MLP
+from megapipe.extras.reference.experts import MLP, MoE
 
 # (layer, site, shape) -> mask already divided by 1 - p, or None for no dropout there.
 #   site "embedding"         layer -1        [b, s, h]

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.extras.reference.experts import Experts
+from megapipe.extras.reference.experts import MLP, Experts
 from megapipe.extras.reference.gpt import LatentAttention, Prediction, SelfAttention
-from megapipe.extras.reference.mlp import MLP
 
 QUINTIC = (
     (4.0848, -6.8946, 2.9270),

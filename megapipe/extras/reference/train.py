@@ -1,4 +1,6 @@
-"""One plain training step and its optimizer, which the parallel step must equal."""
+"""One plain training step and its optimizer, which the parallel step must equal; asynchronous steps."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,3 +167,78 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float, decoupled_lr: float | No
     """Set the learning rate of every group to lr; that of the word embedding and the head to decoupled_lr if given."""
     for group in optimizer.param_groups:
         group["lr"] = decoupled_lr if decoupled_lr is not None and group["decoupled"] else lr
+
+
+Versions = Callable[[int, int], int]  # (stage, microbatch) -> version
+
+
+@dataclass(frozen=True)
+class Delays:
+    """The version of the weights for each microbatch, and microbatches per update (fewer in the last one)."""
+
+    versions: Versions
+    group_size: int
+
+    @classmethod
+    def pipedream(cls, num_stages: int) -> Delays:
+        return cls(lambda stage, k: max(0, k - (num_stages - 1 - stage)), 1)
+
+    @classmethod
+    def pipedream_2bw(cls, group_size: int) -> Delays:
+        return cls(lambda stage, k: max(0, k // group_size - 1), group_size)
+
+
+def asynchronous_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    microbatches: Sequence[Sequence[Microbatch]],
+    stage_of: Mapping[str, int],
+    delays: Delays,
+    lr: float,
+    decoupled_lr: float | None = None,
+) -> StepResult:
+    """Run all updates of one step. The model holds the newest weights before and after.
+
+    microbatches: for each k those of all data-parallel ranks. stage_of: parameter name -> stage. Gradients are averaged
+    over the microbatches and ranks of an update. The loss is the mean over the step; gradients and their norm are those
+    of the last update.
+    """
+    set_lr(optimizer, lr, decoupled_lr)
+    parameters = dict(model.named_parameters())
+    history = [_snapshot(parameters)]
+    loss_sum = num_tokens = 0.0
+    averaged: dict[str, Tensor] = {}
+    for first in range(0, len(microbatches), delays.group_size):
+        group = range(first, min(first + delays.group_size, len(microbatches)))
+        averaged = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+        for k in group:
+            weights = {name: history[delays.versions(stage_of[name], k)][name] for name in parameters}
+            for microbatch in microbatches[k]:
+                found, count, gradients = _loss_and_gradients(model, weights, microbatch)
+                loss_sum, num_tokens = loss_sum + found, num_tokens + count
+                for name, gradient in gradients.items():
+                    averaged[name] += gradient / (len(group) * len(microbatches[k]))
+        for name, parameter in parameters.items():
+            parameter.grad = averaged[name].clone()
+        optimizer.step()
+        history.append(_snapshot(parameters))
+    norm = torch.stack([gradient.norm() for gradient in averaged.values()]).norm().item()
+    return StepResult(loss_sum / max(num_tokens, 1), norm, averaged)
+
+
+def _loss_and_gradients(
+    model: nn.Module, weights: Mapping[str, Tensor], microbatch: Microbatch
+) -> tuple[float, float, dict[str, Tensor]]:
+    """Return the loss of one microbatch with the given weights, its tokens, and the gradients of the mean over them."""
+    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    loss_sum, num_tokens = torch.func.functional_call(model, leaves, kwargs=dict(microbatch))
+    (loss_sum / num_tokens.clamp(min=1)).backward()
+    return (
+        loss_sum.item(),
+        num_tokens.item(),
+        {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None},
+    )
+
+
+def _snapshot(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in parameters.items()}

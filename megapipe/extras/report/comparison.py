@@ -28,9 +28,17 @@ from megapipe.extras.report.drawing import (
 )
 from megapipe.extras.report.timeline import LARGE, STYLES, fill, legend
 from megapipe.formatting import milliseconds
-from megapipe.profile.difference import PREDICTED, Comparison, Idle
+from megapipe.profile.difference import (
+    PHASES_AFTER_ROW,
+    PREDICTED,
+    Comparison,
+    Idle,
+    Summary,
+    clocks_text,
+    oversubscription_text,
+    summarize,
+)
 from megapipe.profile.profile import Profile, trace_path
-from megapipe.profile.summary import PHASES_AFTER_ROW, Summary, clocks_text, oversubscription_text, summarize
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 
 PLAN_LANE, MEASURED_LANE, INNER, BETWEEN = 17, 21, 2, 11  # px: lanes, gap within a rank, gap between ranks

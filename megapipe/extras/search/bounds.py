@@ -142,14 +142,9 @@ class _Sizes(NamedTuple):
     slices: int
 
 
-class _Links(NamedTuple):
-    """The links of the messages of experts and of those over cp."""
-
-    experts: ExpertLinks | None = None
-    contexts: ContextLinks | None = None
-
-
-_NO_LINKS = _Links()
+# the links of the messages of experts, and of those over cp
+_Links = tuple[ExpertLinks | None, ContextLinks | None]
+_NO_LINKS: _Links = None, None
 
 
 class Bounds:
@@ -292,11 +287,11 @@ class Bounds:
         except ConfigError:
             return _NO_LINKS
         links = hardware.node, hardware.network
-        return _Links(expert_links_of(topology, *links), context_links(topology, *links))
+        return expert_links_of(topology, *links), context_links(topology, *links)
 
     def _make_times(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links) -> _Times:
         """Return the costs of a microbatch of so many sequences."""
-        hardware, found = self._hardware, self._model(sizes.tp)
+        hardware, found, (expert_links, shared) = self._hardware, self._model(sizes.tp), over
         assert found is not None
         model, _ = found
         links = hardware.node, hardware.network
@@ -314,14 +309,14 @@ class Bounds:
             with_head = sum(stage_bytes(spec, fewest, StageLayers(0, 1, False, True)).values())
             of_head.append(with_head - kept[-len(numbers)])
         # with the overlap, computation hides all messages of experts at best
-        experts = None if self._config.parallel.overlap_moe_expert_parallel_comm else over.experts
+        experts = None if self._config.parallel.overlap_moe_expert_parallel_comm else expert_links
         of_slices = []
         for _, shape in pairs:
             head = head_seconds(spec, shape, hardware, tp_link)
             for _, layer in spec.predictions:
                 own = replace(shape, recompute=shape.recompute.of_predictions)
-                head += layer_seconds(layer, own, hardware, tp_link, over.contexts, over.experts)
-            seconds = (layer_seconds(kind, shape, hardware, tp_link, over.contexts, experts) for kind in spec.kinds)
+                head += layer_seconds(layer, own, hardware, tp_link, shared, expert_links)
+            seconds = (layer_seconds(kind, shape, hardware, tp_link, shared, experts) for kind in spec.kinds)
             of_slices.append([*seconds, head])
 
         def part(each: OpSeconds) -> _Part:

@@ -43,27 +43,14 @@ class MegatronMemory:
         return self.state_bytes + self.activation_bytes
 
 
-@dataclass(frozen=True)
-class BlockParameters:
-    """The parameters of all layers and the final norm, by how ranks hold them."""
-
-    sharded: float  # over tp
-    replicated: float
-    experts: float  # over ep and etp
-
-    @property
-    def total(self) -> float:
-        return self.sharded + self.replicated + self.experts
-
-
 def megatron_memory(plan: RunPlan) -> MegatronMemory:
     """Return the estimate for a plan of any schedule; chunks count as interleaving."""
     config, t = plan.config, plan.topology
     block, embedding = block_parameters(config.model), config.model.hidden_size * config.model.padded_vocab_size
     if config.model.untie_embeddings_and_output_weights and t.pp == 1:
         embedding *= 2
-    dense = (block.sharded / t.pp + embedding) / t.tp + block.replicated / t.pp
-    experts = block.experts / t.pp / (t.ep * t.etp)
+    dense = (block["sharded"] / t.pp + embedding) / t.tp + block["replicated"] / t.pp
+    experts = block["experts"] / t.pp / (t.ep * t.etp)
 
     def of_each(copies: int) -> float:
         return 6.0 + 12.0 / copies if config.parallel.use_distributed_optimizer else BYTES_OF_A_PARAMETER
@@ -72,8 +59,11 @@ def megatron_memory(plan: RunPlan) -> MegatronMemory:
     return MegatronMemory(dense + experts, state, _activation_bytes(plan))
 
 
-def block_parameters(model: ResolvedModelConfig) -> BlockParameters:
-    """Return the parameters of all layers and the final norm, as Megatron counts them."""
+def block_parameters(model: ResolvedModelConfig) -> Counter[str]:
+    """Return the parameters of all layers and the final norm, as Megatron counts them, by how ranks hold them.
+
+    'sharded': over tp; 'experts': over ep and etp; 'replicated'.
+    """
     counts = Counter[str]()
     for spec in model_parameters(model, sequence_parallel=False):
         module, _, name = spec.name.rpartition(".")
@@ -82,7 +72,7 @@ def block_parameters(model: ResolvedModelConfig) -> BlockParameters:
         is_bias = name.startswith("bias") and not is_whole
         if not is_bias and not is_of_heads and name != "softmax_offset" and not module.endswith(TABLES):
             counts["experts" if spec.is_expert else "replicated" if is_whole else "sharded"] += spec.num_elements
-    return BlockParameters(*(float(counts[kind]) for kind in ("sharded", "replicated", "experts")))
+    return counts
 
 
 def _activation_bytes(plan: RunPlan) -> float:

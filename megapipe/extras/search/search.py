@@ -11,13 +11,13 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megapipe.config.config import Config, resolve_model
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bound, Bounds
-from megapipe.extras.search.candidate import Candidate, Found, Objective, predict_plan
 from megapipe.extras.search.layout import Layout, keeps_all, layouts, takes_any_chunks
 from megapipe.formatting import bytes_text
 from megapipe.layers.model import model_parameters
@@ -27,6 +27,63 @@ from megapipe.plan.resolve import resolve, vary
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import StepTime, predict_step
 from megapipe.schedule.action import Op
+
+OBJECTIVES = ("time", "gpus", "cost")
+SECONDS_OF_AN_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The goal of a search: the fastest step on all accelerators, the fewest accelerators, or the cheapest tokens."""
+
+    kind: str = "time"  # one of OBJECTIVES
+    tokens_per_second: float | None = None  # that 'gpus' and 'cost' have to reach
+    price_per_hour: float | None = None  # of one accelerator, for 'cost'
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its prediction. plan: the plan that training would use."""
+
+    layout: Layout
+    plan: RunPlan = field(repr=False)
+    time: StepTime = field(repr=False)
+    memory: tuple[RankMemory, ...] = field(repr=False)
+
+    @property
+    def fullest(self) -> RankMemory:
+        """The rank that needs the most memory."""
+        return max(self.memory, key=lambda rank: rank.total)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.fullest.total
+
+
+def predict_plan(layout: Layout, plan: RunPlan, hardware: Hardware) -> Candidate:
+    """Predict a plan over a whole step. layout: the layout that it was made from."""
+    return Candidate(layout, plan, predict_step(plan, hardware), all_rank_memory(plan))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result of a search on one number of accelerators."""
+
+    num_gpus: int
+    best: tuple[Candidate, ...]  # the fastest layouts that fit, fastest first
+    misses: tuple[Candidate, ...]  # layouts faster than the best, but slightly too large, fastest first
+    num_tried: int  # layouts whose bound was computed
+    num_predicted: int  # layouts that were simulated
+    rival: Candidate | None  # the fastest layout with a pipeline, if none of `best` has one
+    least_bytes: Mapping[int, float]  # for each pp a lower bound of the fullest rank's bytes, over all other choices
+    least_bytes_of_cp: Mapping[int, float] = field(default_factory=dict)  # the same for each cp
+
+    def cost(self, price_per_hour: float | None) -> float | None:
+        """Return the price of a billion tokens with the best layout; None without one or a price of an accelerator."""
+        if price_per_hour is None or not self.best:
+            return None
+        return self.num_gpus * price_per_hour / SECONDS_OF_AN_HOUR / self.best[0].time.tokens_per_second * 1e9
+
 
 MOST_MISSES = 3
 FILLS = 4  # a short step has about this many times pp microbatches
@@ -60,40 +117,24 @@ def choose(
             return False
         return bool(found.best) and found.best[0].time.tokens_per_second >= (objective.tokens_per_second or 0.0)
 
-    numbers = _numbers_of_gpus(config, most, hardware)
+    def is_possible(num_gpus: int) -> bool:
+        """Return False if no layout fits and reaches the goal: one that does is enough, the best is not wanted."""
+        tokens = (config.training.global_batch_size or 0) * config.model.seq_length
+        goal = objective.tokens_per_second
+        walk = _Walk(ShortSteps(config, num_gpus, hardware), 1, tokens / goal * SHORT_STEP_ERROR if goal else math.inf)
+        return walk.finds_one(_bounded(bounds.at(num_gpus), config, num_gpus, hardware, pinned))
+
+    numbers, bounds = _numbers_of_gpus(config, most, hardware), Bounds(config, 1, hardware)
     if objective.kind == "cost":
         halves = [most >> times for times in range(most.bit_length()) if most >> times >= numbers[0]]
         enough = [number for number in halves if is_enough(number)]
     else:
-        possible = _Possible(config, hardware, pinned, objective.tokens_per_second)
-        enough = next(([number] for number in numbers if possible.on(number) and is_enough(number)), [])
+        enough = next(([number] for number in numbers if is_possible(number) and is_enough(number)), [])
     if not enough:
         reach = f" and reaches {objective.tokens_per_second:,.0f} tokens/s" if objective.tokens_per_second else ""
         raise ConfigError(f"no layout on up to {most} {hardware.name} fits{reach}; use more of them, or another kind")
     best = min((tried[number] for number in enough), key=lambda found: found.cost(objective.price_per_hour) or math.inf)
     return best, [tried[number] for number in sorted(tried)]
-
-
-class _Possible:
-    """A quick test of numbers of accelerators: one layout that reaches the goal is enough, the best is not wanted."""
-
-    def __init__(
-        self,
-        config: Config,
-        hardware: Hardware,
-        pinned: Callable[[Layout], bool],
-        tokens_per_second: float | None,
-    ) -> None:
-        self._config, self._hardware, self._pinned = config, hardware, pinned
-        self._bounds = Bounds(config, 1, hardware)
-        tokens = (config.training.global_batch_size or 0) * config.model.seq_length
-        self._most_seconds = tokens / tokens_per_second * SHORT_STEP_ERROR if tokens_per_second else math.inf
-
-    def on(self, num_gpus: int) -> bool:
-        """Return False if no layout on so many accelerators fits and reaches the goal."""
-        steps = ShortSteps(self._config, num_gpus, self._hardware)
-        bounded = _bounded(self._bounds.at(num_gpus), self._config, num_gpus, self._hardware, self._pinned)
-        return _Walk(steps, 1, self._most_seconds).finds_one(bounded)
 
 
 def _bounded(

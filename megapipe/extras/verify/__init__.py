@@ -3,8 +3,8 @@
 - `shrink`:  the user's configuration with small sizes; grid, chunks, partition, schedule and switches are kept
 - `oracle`:  megapipe.extras.reference trained in one process in fp64, with the grid's dropout masks; random weights and
   batches, drawn in slices on the grid and whole for the oracle
-- `compare`: each rank's pieces of gradients and weights against the oracle's whole tensors; tolerances
-- `routing`: the experts that every token chose, on the grid and in the oracle
+- `compare`: each rank's pieces of gradients and weights against the oracle's whole tensors, and the experts that every
+  token chose; tolerances
 - `parity`:  the grid's training step and the oracle's, step by step; `verify`, which --verify-grid calls
 - `report`:  the text that --verify-grid prints
 - `conversion`: the logits of a converted model against those of transformers (`megapipe convert --check`)

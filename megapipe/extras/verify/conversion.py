@@ -55,14 +55,19 @@ class Comparison:
 
 
 def compare(snapshot: Snapshot, folder: Path, ends: Collection[int] | None = None) -> Comparison:
-    """Compare a snapshot's model with that of a Hugging Face folder on random tokens, in fp32 on the CPU.
+    """Compare a snapshot's model with that of a Hugging Face folder on random tokens, in fp32 on the CPU, with eager
+    attention.
 
     ends: tokens that end a text here, compared with transformers' own ends; None: only logits are compared.
     """
+    import transformers
+
     assert snapshot.config.model.vocab_size is not None
     tokens = random_tokens(snapshot, snapshot.config.model.vocab_size)
-    model = hugging_face_model(folder)
-    theirs = hugging_face_logits(model, tokens)
+    automatic: Any = transformers.AutoModelForCausalLM
+    model = automatic.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        theirs: Tensor = model(tokens, use_cache=False).logits
     longest = snapshot.config.model.max_position_embeddings or LONGEST
     can_write = ends is not None and longest >= PROMPT_TOKENS + NEW_TOKENS
     texts = hugging_face_texts(model, snapshot.config.model.vocab_size, ends or ()) if can_write else None
@@ -173,18 +178,3 @@ def whole_stage(snapshot: Snapshot) -> GPTStage:
     for name, state in list(stage.named_buffers()):
         state.copy_(weights[name].detach())
     return stage
-
-
-def hugging_face_model(folder: Path) -> Any:
-    """Return transformers' model with its eager attention in fp32."""
-    import transformers
-
-    automatic: Any = transformers.AutoModelForCausalLM
-    return automatic.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="eager").eval()
-
-
-@torch.no_grad()
-def hugging_face_logits(model: Any, tokens: Tensor) -> Tensor:
-    """Return the logits [b, s, V] of a model of transformers."""
-    logits: Tensor = model(tokens, use_cache=False).logits
-    return logits

@@ -24,12 +24,18 @@ from megapipe.config.rules.optimizer import rule_options
 from megapipe.config.training import OPTIMIZERS, OptimizerConfig, UpdateStep
 from megapipe.data.batch import PADDING, Batch, DocumentRules
 from megapipe.data.dataset import TokenArray
-from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.reference.muon import MuonOptions
-from megapipe.extras.reference.train import Microbatch, StepResult, build_optimizer, reference_step
-from megapipe.extras.verify.routing import PlainChoices
+from megapipe.extras.reference.train import (
+    Delays,
+    Microbatch,
+    StepResult,
+    asynchronous_step,
+    build_optimizer,
+    reference_step,
+)
+from megapipe.extras.verify.compare import PlainChoices
 from megapipe.model.init import draw
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan

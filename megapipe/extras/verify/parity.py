@@ -13,11 +13,15 @@ from megapipe.comm.collectives import barrier, broadcast, gather_objects
 from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
 from megapipe.environment import Environment
 from megapipe.extras.verify.compare import (
+    NO_CHOICES,
+    GridChoices,
     HeldPiece,
     ParityStep,
     RankStep,
     Summary,
     Tolerance,
+    broadcast_choices,
+    check_all_compared,
     compare,
     gradient_pieces,
     tolerance_of,
@@ -35,7 +39,6 @@ from megapipe.extras.verify.oracle import (
     whole_weights,
 )
 from megapipe.extras.verify.report import found_text, plan_text
-from megapipe.extras.verify.routing import NO_CHOICES, GridChoices, broadcast_choices, check_all_compared
 from megapipe.extras.verify.shrink import Shrunk, shrink
 from megapipe.layers.model import model_states
 from megapipe.model.microbatch import Microbatch

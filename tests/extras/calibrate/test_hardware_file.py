@@ -29,7 +29,7 @@ from megapipe.extras.calibrate.rates import (
 )
 from megapipe.extras.cli.calibrate import calibrate_machine as main
 from megapipe.extras.cli.command import main as megapipe
-from megapipe.extras.doctor.trials import SEND, Sample, Trial
+from megapipe.extras.doctor.examination import SEND, Sample, Trial
 from megapipe.plan.hardware import HARDWARE, Hardware, Link, read_hardware
 from megapipe.topology import Topology
 from tests.harness import RankPool

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megapipe.extras.calibrate.layers import timed
-from megapipe.extras.calibrate.rates import SIZES, Stopwatch, fp8_gemms
+from megapipe.extras.calibrate.rates import SIZES, Stopwatch, fp8_gemms, timed
 from megapipe.extras.cli.calibrate import profile_layers as main
 from megapipe.extras.cli.planning import plan_for
 from megapipe.gpu.device_clock import EventClock

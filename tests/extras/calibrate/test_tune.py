@@ -10,9 +10,19 @@ import pytest
 from megapipe.config.load import load_config
 from megapipe.config.tuned import read_tuned
 from megapipe.errors import MegapipeError
-from megapipe.extras.calibrate import tune
-from megapipe.extras.calibrate.tune import CARVEOUT, CHUNKS, DEPTH, NCCL, OVERLAP, Settings, choices, flags_of, search
-from megapipe.extras.cli.calibrate import calibrate
+from megapipe.extras.cli import calibrate as tune
+from megapipe.extras.cli.calibrate import (
+    CARVEOUT,
+    CHUNKS,
+    DEPTH,
+    NCCL,
+    OVERLAP,
+    Settings,
+    calibrate,
+    choices,
+    flags_of,
+    search,
+)
 from megapipe.extras.cli.planning import planned
 from tests.tiny import TINY_FLAGS
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megapipe.extras.cli.queues import main
+from megapipe.extras.cli.schedule import queues as main
 
 SMALL = ["gpipe", "1f1b", "-p", "3", "-m", "6"]
 

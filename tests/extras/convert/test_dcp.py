@@ -21,9 +21,8 @@ from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import Rollback, write_rollback
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.convert import main
+from megapipe.extras.cli.convert import guess, main
 from megapipe.extras.convert import dcp_run
-from megapipe.extras.convert.formats import guess
 from megapipe.extras.convert.pickled import read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, read_checkpoint, write_checkpoint
 from tests.extras.convert.test_megatron import LLAMA_MODEL, Bomb, differing, drawn, explode, in_memory

@@ -101,6 +101,11 @@ def test_the_published_configuration_is_expressed_with_all_671_billion_parameter
     assert family.read(written) == family.read(PUBLISHED)
 
 
+def test_a_null_number_of_dense_layers_is_the_default() -> None:
+    family, name = FAMILIES["DeepseekV3ForCausalLM"], "first_k_dense_replace"
+    assert family.read(PUBLISHED | {name: None}) == family.read(PUBLISHED | {name: 3})
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another choice of groups": ({"num_experts_per_tok": 3}, "num_experts_per_tok 3 with topk_group 2"),
     "weights that are not normalized": ({"norm_topk_prob": False}, "norm_topk_prob False"),

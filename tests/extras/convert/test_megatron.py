@@ -22,10 +22,9 @@ from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
-from megapipe.extras.cli.convert import main
+from megapipe.extras.cli.convert import guess, main
 from megapipe.extras.cli.convert import read as read_source
 from megapipe.extras.convert import megatron_dist, megatron_legacy
-from megapipe.extras.convert.formats import guess
 from megapipe.extras.convert.megatron_args import MegatronGrid, read_config
 from megapipe.extras.convert.megatron_legacy import read_distributed, read_plain
 from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder

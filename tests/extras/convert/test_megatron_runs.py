@@ -21,10 +21,10 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.cli.convert import read as read_source
-from megapipe.extras.convert import megatron, megatron_buckets, megatron_dist, megatron_legacy
+from megapipe.extras.convert import megatron, megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron import in_halves, layer_order
 from megapipe.extras.convert.megatron_args import MegatronGrid
-from megapipe.extras.convert.megatron_buckets import Place, lay_out
+from megapipe.extras.convert.megatron_dist import Place, lay_out
 from megapipe.extras.convert.pickled import load_pickled, read_folder
 from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint
 from megapipe.extras.convert.tables import unpadded
@@ -366,7 +366,7 @@ def test_a_tied_embedding_has_a_bucket_on_the_first_and_on_the_last_stage() -> N
                 stored[key] = Flat(torch.cat(parts) * factor)
     weights = {name: in_memory(master.bfloat16()) for name, master in masters.items()}
     args = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 2}
-    state = megatron_buckets.state_by_parameter(Path("f"), model, args, stored, weights)
+    state = megatron_dist.state_by_parameter(Path("f"), model, args, stored, weights)
     for name, master in masters.items():
         for key, factor in (("master", 1.0), ("exp_avg", 2.0), ("exp_avg_sq", 3.0)):
             assert torch.equal(state[f"{key}/{name}"].detach(), master * factor), name
@@ -384,14 +384,14 @@ def test_parameters_in_an_unknown_order_are_found_out(runs: Path, monkeypatch: p
 
 def test_a_master_that_differs_from_its_weight_is_found_out(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights: dict[str, Any] = {}
-    tensors = megatron_buckets._tensors
+    tensors = megatron_dist._tensors
 
     def shifted(folder: Path, stage: Any, given: dict[str, Any], cut: Any) -> Any:
         name = "decoder.layers.1.mlp.linear_fc1.weight"
         weights.update(given, **{name: dataclasses.replace(given[name], read=lambda: given[name].read() + 1)})
         return tensors(folder, stage, weights, cut)
 
-    monkeypatch.setattr(megatron_buckets, "_tensors", shifted)
+    monkeypatch.setattr(megatron_dist, "_tensors", shifted)
     with pytest.raises(
         CheckpointError, match=r"master of decoder.layers.1.mlp.linear_fc1.weight differs from the weight"
     ):

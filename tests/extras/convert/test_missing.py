@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from megapipe.errors import ConfigError
-from megapipe.extras.convert.families import FAMILIES, family_of
-from megapipe.extras.convert.missing import BY_KEYS, BY_MODEL_TYPE, missing_features
+from megapipe.extras.convert.families import FAMILIES, family_of, missing_features, missing_table
 from tests.extras.convert.models import CASES
 
 
@@ -40,7 +39,7 @@ def test_every_mixture_of_transformers_is_converted_or_refused_by_naming_a_featu
     mixtures: dict[str, dict[str, Any]],
 ) -> None:
     converted, unnamed = set(), {}
-    features = {*BY_KEYS, *BY_MODEL_TYPE.values(), "layers of the type"}
+    features = {*missing_table("key").values(), *missing_table("model_type").values(), "layers of the type"}
     for model_type, config in mixtures.items():
         try:
             family_of({name: value for name, value in config.items() if name != "architectures"})
@@ -60,8 +59,8 @@ def test_every_mixture_of_transformers_is_converted_or_refused_by_naming_a_featu
 def test_no_model_type_is_listed_in_vain(mixtures: dict[str, dict[str, Any]]) -> None:
     """A row that a key makes superfluous, or that belongs to a converted family, would go stale."""
     of_families = {family.model_type for family in FAMILIES.values()}
-    assert not of_families & BY_MODEL_TYPE.keys()
-    for model_type in BY_MODEL_TYPE.keys() & mixtures.keys():
+    assert not of_families & missing_table("model_type").keys()
+    for model_type in missing_table("model_type").keys() & mixtures.keys():
         without = {name: value for name, value in mixtures[model_type].items() if name != "model_type"}
         assert missing_features(without) == (), model_type
 

@@ -101,7 +101,7 @@ EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
         "n_group 4 with num_experts_per_tok 2 and topk_group 2 cannot be expressed: a group's score is",
     ),
     "no_shared_experts": (GLM | {"n_shared_experts": 0}, "n_shared_experts 0 cannot be expressed"),
-    "all_layers_dense": (GLM | {"first_k_dense_replace": 1}, "first_k_dense_replace 1 leave no layer with experts"),
+    "all_layers_dense": (GLM | {"first_k_dense_replace": 1}, "no layer would have experts"),
     "quantized": (
         GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}},
         "weights are quantized; save them in bf",

@@ -13,8 +13,8 @@ from megapipe.config.files import DataConfig
 from megapipe.config.load import load_config
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
-from megapipe.extras.cli.hugging_face import start_from
 from megapipe.extras.convert import hugging_face
+from megapipe.extras.convert.hugging_face import start_from
 from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint, write_checkpoint
 from megapipe.extras.convert.special_tokens import ends_of, tokenizer_of_snapshot
 from megapipe.extras.verify.conversion import compare

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.extras.doctor.trials import (
+from megapipe.extras.doctor.examination import (
     BACKWARD,
     COLLECTIVES,
     FORWARD,

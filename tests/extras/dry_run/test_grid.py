@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megapipe.errors import CommunicationError
-from megapipe.extras.dry_run.grid import audit_grid, kinds_of_ranks
+from megapipe.extras.dry_run.rank import audit_grid, kinds_of_ranks
 from megapipe.topology import GROUP_NAMES, Topology
 from tests.extras.dry_run.grids import PP4, SP2, ZERO1, make_plan
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megapipe.extras.convert import hugging_face
-from megapipe.extras.inference.generate import Generator, Limits, Sampling
-from megapipe.extras.inference.perplexity import score, windows
+from megapipe.extras.inference.generate import Generator, Limits, Sampling, score, windows
 from tests.extras.convert.models import CASES, LENGTH, logits, make, save
 from tests.extras.inference.grids import runtime_on
 from tests.harness import RankPool

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.errors import ConfigError
-from megapipe.extras.inference.perplexity import Perplexity, score, windows
+from megapipe.extras.inference.generate import Perplexity, score, windows
 from megapipe.model.microbatch import Microbatch
 from tests.extras.inference.grids import EXPERT_GRIDS, EXPERTS, SIZES, runtime_on
 from tests.harness import RankPool

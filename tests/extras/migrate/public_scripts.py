@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapipe.extras.cli.migrate import reported
-from megapipe.extras.migrate.judge import TO_CHANGE
-from megapipe.extras.migrate.report import Migration, text_report
+from megapipe.extras.migrate.judge import TO_CHANGE, Migration, text_report
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parents[2] / "docs" / "migrate.md"

@@ -9,8 +9,7 @@ import pytest
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.migrate import migrated, reported
-from megapipe.extras.migrate.judge import Row, World, judge, world_of
-from megapipe.extras.migrate.report import text_report
+from megapipe.extras.migrate.judge import Row, World, judge, text_report, world_of
 from megapipe.extras.migrate.shell_script import read_script
 
 MODEL = (

@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
-from megapipe.extras.migrate.shell_script import Call, read_script, shown
-from megapipe.extras.migrate.shell_syntax import CLOSE, OPEN
+from megapipe.extras.migrate.shell_script import CLOSE, OPEN, Call, read_script, shown
 
 
 def call(script: str, *arguments: str) -> Call:
@@ -134,6 +133,7 @@ def test_any_script_of_known_parts_gives_the_words_of_bash(script: str) -> None:
 @example(";;&")
 @example("&>a")
 @example("[[ |")
+@example("A=1 [[")
 def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
     message = ""
     try:
@@ -231,8 +231,9 @@ def test_variables_of_slurm_come_from_the_head_of_the_script() -> None:
         ("A=(1 2", 1, "a ( is not closed"),
         ("echo ${A", 1, "a ${ is not closed"),
         ("A=1\n)\n", 2, "')' begins no command"),
+        ("A=1\neval '$('", 2, "a $( is not closed; "),
     ],
-    ids=["single quote", "double quote", "if", "array", "brace", "parenthesis"],
+    ids=["single quote", "double quote", "if", "array", "brace", "parenthesis", "eval"],
 )
 def test_a_broken_script_is_refused_with_its_line(script: str, line: int, what: str) -> None:
     with pytest.raises(ConfigError, match=rf"^line {line}: ") as refused:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megapipe.extras.reference.asynchronous import Delays, asynchronous_step
-from megapipe.extras.reference.train import build_optimizer, reference_step
+from megapipe.extras.reference.train import Delays, asynchronous_step, build_optimizer, reference_step
 from tests.extras.reference.tiny import batch, build
 
 LR = 0.3

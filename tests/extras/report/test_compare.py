@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from megapipe.extras.cli.report import compare as main
-from megapipe.extras.report.compare import averaged, compare_text, differences, named, results
 from megapipe.extras.report.folder import read_run
+from megapipe.extras.report.page import averaged, compare_text, differences, named, results
 from tests.extras.report.test_page import RECORDED, Checked, edited
 
 

@@ -32,8 +32,8 @@ from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import changed_settings, read_run
 from megapipe.extras.report.page import page
 from megapipe.formatting import bytes_text
+from megapipe.profile.difference import summarize
 from megapipe.profile.profile import profile_name, profiles_in, read_profile, write_profile
-from megapipe.profile.summary import summarize
 from tests.profile.synthetic import lowered, profile_of, step_of
 
 RECORDED = Path(__file__).resolve().parents[2] / "fixtures" / "report" / "interleaved"

@@ -33,7 +33,7 @@ def test_it_gives_the_figures_of_korthikanti_2022(name: str, state: float, activ
     run = RUNS[name]
     plan = run.plan()
     found, t, model = megatron_memory(plan), plan.topology, plan.config.model
-    without_embedding = block_parameters(model).total / t.pp / t.tp * 18 / GIB
+    without_embedding = block_parameters(model).total() / t.pp / t.tp * 18 / GIB
     assert without_embedding == pytest.approx(state, rel=1e-3)
     tokens = model.seq_length * plan.config.training.micro_batch_size
     if t.pp > 1:

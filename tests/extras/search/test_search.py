@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from megapipe.config.config import Config
 from megapipe.config.parallel import SHARDED_PARAMS, RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.search.candidate import Objective
 from megapipe.extras.search.layout import LEAST_TOKENS, NO_CONTEXT, RECOMPUTES, Context, Layout, layouts
-from megapipe.extras.search.reasons import reasons
-from megapipe.extras.search.search import choose, predict, search
+from megapipe.extras.search.search import Objective, choose, predict, search
+from megapipe.extras.search.search_report import reasons
 from megapipe.plan.hardware import GIB, Hardware, Link, hardware_named
 from megapipe.plan.resolve import resolve, vary
 from tests.tiny import small_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.extras.verify.routing import OtherChoice
+from megapipe.extras.verify.compare import OtherChoice
 from megapipe.model.moe import Router
 from tests.extras.verify.grids import compared
 from tests.harness import RankPool
@@ -75,7 +75,7 @@ def test_a_token_that_chooses_other_experts_is_named(rank_pools: Pools) -> None:
 
 def test_a_layer_without_recorded_choices_is_refused() -> None:
     def silent(patch: pytest.MonkeyPatch, rank: int) -> None:
-        patch.setattr("megapipe.extras.verify.routing.GridChoices._keep", lambda *arguments: None)
+        patch.setattr("megapipe.extras.verify.compare.GridChoices._keep", lambda *arguments: None)
 
     with pytest.raises(RuntimeError, match="the experts of 0 tokens were compared, not of all 256"):
         compared(0, 1, tiny_config(**EXPERTS), "fp64", silent)
