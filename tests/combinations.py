@@ -213,8 +213,7 @@ def memory_trouble(combination: Combination, found: Finding) -> str:
         difference = counted.peak / memory.total - 1.0
         if found.memory is None or abs(difference) > abs(found.memory):
             found.memory = difference
-        # stages in parts hold less than the whole stages that are planned
-        if difference > MEMORY_TOLERANCE or (difference < -MEMORY_TOLERANCE and plan.parts is None):
+        if abs(difference) > MEMORY_TOLERANCE:
             items = {name: size for name, size in memory.items.items() if size}
             trouble.append(f"rank {kind.ranks[0]}: {difference:+.1%}, planned {items}, counted {counted}")
     return "\n".join(trouble)

@@ -17,8 +17,7 @@
                   weight gradients
     graphs        what CUDA graphs hold beyond these three, in pools that nothing else can use (--cuda-graph-impl local)
     messages      hidden states and gradients that were received early or are being sent, at that peak; where stages run
-                  in parts, what passes between these (activations and temporaries are then those of whole stages; a
-                  part may make more: up to 6.5 % of the total was counted above the plan on small models)
+                  in parts, one hidden state for what passes between two of them (plan.part_memory)
     reduction     bf16 copies of gradients (--grad-reduce-in-bf16), or what an update of narrow state widens to fp32 at
                   a time (--use-precision-aware-optimizer): the part that exceeds the peak after activations are freed
     tables        attention masks and rotary tables that all microbatches share
@@ -40,7 +39,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from megapipe.layers.linear import COPIES
-from megapipe.layers.moe import MoE
 from megapipe.layers.table import RankShape, total_bytes
 from megapipe.plan.activations import (
     all_layers_of,
@@ -59,6 +57,7 @@ from megapipe.plan.activations import (
     temporary_bytes,
 )
 from megapipe.plan.muon import muon_work
+from megapipe.plan.part_memory import part_sizes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import NOTHING, Whole, row_bytes
 from megapipe.schedule.action import Action, Op
@@ -74,7 +73,7 @@ from megapipe.schedule.lifetimes import (
     moments_of,
 )
 from megapipe.schedule.partition import StageLayers
-from megapipe.schedule.parts import backwards_first
+from megapipe.schedule.parts import Parts
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.state_dtypes import CHUNK, MASTER, NORM_CHUNK
 
@@ -158,10 +157,11 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     if plan.config.offload.cpu_offloading_num_layers:
         offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, [each.kept for each in slices])
     row, message_bytes = plan.schedule(count).rows[pp_rank], plan.message_bytes
-    row = row if plan.parts is None else backwards_first(row)
     lives = kept, waiting, message_bytes, plan.send_depth, inside, offloaded, plan.sent_bytes
     whole = None if plan.sharding is None else row_bytes(plan, pp_rank, row).whole
     peak = peak_of_row(row, pp_rank, plan.placement, *lives, whole, slices if len(slices) > 1 else ())
+    if plan.parts is not None:
+        peak = peak_of_parts(plan, plan.parts, pp_rank, count)
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
         host["optimizer"], state["optimizer"] = state["optimizer"] + _host_copies(plan, pp_rank), 0
@@ -224,17 +224,17 @@ def _token_bytes(plan: RunPlan, stages: Iterable[int]) -> int:
     return token_bytes
 
 
-def border_bytes(plan: RunPlan, stages: Iterable[int]) -> int:
-    """Return the most that passes between the parts of a pair's layers, and what of a layer waits for W meanwhile; 0
-    where stages run as a whole.
-    """
-    if plan.parts is None:
-        return 0
-    layers = {layer for stage in stages for layer in all_layers_of(plan.model, plan.partition.stages[stage])}
-    experts = [part.border_bytes(plan.shape) for layer in layers for part in layer.parts if isinstance(part, MoE)]
-    groups = layer_groups(tuple(layers), plan.shape) if plan.config.parallel.delay_wgrad_compute else []
-    waits = [group_waits(group, split(plan.shape)) for group in groups]
-    return max(experts, default=0) + max(waits, default=0)
+def peak_of_parts(plan: RunPlan, parts: Parts, pp_rank: int, count: int) -> Peak:
+    """Return the peak of a step whose stages run in parts; `live` and `action` are those of stages."""
+    schedule, stages = plan.part_schedule(count), plan.placement.stages_of(pp_rank)
+    row = schedule.rows[pp_rank]
+    kept, waiting, inside = part_sizes(plan, parts, stages)
+    lives = kept, waiting, plan.message_bytes, plan.send_depth, inside, None, plan.sent_bytes
+    whole = None if plan.sharding is None else row_bytes(plan, pp_rank, parts.stage_row(row)).whole
+    peak = peak_of_row(row, pp_rank, schedule.placement, *lives, whole)
+    live = {stage: peak.live[parts.of_stage[stage][0]] for stage in stages}
+    action = None if peak.action is None else peak.action._replace(stage=parts.sites[peak.action.stage].stage)
+    return replace(peak, live=live, action=action)
 
 
 def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:

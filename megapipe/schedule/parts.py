@@ -74,6 +74,23 @@ class Parts:
         """The indices of the all-to-alls."""
         return frozenset(index for index, site in enumerate(self.sites) if site.part in NETWORK_PARTS)
 
+    def stage_row(self, row: Row) -> Row:
+        """Return what each action of a row of parts is to its stage, or OVERLAP, which does nothing, where another part
+        stands for it: gathers, and reductions in parts, are those of the first part of the stage, the last reduction
+        that of the last part in the row.
+        """
+        final = [slot for slot, (_, op, m) in enumerate(row) if op is Op.REDUCE_GRAD and m is None]
+        last = {self.sites[row[slot].stage].stage: slot for slot in final}
+        found = []
+        for slot, (site, op, microbatch) in enumerate(row):
+            stage, stands = self.sites[site].stage, True
+            if op is Op.REDUCE_GRAD and microbatch is None:
+                stands = slot == last[stage]
+            elif op in SHARDING_OPS or op is Op.REDUCE_GRAD:
+                stands = site == self.of_stage[stage][0]
+            found.append(Action(stage, op if stands else Op.OVERLAP, microbatch))
+        return tuple(found)
+
     def text(self, action: Action) -> str:
         """Return an action of a schedule of parts as text: "2F0.5A" is the attention of layer 5 in 2F0."""
         stage, layer, part = self.sites[action.stage]
@@ -146,14 +163,6 @@ def pair_up(schedule: Schedule) -> Schedule:
                 merged.append(action)
         rows.append(tuple(merged))
     return replace(schedule, rows=tuple(rows))
-
-
-def backwards_first(row: Row) -> Row:
-    """Return a row of stages with the backward of each overlapped pair before its forward, as `merge` begins."""
-    turned = list(row)
-    for slot in (slot for slot, action in enumerate(row) if action.op is Op.OVERLAP):
-        turned[slot + 1], turned[slot + 2] = row[slot + 2], row[slot + 1]
-    return tuple(turned)
 
 
 @gc_paused()

@@ -1,0 +1,84 @@
+"""Bytes of the parts in which stages run with --overlap-moe-expert-parallel-comm, as one row of parts keeps and frees
+them: `plan.memory` folds over these in place of whole stages.
+
+A part keeps what the operations of its tables keep, and its input. What its backward makes is planned as for a whole
+stage, part by part; a weighted sum makes the most. Between I and W it holds the inputs and gradients of its linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megapipe.layers.moe import MoE
+from megapipe.layers.table import Operation, RankShape, total_bytes
+from megapipe.plan.activations import (
+    deferred_bytes,
+    head_backward,
+    split,
+    stage_bytes,
+    temporary_bytes,
+)
+from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.action import Op
+from megapipe.schedule.parts import Part, Parts
+
+ROUTED = ("combine", "residual sum", "post_mlp_layernorm")  # operations of experts that belong to the combine
+
+
+def part_sizes(
+    plan: RunPlan, parts: Parts, stages: Iterable[int]
+) -> tuple[dict[int, int], dict[int, int], dict[tuple[int, Op], int]]:
+    """Return by part what it keeps from F to B or I and from I to W; by part and op what this makes and frees again."""
+    kept: dict[int, int] = {}
+    waiting: dict[int, int] = {}
+    inside: dict[tuple[int, Op], int] = {}
+    model, shape = plan.model, plan.shape
+    for stage in stages:
+        layers, sites = plan.partition.stages[stage], parts.of_stage[stage]
+        for site in sites:
+            whole, halves = (_operations(plan, parts, site, each) for each in (shape, split(shape)))
+            kept[site] = total_bytes(tensor for operation in whole for tensor in operation.keeps)
+            waiting[site] = sum(operation.deferred_bytes for operation in halves)
+            for op, operations in ((Op.B, whole), (Op.I, halves)):
+                inside[site, op] = max((each.backward.held for each in operations if each.backward), default=0)
+            inside[site, Op.W] = temporary_bytes(model, shape, layers)[Op.W]
+        if layers.has_head:
+            head = sites[-1]
+            inside[head, Op.F] = model.head.loss_block_bytes(shape)
+            inside[head, Op.B], inside[head, Op.I] = (head_backward(model, s, layers)[0] for s in (shape, split(shape)))
+        # what belongs to no layer is held by the head, or else from the first part on
+        rest = sites[-1] if layers.has_head else sites[0]
+        kept[rest] += sum(stage_bytes(model, shape, layers).values()) - sum(kept[site] for site in sites)
+        waiting[rest] += deferred_bytes(model, split(shape), layers) - sum(waiting[site] for site in sites)
+    return kept, waiting, inside
+
+
+def _operations(plan: RunPlan, parts: Parts, site: int, shape: RankShape) -> list[Operation]:
+    """Return the operations of a layer that belong to a part; [] for the head."""
+    _, layer, part = parts.sites[site]
+    if part is Part.HEAD:
+        return []
+    found: list[Operation] = []
+    for each in plan.model.layers[layer].parts:
+        table = each.table(shape)
+        if not isinstance(each, MoE):
+            is_first = each is plan.model.layers[layer].attention
+            found += table.operations if is_first == (part is Part.ATTENTION) else ()
+            continue
+        # what waits for W since the experts' I belongs to these
+        waits = table.left_bytes - shape.hidden_bytes(each.model.hidden_size) if part is Part.ATTENTION else 0
+        for operation in (one for one in table.operations if _part_of(one) is part):
+            made = operation.backward
+            less = None if made is None else replace(made, held=made.held - waits)
+            found.append(replace(operation, backward=less))
+    return found
+
+
+def _part_of(operation: Operation) -> Part:
+    """Return the part of a layer with experts to which an operation of its second branch belongs."""
+    if operation.name in ROUTED:
+        return Part.COMBINE
+    if operation.name in ("pre_mlp_layernorm", "residual stream", "router", "dispatch"):
+        return Part.ATTENTION
+    return Part.MLP
