@@ -94,7 +94,7 @@ def test_a_skipped_step_leaves_the_biases(monkeypatch: pytest.MonkeyPatch) -> No
         runtime.buffers[0].buffers[0].gradients[0] = torch.inf
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime.stores, "finish", overflow)
+        patch.setattr(runtime.stores, "finish_gradients", overflow)
         assert trainer.run(share_of(runtime, batch, 0), RATES).update.skipped
     assert biases(runtime).abs().max() == 0
     assert not trainer.run(share_of(runtime, batch, 0), RATES).update.skipped
