@@ -48,6 +48,7 @@ NOT_ALONE_FILES = tuple(f"launch/test_{what}.py" for what in ("bad_input", "port
 for name, derandomize in (("everyday", True), ("seeded", False)):
     hypothesis.settings.register_profile(name, derandomize=derandomize, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("seeded" if any(a.startswith("--hypothesis-seed") for a in sys.argv) else "everyday")
+LIVE_RANKS = 14  # of the pools of a session; idle ranks, too, take memory and time
 LONG_TESTS = TESTS / "long_tests.txt"  # its head describes its lines
 PHASES = ("torchfree", "together", "alone")
 NOT_DRAWN = "one of many cases: --all runs others at each commit, --all --exhaustive every one"
@@ -109,8 +110,18 @@ def rank_pools() -> Iterator[Callable[[int], RankPool]]:
     """
     from tests.harness import RankPool
 
-    pools: dict[int, RankPool] = {}
-    yield lambda world_size: pools.setdefault(world_size, RankPool(world_size))
+    pools: dict[int, RankPool] = {}  # the last one used last
+
+    def pool_of(world_size: int) -> RankPool:
+        pools[world_size] = pools.pop(world_size, None) or RankPool(world_size)
+        live = 0
+        for size, pool in reversed(pools.items()):
+            live += size
+            if live > LIVE_RANKS:
+                pool.close()  # its next job starts it again
+        return pools[world_size]
+
+    yield pool_of
     for pool in pools.values():
         pool.close()
 
