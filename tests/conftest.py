@@ -43,7 +43,10 @@ ALONE_FILES = (
     "test_harness.py",
     *(f"train/test_{what}.py" for what in ("hangs", "kills", "pipeline_profile", "signals", "stragglers")),
 )
-NOT_ALONE_FILES = tuple(f"launch/test_{what}.py" for what in ("bad_input", "ports", "saved_model", "scripts", "traces"))
+NOT_ALONE_FILES = tuple(
+    f"launch/test_{what}.py"
+    for what in ("bad_input", "elsewhere", "leaving", "ports", "saved_model", "scripts", "traces", "wrong_ranks")
+)
 
 # The everyday suite draws the same examples every time; with --hypothesis-seed (launch/test.sh --all) others are drawn.
 for name, derandomize in (("everyday", True), ("seeded", False)):

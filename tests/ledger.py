@@ -23,7 +23,7 @@ from megapipe.config.features import FEATURES, RECIPES, Feature
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORD = REPOSITORY / "tests" / "ledger.tsv"
 PARTS = 20
-NUM_SETS, SEED = 400, 1
+NUM_SETS, SEED = 200, 1
 MIN_FEATURES, MAX_FEATURES = 4, 7
 MAX_WORLD = 8
 MICROBATCHES = 4  # a dp rank
@@ -197,14 +197,19 @@ def rows_of_record() -> dict[str, list[str]]:
     return {row[0]: row for row in (line.split("\t") for line in lines if not line.startswith("#"))}
 
 
-def write_record(passed: Iterable[tuple[Case, str, float]]) -> None:
-    """Add cases that have passed, with their verdicts and seconds. Raises ValueError unless the tree is clean."""
+def clean_commit() -> str:
+    """Return the commit of the checkout. Raises ValueError if there is none, or files that differ from it."""
     commit, changes = (
         git("rev-parse", "--short=12", "HEAD"),
         git("status", "--porcelain", "--", ".", ":!tests/ledger.tsv"),
     )
     if not commit or changes:
         raise ValueError(f"--ledger-record needs a checkout of a commit without changes; git status:\n{changes}")
+    return commit
+
+
+def write_record(passed: Iterable[tuple[Case, str, float]], commit: str) -> None:
+    """Add cases that have passed at a commit, with their verdicts and seconds; drop those that exist no longer."""
     rows, known = rows_of_record(), {case.name for case in cases()}
     rows |= {case.name: [case.name, case.digest, commit, verdict, f"{took:.1f}"] for case, verdict, took in passed}
     lines = ["\t".join(row) for name, row in sorted(rows.items()) if name in known]

@@ -57,9 +57,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def record(request: pytest.FixtureRequest) -> Iterator[Record]:
     """Yield what notes a case that has passed; at the end they are written if asked for."""
     passed: list[tuple[Case, str, float]] = []
+    commit = ledger.clean_commit() if request.config.getoption("ledger_record") else None
     yield lambda *case: passed.append(case)
-    if request.config.getoption("ledger_record"):
-        ledger.write_record(passed)
+    if commit is not None:
+        ledger.write_record(passed, commit)
 
 
 @contextmanager
@@ -146,10 +147,10 @@ def test_the_record_has_what_passed_and_lists_what_changed_since(
     monkeypatch.setattr(ledger, "RECORD", tmp_path / "ledger.tsv")
     first, second = cases()[:2]
     with pytest.raises(ValueError, match="without changes"):
-        ledger.write_record([(first, "equal", 1.0)])
+        ledger.clean_commit()
     answers["status"] = ""
-    ledger.write_record([(first, "equal", 1.0)])
-    ledger.write_record([(second, "equal", 2.0)])
+    ledger.write_record([(first, "equal", 1.0)], ledger.clean_commit())
+    ledger.write_record([(second, "equal", 2.0)], ledger.clean_commit())
     never, changed = ledger.not_recorded()
     assert len(never) == len(cases()) - 2 and not {first.name, second.name} & set(never) and not changed
     monkeypatch.setitem(ENDS, second.features, ("crash", "now it fails"))  # type: ignore[misc, arg-type]
