@@ -41,7 +41,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 
-[ "$ledger" = no ] || [ "$all" = yes ] || [ ${#selection[@]} -gt 0 ] || selection=("$root/tests/test_ledger.py")
+[ "$ledger" = no ] || [ "$all" = yes ] || selection=("$root/tests/test_ledger.py" "${selection[@]}")
 
 # paths are relative to the caller's directory
 for index in "${!selection[@]}"; do

@@ -213,7 +213,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"left out: {count} tests ({reason})")
     parts = terminalreporter.config.ledger_parts
-    if parts:
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    if parts and any(report.nodeid.startswith("tests/test_ledger.py") for report in reports):
         never, changed = map(len, ledger.not_recorded())
         why = ledger.part_of_commit()[1] if terminalreporter.config.getoption("--ledger-part") is None else "as asked"
         words = f"part {parts[0]} of {ledger.PARTS}" if len(parts) == 1 else "all parts"
