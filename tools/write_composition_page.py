@@ -116,7 +116,7 @@ def _verdict(recipe: Recipe, rows: tuple[Refusal, ...]) -> tuple[str, ...]:
     """Return a recipe's row of the page."""
     words = f"refused: {'; '.join(row.reason for row in rows)}" if rows else "accepted"
     flags = f"`{recipe.flags}`" if recipe.flags else ""
-    lacks = f", but without {recipe.lacks}" if recipe.lacks else ""
+    lacks = f"; not built: {recipe.lacks}" if recipe.lacks else ""
     return recipe.name, ", ".join(recipe.features), flags, recipe.run, words + lacks
 
 
