@@ -2,7 +2,7 @@
 
 tests/ledger.py has the combinations. What the plan accepts is examined in up to three ways:
 
-- memory: the dry run of every kind of rank, with CUDA's kernels, is within MEMORY_TOLERANCE of the plan
+- memory: the dry run of every kind of rank, with CUDA's kernels, is within MEMORY_TOLERANCE of the plan (PARTS_TOLERANCE)
 - exact: three steps of the grid equal one process in fp64, as with --verify-grid, which uses torch's own kernels and
   leaves out what exists in low precision only
 - rounded: features that this leaves out are trained as given; losses and gradient norms are within LOSS_TOLERANCE and
@@ -41,6 +41,7 @@ from tests.harness import RankFailure, RankPool
 from tests.ledger import BY_NAME, SIZES, SMALL_SIZES, Combination
 
 MEMORY_TOLERANCE = 0.03
+PARTS_TOLERANCE = 0.07  # above the plan: stages in parts take up to 5.9 % more (docs/roadmap.md)
 LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.05  # relative, of bf16 and fp8 in three steps
 SECONDS = 250.0  # a run of the grid may take
 
@@ -111,8 +112,9 @@ def memory_trouble(combination: Combination, found: Finding) -> str:
         difference = counted.peak / memory.total - 1.0
         if found.memory is None or abs(difference) > abs(found.memory):
             found.memory = difference
-        # stages in parts hold less than the whole stages that are planned
-        if difference > MEMORY_TOLERANCE or (difference < -MEMORY_TOLERANCE and plan.parts is None):
+        # stages in parts are planned as whole ones, and mostly hold less
+        most = MEMORY_TOLERANCE if plan.parts is None else max(MEMORY_TOLERANCE, PARTS_TOLERANCE)
+        if difference > most or (difference < -MEMORY_TOLERANCE and plan.parts is None):
             items = {name: size for name, size in memory.items.items() if size}
             trouble.append(f"rank {kind.ranks[0]}: {difference:+.1%}, planned {items}, counted {counted}")
     return "\n".join(trouble)
