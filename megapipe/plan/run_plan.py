@@ -10,8 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
-from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, SHARDING_STRATEGIES, RecomputeConfig
-from megapipe.config.rules.sharding import strategy_of
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, SHARDING_STRATEGIES, RecomputeConfig, strategy_of
 from megapipe.config.rules.slices import slice_unit
 from megapipe.config.training import OPTIMIZERS
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
