@@ -2,7 +2,8 @@
 
 tests/ledger.py has the combinations. What the plan accepts is examined in up to three ways:
 
-- memory: the dry run of every kind of rank, with CUDA's kernels, is within MEMORY_TOLERANCE of the plan (PARTS_TOLERANCE)
+- memory: the dry run of every kind of rank, with CUDA's kernels, is within MEMORY_TOLERANCE of the plan, or
+  PARTS_TOLERANCE
 - exact: three steps of the grid equal one process in fp64, as with --verify-grid, which uses torch's own kernels and
   leaves out what exists in low precision only
 - rounded: features that this leaves out are trained as given; losses and gradient norms are within LOSS_TOLERANCE and

@@ -43,10 +43,25 @@ AXES = tuple(f"--{axis}-size" for axis in ("tensor-model-parallel", "pipeline-mo
 # what every run of the tests examines: fp8 of grouped products, latent attention in a pipeline, sharded weights,
 # experts beside context parallelism, a recipe, a refusal
 EVERYDAY = (
-    *("moe grouped with fp8 local", "zb-v with mla", "zero3 with fp8 local", "set 77", "set 119", "Kimi K2"),
+    *(
+        "moe grouped with fp8 local",
+        "slices2 with cp2 p2p with moe ep2 with mtp",
+        "zb-v with mla",
+        "zero3 with fp8 local",
+        "set 77",
+        "set 119",
+        "Kimi K2",
+    ),
     "mla with sinks",
 )
-CRASH, WRONG, MEMORY, REFUSED, EQUAL = "crash", "wrong", "memory", "refused", "equal"
+# sets of features that share much code, beside the drawn ones
+SETS = (
+    ("moe ep2", "mla", "mtp", "fp8 local"),
+    ("slices2", "cp2 p2p", "moe ep2", "mtp"),
+    ("slices2", "cp2 ag", "sinks", "window", "act offload"),
+    ("slices2", "zb-h1", "mla", "moe grouped", "recompute full"),
+)
+CRASH, MEMORY, REFUSED, EQUAL = "crash", "memory", "refused", "equal"
 # refused pair -> (verdict without its row of the table, words of what happens). REFUSED: nothing could order it; EQUAL:
 # three steps show nothing, since one of the two has no effect, or what is wrong comes with a rollback (test_ledger.py)
 ENDS: dict[tuple[str, str], tuple[str, str]] = {
@@ -161,9 +176,10 @@ def pairs() -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
-    """Return all cases: pairs, recipes, drawn sets of four to seven features."""
+    """Return all cases: pairs, chosen sets, recipes, drawn sets of four to seven features."""
     return (
         *(Case(" with ".join(pair), pair) for pair in pairs()),
+        *(Case(" with ".join(names), names) for names in SETS),
         *(Case(recipe.name, (*recipe.features, recipe.name)) for recipe in RECIPES),
         *(Case(f"set {number}", drawn(SEED, number).features) for number in range(NUM_SETS)),
     )

@@ -121,7 +121,10 @@ def test_every_case_is_in_one_part_and_parts_are_alike_in_size() -> None:
 
 def test_pairs_recipes_and_sets_are_cases() -> None:
     assert len(FEATURES) == 43 and len(BY_NAME) == 43 + len(RECIPES)
-    assert len(cases()) == len(list(ledger.pairs())) + len(RECIPES) + NUM_SETS and len(list(ledger.pairs())) > 880
+    assert (
+        len(cases()) == len(list(ledger.pairs())) + len(ledger.SETS) + len(RECIPES) + NUM_SETS
+        and len(list(ledger.pairs())) > 880
+    )
     sets = [case for case in cases() if case.name.startswith("set ")]
     assert all(MIN_FEATURES <= len(each.features) <= MAX_FEATURES for each in sets)
     assert {name for each in sets for name in each.features} == {feature.name for feature in FEATURES}
@@ -162,8 +165,8 @@ def no_pools(world_size: int) -> RankPool:
 
 
 def test_a_combination_that_the_plan_refuses_is_not_trained() -> None:
-    found = examine(Combination(("slices2", "moe ep2", "dualpipe-v")), no_pools)
-    assert found.verdict == "refused" and "--pipe-sp-splits" in found.why
+    found = examine(Combination(("muon", "precision-aware", "window", "documents")), no_pools)
+    assert found.verdict == "refused" and "--use-precision-aware-optimizer" in found.why
 
 
 def test_other_memory_than_planned_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
