@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Installs the test dependencies, then runs lint, type checks and tests, and prints the time of each phase.
 #
-#   launch/test.sh [--all [--exhaustive]] [--gpu] [--lab] [--no-install] [arguments of pytest]
+#   launch/test.sh [--all] [--gpu] [--lab] [--ledger-part K] [--ledger-record] [--no-install] [arguments of pytest]
 #
 #   --all           also the long tests, with new hypothesis examples for each commit. Without it the tests are the same every time; both
 #                   print what they leave out
-#   --exhaustive    with --all: every case of the tests of which --all draws some (tests/long_tests.txt)
+#   --ledger-part K one of the 20 parts (0 to 19, or all) of the ledger of combinations (tests/ledger.py), alone; with --all that
+#                   part instead of the commit's, also of the tests that run by parts (tests/long_tests.txt)
+#   --ledger-record write what passes of the ledger to tests/ledger.tsv; needs a checkout without changes
 #   --gpu           also the tests that need a CUDA device (tools/bench/first_day.py: these alone, with the figures of the machine)
 #   --lab           also install Debian's SLURM and munge with apt-get (needs root) for the tests that submit jobs to daemons
 #                   that they start themselves; without SLURM these tests are skipped
@@ -24,16 +26,22 @@ all=no
 extras=test
 options=()
 selection=()
-for argument in "$@"; do
+ledger=no
+while [ $# -gt 0 ]; do
+    argument=$1
+    shift
     case $argument in
         --all | --slow) options+=(--all); all=yes extras=test,docs ;;
-        --gpu | --exhaustive) options+=("$argument") ;;
+        --gpu | --ledger-record) options+=("$argument") ;;
+        --ledger-part) options+=("$argument" "${1:?--ledger-part needs 0 to 19, or all}"); shift; ledger=yes ;;
         --lab) lab=yes ;;
         --no-install) install=no ;;
         -h | --help) sed -n '2,/^set -/{/^set -/!s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) selection+=("$argument") ;;
     esac
 done
+
+[ "$ledger" = no ] || [ "$all" = yes ] || selection=("$root/tests/test_ledger.py" "${selection[@]}")
 
 # paths are relative to the caller's directory
 for index in "${!selection[@]}"; do

@@ -1,7 +1,6 @@
-"""Random combinations of features: each one is planned, counted by the dry run and trained beside one process.
+"""Combinations of features: each one is planned, counted by the dry run and trained beside one process.
 
-`megapipe.config.features` lists the features with their flags. tests/test_combinations.py examines a few combinations,
-tools/draw_combinations.py any number. What the plan accepts is examined in up to three ways:
+tests/ledger.py has the combinations. What the plan accepts is examined in up to three ways:
 
 - memory: the dry run of every kind of rank, with CUDA's kernels, is within MEMORY_TOLERANCE of the plan
 - exact: three steps of the grid equal one process in fp64, as with --verify-grid, which uses torch's own kernels and
@@ -13,19 +12,16 @@ tools/draw_combinations.py any number. What the plan accepts is examined in up t
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from random import Random
 
 import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
-from megapipe.config.features import FEATURES, LIBRARY, ON_GPU, ROUNDED, Feature
+from megapipe.config.features import LIBRARY, ON_GPU, ROUNDED, Feature
 from megapipe.config.load import load_config
 from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megapipe.errors import ConfigError
@@ -41,104 +37,11 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.train.step import StepBatch, StepResult, train_step
 from tests.extras.dry_run.grids import read_for
 from tests.harness import RankFailure, RankPool
+from tests.ledger import BY_NAME, SIZES, SMALL_SIZES, Combination
 
 MEMORY_TOLERANCE = 0.03
 LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.05  # relative, of bf16 and fp8 in three steps
-MIN_FEATURES, MAX_FEATURES = 4, 7
-MAX_WORLD = 8
-MICROBATCHES = 4  # a dp rank
-SECONDS = 120.0  # a run of the grid may take
-
-BASE = (
-    "--num-layers 8 --num-attention-heads 4 --micro-batch-size 2 --train-iters 3 --lr 1e-3 --mock-data --bf16 "
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --make-vocab-size-divisible-by 8"
-)
-SIZES = "--hidden-size 128 --ffn-hidden-size 384 --seq-length 128 --vocab-size 1000"
-# with a larger epsilon Adam does not divide rounding errors by rounding errors
-SMALL_SIZES = "--hidden-size 64 --ffn-hidden-size 192 --seq-length 64 --vocab-size 256 --adam-eps 3e-2"
-
-BY_NAME = {feature.name: feature for feature in FEATURES}
-AXES = tuple(f"--{axis}-size" for axis in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel"))
-
-
-@dataclass(frozen=True)
-class Combination:
-    """Some features together. number: of the draw."""
-
-    number: int
-    features: tuple[str, ...]
-
-    @property
-    def options(self) -> dict[str, tuple[str, ...]]:
-        """Flag -> values; raises ValueError if features give one flag two values."""
-        return options_of(self.features)
-
-    @property
-    def world_size(self) -> int:
-        """Two data-parallel ranks, four for two instances of sharding, as far as MAX_WORLD goes."""
-        instances = 4 if "hsdp" in self.features else 2
-        return min(MAX_WORLD, instances * self.ranks_per_replica)
-
-    @property
-    def ranks_per_replica(self) -> int:
-        size = 1
-        for axis in AXES:
-            size *= int(self.options.get(axis, ("1",))[0])
-        return size
-
-    def arguments(self, sizes: str, without: Callable[[Feature], bool] = lambda feature: False) -> list[str]:
-        """Return the command line. without: features to leave out."""
-        kept = [name for name in self.features if not without(BY_NAME[name])]
-        batch = 2 * MICROBATCHES * self.world_size // self.ranks_per_replica
-        own = itertools.chain.from_iterable((flag, *values) for flag, values in options_of(kept).items())
-        return [*BASE.split(), *sizes.split(), "--global-batch-size", str(batch), *own]
-
-
-def options_of(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return flag -> values of these features; raises ValueError if they give a flag two values."""
-    options: dict[str, tuple[str, ...]] = {}
-    for name in names:
-        words = BY_NAME[name].flags.split()
-        starts = [place for place, word in enumerate(words) if word.startswith("--")]
-        for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
-            flag, values = words[start], tuple(words[start + 1 : end])
-            if options.setdefault(flag, values) != values:
-                raise ValueError(f"{flag} has two values: {options[flag]} and {values}")
-    if "--pipeline-schedule" in options and "--num-layers-per-virtual-pipeline-stage" in options:
-        raise ValueError("--pipeline-schedule chooses the number of chunks")
-    return options
-
-
-def drawn(seed: int, number: int) -> Combination:
-    """Draw MIN_FEATURES to MAX_FEATURES features that give no flag two values."""
-    random = Random(f"{seed} {number}")
-    wanted = random.randint(MIN_FEATURES, MAX_FEATURES)
-    chosen: list[str] = []
-    for name in random.sample(sorted(BY_NAME), len(FEATURES)):
-        try:
-            options_of([*chosen, name])
-        except ValueError:
-            continue
-        chosen.append(name)
-        if len(chosen) == wanted:
-            break
-    return Combination(number, tuple(chosen))
-
-
-class Pools:
-    """Live ranks by world size."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
-
-    def __call__(self, world_size: int) -> RankPool:
-        return self._pools.setdefault(world_size, RankPool(world_size, timeout=SECONDS))
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
-
+SECONDS = 250.0  # a run of the grid may take
 
 VERDICTS = ("refused", "equal", "memory", "wrong", "crash")  # from the best to the worst
 
@@ -152,14 +55,10 @@ class Finding:
     what failed.
     """
 
-    number: int
-    features: tuple[str, ...]
-    world_size: int
     verdict: str = "equal"
     compared: tuple[str, ...] = ()
     memory: float | None = None
     why: str = ""
-    seconds: float = 0.0
 
     def fail(self, verdict: str, why: str) -> None:
         self.verdict, self.why = max(self.verdict, verdict, key=VERDICTS.index), f"{self.why}{why}\n"
@@ -167,8 +66,7 @@ class Finding:
 
 def examine(combination: Combination, pools: Callable[[int], RankPool], trains: bool = True) -> Finding:
     """Plan a combination, count it and, if `trains`, compare its training with one process."""
-    started = time.perf_counter()
-    found = Finding(combination.number, combination.features, combination.world_size)
+    found = Finding()
     ways = {"memory": lambda: memory_trouble(combination, found)}
     if trains:
         ways["exact"] = lambda: exact_trouble(combination, pools)
@@ -192,7 +90,6 @@ def examine(combination: Combination, pools: Callable[[int], RankPool], trains: 
             found.fail("memory" if way == "memory" else "wrong", f"{way}: {trouble}")
         else:
             found.compared += (way,)
-    found.seconds = time.perf_counter() - started
     return found
 
 

@@ -1,7 +1,7 @@
 """Options and markers of all tests.
 
-It adds --all, --gpu and --phase, makes hypothesis draws reproducible, sorts test files into phases by folder, and runs
-the cheapest tests first.
+It adds --all, --gpu, --phase and --ledger-part, makes hypothesis draws reproducible, sorts test files into phases by
+folder, and runs the cheapest tests first.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+
+from tests import ledger
 
 if TYPE_CHECKING:
     from tests.harness import RankPool
@@ -42,15 +43,19 @@ ALONE_FILES = (
     "test_harness.py",
     *(f"train/test_{what}.py" for what in ("hangs", "kills", "pipeline_profile", "signals", "stragglers")),
 )
-NOT_ALONE_FILES = tuple(f"launch/test_{what}.py" for what in ("bad_input", "ports", "saved_model", "scripts", "traces"))
+NOT_ALONE_FILES = tuple(
+    f"launch/test_{what}.py"
+    for what in ("bad_input", "elsewhere", "leaving", "ports", "saved_model", "scripts", "traces", "wrong_ranks")
+)
 
 # The everyday suite draws the same examples every time; with --hypothesis-seed (launch/test.sh --all) others are drawn.
 for name, derandomize in (("everyday", True), ("seeded", False)):
     hypothesis.settings.register_profile(name, derandomize=derandomize, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("seeded" if any(a.startswith("--hypothesis-seed") for a in sys.argv) else "everyday")
+LIVE_RANKS = 14  # of the pools of a session; idle ranks, too, take memory and time
 LONG_TESTS = TESTS / "long_tests.txt"  # its head describes its lines
 PHASES = ("torchfree", "together", "alone")
-NOT_DRAWN = "one of many cases: --all runs others at each commit, --all --exhaustive every one"
+NOT_IN_PART = "a case of another part: --all runs a 20th at each commit, --all --ledger-part all every one"
 LEFT_OUT = {"--all": "a long test: run with --all", "--gpu": "needs a CUDA device: run with --gpu"}
 
 
@@ -74,8 +79,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("megapipe")
     group.addoption("--all", "--slow", action="store_true", dest="run_all", help="also run the long tests")
     group.addoption(
-        "--exhaustive", action="store_true", help="with --all: every case of the tests of which --all draws some"
+        "--ledger-part",
+        choices=[*map(str, range(ledger.PARTS)), "all"],
+        help="part of the cases of the ledger (tests/ledger.py) and, with --all, of the tests that run by parts"
+        " (tests/long_tests.txt); --all alone runs that of the commit",
     )
+    group.addoption("--ledger-record", action="store_true", help="write what passes of the ledger to tests/ledger.tsv")
     group.addoption("--gpu", action="store_true", help="also run the tests that need a CUDA device")
     group.addoption(
         "--phase",
@@ -83,6 +92,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="collect only the files of packages that import no torch, of tests that may run two at a time, or of tests"
         " that run alone because they measure time or wait for seconds",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set `config.ledger_parts`, the parts that run."""
+    asked = config.getoption("--ledger-part")
+    part = ledger.part_of_commit()[0] if asked is None and config.getoption("run_all") else asked
+    config.ledger_parts = range(ledger.PARTS) if part == "all" else [] if part is None else [int(part)]  # type: ignore[attr-defined]
 
 
 def phase_of(path: Path) -> str:
@@ -109,8 +125,18 @@ def rank_pools() -> Iterator[Callable[[int], RankPool]]:
     """
     from tests.harness import RankPool
 
-    pools: dict[int, RankPool] = {}
-    yield lambda world_size: pools.setdefault(world_size, RankPool(world_size))
+    pools: dict[int, RankPool] = {}  # the last one used last
+
+    def pool_of(world_size: int) -> RankPool:
+        pools[world_size] = pools.pop(world_size, None) or RankPool(world_size)
+        live = 0
+        for size, pool in reversed(pools.items()):
+            live += size
+            if live > LIVE_RANKS:
+                pool.close()  # its next job starts it again
+        return pools[world_size]
+
+    yield pool_of
     for pool in pools.values():
         pool.close()
 
@@ -143,14 +169,14 @@ def cost_class(item: pytest.Item) -> int:
 
 
 def mark_long_tests(items: list[pytest.Item], config: pytest.Config) -> None:
-    """Mark as slow what long_tests.txt leaves to --all, and skip what a commit does not draw.
+    """Mark as slow what long_tests.txt leaves to --all, and skip cases of other parts.
 
     Raises UsageError if a line names no test.
     """
     for line in LONG_TESTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
-        kept, drawn, name = line.split(maxsplit=2)
+        kept, run, name = line.split(maxsplit=2)
         path, function = name.partition("[")[0].split("::")
         if f"def {function}(" not in (TESTS.parent / path).read_text(encoding="utf-8"):
             raise pytest.UsageError(f"{LONG_TESTS}: no test is called {name}; rename or delete its line")
@@ -160,10 +186,9 @@ def mark_long_tests(items: list[pytest.Item], config: pytest.Config) -> None:
                 f"{LONG_TESTS}: {path}::{function} has no such case: {name}; rename or delete its line"
             )
         others = cases if kept == "none" else [case for i, case in enumerate(cases) if i % int(kept[2:])]
-        number = len(others) if drawn == "all" or config.getoption("exhaustive") else min(int(drawn), len(others))
-        chosen = Random(f"{config.getoption('--hypothesis-seed')} {name}").sample(range(len(others)), number)
-        for index, case in enumerate(others):
-            case.add_marker(pytest.mark.slow if index in chosen else pytest.mark.skip(reason=NOT_DRAWN))
+        for case in others:
+            runs = run == "all" or ledger.part_of(case.nodeid) in config.ledger_parts  # type: ignore[attr-defined]
+            case.add_marker(pytest.mark.slow if runs else pytest.mark.skip(reason=NOT_IN_PART))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -180,10 +205,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print how many tests were left out and why."""
+    """Print how many tests were left out and why, and the state of the ledger if a part of it ran."""
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
         for report in terminalreporter.stats.get("skipped", [])
     )
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"left out: {count} tests ({reason})")
+    parts = terminalreporter.config.ledger_parts
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    if parts and any(report.nodeid.startswith("tests/test_ledger.py") for report in reports):
+        never, changed = map(len, ledger.not_recorded())
+        why = ledger.part_of_commit()[1] if terminalreporter.config.getoption("--ledger-part") is None else "as asked"
+        words = f"part {parts[0]} of {ledger.PARTS}" if len(parts) == 1 else "all parts"
+        terminalreporter.write_line(
+            f"ledger: {words} ({why}); of {len(ledger.cases())} cases {never} were never recorded and {changed} changed"
+            " since (python -m tests.ledger lists them)"
+        )

@@ -43,7 +43,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PRELOADED = "tests.preload"
 STACKS_SIGNAL = signal.SIGUSR2  # SIGUSR1 and SIGTERM belong to the training loop
 LOG_TAIL_CHARACTERS = 4000
-SECONDS = 100.0  # for one job, on a busy machine too; pytest ends a test after 120
+SECONDS = 250.0  # for one job, on a busy machine too; pytest ends a test after 300
+CLEAN_UP = b""  # sent to all ranks once all have answered
 
 
 class RankFailure(AssertionError):
@@ -135,6 +136,9 @@ class RankPool:
                 with contextlib.suppress(BrokenPipeError):  # _collect reports a rank that died at start
                     worker.connection.send_bytes(job)
             answers = self._collect(self.timeout if timeout is None else timeout, frozenset(may_die))
+            for worker in self._workers:  # only now: a rank that closes its connections would disturb its peers
+                with contextlib.suppress(BrokenPipeError):
+                    worker.connection.send_bytes(CLEAN_UP)
         except BaseException:
             self.close()
             raise
@@ -255,6 +259,9 @@ def _serve(rank: int, world_size: int, connection: Connection, folder: str, time
             started = False
             while True:
                 job = connection.recv_bytes()
+                if job == CLEAN_UP:
+                    _clean_up()
+                    continue
                 connection.send_bytes(pickle.dumps(_answer(job, rank, world_size, folder, timeout, started)))
                 started = True
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -294,12 +301,21 @@ def _prepare(rank: int, world_size: int, folder: str, timeout: float, started: b
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=2 * timeout)
         )
-        return
+
+
+def _clean_up() -> None:
+    """Destroy all process groups but the world.
+
+    Each has threads of gloo that wake up 100 times a second, for as long as the rank lives.
+    """
+    import torch.distributed as dist
+
     gc.collect()
-    world = dist.distributed_c10d._world
-    for group in list(world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        gc.collect()
 
 
 def _end_with(parent: int) -> None:

@@ -45,7 +45,7 @@ def test_commands_run_as_they_stand(page: str, tmp_path: Path) -> None:
     shell += f'megapipe() {{ "{sys.executable}" -m megapipe "$@"; }}\n'
     lines = [command.text for command in HERE if command.page == page and "<<" not in command.text]
     bash = [shutil.which("bash") or "bash", "-c", shell + "\n".join(lines)]
-    ended = subprocess.run(bash, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    ended = subprocess.run(bash, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert lines and ended.returncode == 0, ended.stderr
     assert ended.stdout
 

@@ -45,7 +45,7 @@ def run(folder: Path, *words: str, code: int = 0) -> str:
     """Run `python WORDS` in `folder` and return its standard output."""
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
     )
     assert ended.returncode == code, ended.stderr
     return ended.stdout
@@ -103,7 +103,7 @@ def test_the_starts_of_a_killed_run_are_counted(golden: Path) -> None:
     path.write_text(json.dumps(written | {"job": "7", "times": [1.0, 2.0]}))
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
     command = [sys.executable, str(REPOSITORY / "pretrain_gpt.py"), *words]
-    ended = subprocess.run(command, cwd=golden, env=environment, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, cwd=golden, env=environment, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 3, ended.stderr
 
 

@@ -6,7 +6,6 @@ Every pair of features is resolved on its grid, which takes about 15 s. A test c
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -17,11 +16,12 @@ from xml.sax.saxutils import escape
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from megapipe.config.features import FEATURES  # noqa: E402
+from megapipe.config.features import FEATURES, RECIPES, Recipe  # noqa: E402
 from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, REFUSED, Refusal  # noqa: E402
 from megapipe.errors import ConfigError  # noqa: E402
 from megapipe.plan.world_rules import REFUSED_BY_SCHEDULES  # noqa: E402
-from tests.combinations import SIZES, Combination, options_of, planned  # noqa: E402
+from tests.combinations import planned  # noqa: E402
+from tests.ledger import NUM_SETS, SIZES, Combination, options_of, pairs  # noqa: E402
 from tools.write_flags_page import markdown_table  # noqa: E402
 
 PAGE, PICTURE = REPOSITORY / "docs" / "composition.md", REPOSITORY / "docs" / "images" / "composition.svg"
@@ -42,10 +42,11 @@ schedules are in `megapipe/plan/world_rules.py`).
 - not built: each works alone, not together yet.
 - contradiction: together they mean nothing, or compute another function; refused for good.
 
-`tools/draw_combinations.py` draws four to seven features and compares what is accepted with one process; tests do so
-for some. Features that need a GPU or a library are planned and counted, not compared. What is refused is tried, too,
-where a CPU can run it: with its row left out of the table it has to end as tests/test_refused_pairs.py states, so that
-no refusal outlives its reason.
+Every pair, every recipe below and {sets} drawn sets of four to seven features are tests (`tests/ledger.py`): what is
+accepted takes the planned memory and trains as one process does. Features that need a GPU or a library are planned and
+counted, not compared. What is refused is tried, too, where a CPU can run it: with its row left out of the table it has
+to end as stated there, so that no refusal outlives its reason. A commit runs a 20th of them; `tests/ledger.tsv` records
+when each last passed.
 
 This page is generated: `python tools/write_composition_page.py`.
 
@@ -54,10 +55,11 @@ This page is generated: `python tools/write_composition_page.py`.
 
 @dataclass(frozen=True)
 class Matrix:
-    """Refused pairs with their rows, and the number of pairs in all."""
+    """Refused pairs with their rows, the number of pairs in all, and each recipe with the rows that refuse it."""
 
     refused: dict[tuple[str, str], tuple[Refusal, ...]]
     num_pairs: int
+    recipes: dict[Recipe, tuple[Refusal, ...]]
 
     @property
     def rows(self) -> tuple[Refusal, ...]:
@@ -66,20 +68,20 @@ class Matrix:
 
 
 def matrix() -> Matrix:
-    """Resolve every pair on its grid."""
-    refused, num_pairs = {}, 0
-    for pair in itertools.combinations(NAMES, 2):
-        try:
-            options_of(pair)
-        except ValueError:
-            continue
-        num_pairs += 1
-        combination = Combination(0, pair)
-        try:
-            planned(combination, [*combination.arguments(SIZES), "--device", "cuda"])
-        except ConfigError as error:
-            refused[pair] = tuple(rows_of(str(error)))
-    return Matrix(refused, num_pairs)
+    """Resolve every pair, and every recipe, on its grid."""
+    rows = {pair: refused_rows(pair) for pair in pairs()}
+    recipes = {recipe: refused_rows((*recipe.features, recipe.name)) for recipe in RECIPES}
+    return Matrix({pair: found for pair, found in rows.items() if found}, len(rows), recipes)
+
+
+def refused_rows(features: tuple[str, ...]) -> tuple[Refusal, ...]:
+    """Return the rows of the tables that refuse these features; () if they are accepted."""
+    combination = Combination(features)
+    try:
+        planned(combination, [*combination.arguments(SIZES), "--device", "cuda"])
+    except ConfigError as error:
+        return tuple(rows_of(str(error)))
+    return ()
 
 
 def rows_of(message: str) -> Iterator[Refusal]:
@@ -94,7 +96,7 @@ def rows_of(message: str) -> Iterator[Refusal]:
 def page(found: Matrix) -> str:
     """Return docs/composition.md."""
     count, refused = found.num_pairs, len(found.refused)
-    head = HEAD.format(pairs=count, count=len(FEATURES), accepted=count - refused, refused=refused)
+    head = HEAD.format(pairs=count, count=len(FEATURES), accepted=count - refused, refused=refused, sets=NUM_SETS)
     by_row = {row: [pair for pair, rows in found.refused.items() if row in rows] for row in found.rows}
     cells = [
         (str(number), f"{row.option} with {', '.join(row.others)}", row.kind, row.reason, str(len(by_row[row])))
@@ -102,7 +104,20 @@ def page(found: Matrix) -> str:
     ]
     flags = [(feature.name, f"`{feature.flags}`") for feature in FEATURES]
     reasons = markdown_table(("reason", "options", "kind", "why", "pairs"), cells)
-    return f"{head}## Reasons\n\n{reasons}\n## Features\n\n{markdown_table(('feature', 'flags'), flags)}"
+    recipes = markdown_table(
+        ("recipe", "features", "further flags", "stands for", "verdict"),
+        list(map(_verdict, found.recipes, found.recipes.values())),
+    )
+    features = markdown_table(("feature", "flags"), flags)
+    return f"{head}## Recipes\n\n{recipes}\n## Reasons\n\n{reasons}\n## Features\n\n{features}"
+
+
+def _verdict(recipe: Recipe, rows: tuple[Refusal, ...]) -> tuple[str, ...]:
+    """Return a recipe's row of the page."""
+    words = f"refused: {'; '.join(row.reason for row in rows)}" if rows else "accepted"
+    flags = f"`{recipe.flags}`" if recipe.flags else ""
+    lacks = f"; not built: {recipe.lacks}" if recipe.lacks else ""
+    return recipe.name, ", ".join(recipe.features), flags, recipe.run, words + lacks
 
 
 def picture(found: Matrix) -> str:

@@ -1,4 +1,7 @@
-"""The features of a run that can be combined, with the flags of each: the rows and columns of docs/composition.md."""
+"""The features of a run that can be combined, with the flags of each: the rows and columns of docs/composition.md.
+
+`RECIPES` are combinations of them that published runs use.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,21 @@ class Feature:
     name: str
     flags: str
     needs: str = EXACT
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A published combination, on a tiny model.
+
+    flags: those of the recipe that are no feature. run: what it stands for. lacks: what of it does not exist yet, and
+    is left out here.
+    """
+
+    name: str
+    features: tuple[str, ...]
+    flags: str
+    run: str
+    lacks: str = ""
 
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -73,4 +91,79 @@ FEATURES = (
     Feature("post validation", f"{PP2} --pipeline-schedule zb-h1 --optimizer-post-validation {ZERO1}", ROUNDED),
     Feature("layer pattern", "--window-size 16 --window-attn-skip-freq 2"),
     Feature("balance auto", f"{PP2} --pipeline-balance auto"),
+)
+
+NORMED_HEADS = "--qk-layernorm --group-query-attention --num-query-groups 2"
+CORRECTED = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+CP_OF_TWO_LEVELS = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+RECIPES = (
+    Recipe(
+        "DeepSeek-V3",
+        ("mla", "moe overlap", "mtp", "precision-aware", "fp8 local"),
+        f"{CORRECTED} --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-shared-expert-intermediate-size 64 "
+        "--recompute-granularity selective --recompute-modules layernorm",
+        "arXiv:2412.19437",
+        lacks="fp8 in blocks of 128, recompute of mla_up_proj",
+    ),
+    Recipe(
+        "Megatron mixture",
+        ("moe grouped", "vpp2", "cp2 p2p", "tp2+sp", "zero1", "fp8 local"),
+        "--recompute-granularity selective --recompute-modules moe_act layernorm",
+        "Megatron-Core's guide to mixtures of experts, 2026",
+    ),
+    Recipe("torchtitan mixture", ("moe grouped", "zero3", "pp2 1f1b", "compile blocks"), "", "torchtitan, Llama-4"),
+    Recipe(
+        "torchtitan mixture in fp8",
+        ("moe grouped", "zero3", "pp2 1f1b", "compile blocks", "fp8 local"),
+        "",
+        "torchtitan, DeepSeek-V3",
+    ),
+    Recipe("torchtitan Llama-3", ("zero3", "tp2+sp", "compile blocks", "fp8 local"), "", "arXiv:2410.06511"),
+    Recipe(
+        "torchtitan long sequences",
+        ("zero3", "tp2+sp", "compile blocks", "fp8 local", "cp2 p2p"),
+        "",
+        "torchtitan, Llama-3 with context parallelism",
+    ),
+    Recipe("Llama-3 405B", ("tp2+sp", "cp2 ag", "vpp2", "zero2", "documents"), "", "arXiv:2407.21783"),
+    Recipe(
+        "Llama-4",
+        ("moe ep2", "zero3", "fp8 local"),
+        "--moe-layer-freq 2 --no-rope-freq 4 --moe-shared-expert-intermediate-size 64",
+        "Llama-4 Maverick",
+        lacks="attention in chunks",
+    ),
+    Recipe(
+        "GPT-OSS",
+        ("sinks", "layer pattern", "moe ep2", "pp2 1f1b"),
+        "--activation-func-clamp-value 7 --glu-linear-offset 1 --no-bias-swiglu-fusion --rope-scaling-type yarn "
+        "--rope-scaling-factor 4",
+        "gpt-oss-120b",
+    ),
+    Recipe("Qwen3-235B", ("moe ep2", "vpp2", "tp2+sp", "zero1", "fp8 local"), NORMED_HEADS, "arXiv:2505.09388"),
+    Recipe(
+        "Kimi K2",
+        ("mla", "moe ep2", "muon", "pp2 1f1b", "zero1", "act offload", "recompute sel"),
+        CORRECTED,
+        "arXiv:2507.20534",
+    ),
+    Recipe(
+        "GLM-4.5",
+        ("moe ep2", "muon", "mtp"),
+        f"{CORRECTED} {NORMED_HEADS} --rotary-percent 0.5",
+        "arXiv:2508.06471",
+    ),
+    Recipe("OLMo-3", ("hsdp", "layer pattern", "compile blocks", "cp2 a2a"), NORMED_HEADS, "OLMo-3 32B, long phase"),
+    Recipe("Gemma-3 27B", ("layer pattern", "zero3", "compile blocks"), NORMED_HEADS, "arXiv:2503.19786"),
+    Recipe(
+        "8B with 1M tokens",
+        ("recompute full", "act offload", "chunked loss", "zero3"),
+        f"{CP_OF_TWO_LEVELS} --recompute-keep-attention",
+        "Megatron-Core, Llama-3 8B with long sequences",
+    ),
+    Recipe("finetuned mixture", ("documents", "moe ep2", "zero3"), "", "packed conversations, Mixtral-like"),
+    Recipe("nanochat", ("muon", "zero2", "compile blocks", "chunked loss"), "", "nanochat on one node"),
+    Recipe(
+        "hybrid", ("pp2 1f1b", "cp2 p2p", "moe ep2"), "", "Qwen3-Next, Nemotron-H", lacks="layers of linear attention"
+    ),
 )

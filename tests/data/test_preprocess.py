@@ -204,7 +204,7 @@ def test_progress_is_a_line_on_a_terminal_and_quiet_elsewhere():
 
 
 def run_tool(*words: str, tool: list[str] = TOOL) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*tool, *words], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    return subprocess.run([*tool, *words], capture_output=True, text=True, env=ENVIRONMENT, timeout=200)
 
 
 def test_preprocess_and_merge_tools_write_what_they_print(tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 110.0
+LIMIT_SECONDS = 280.0
 
 
 def environment() -> dict[str, str]:

@@ -83,7 +83,7 @@ def test_the_containers_of_a_pytorchjob_train_together_with_what_the_operator_se
                 text=True,
             )
         )
-    ended = [process.communicate(timeout=110) for process in processes]
+    ended = [process.communicate(timeout=280) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], ended
     assert "step 2/2 |" in ended[0][0] and "pp 2" in ended[0][0]
 
@@ -105,7 +105,7 @@ def test_the_torchx_component_starts_the_ranks(tmp_path: Path) -> None:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -42,7 +42,7 @@ def test_the_build_of_torch_is_one_for_the_driver(says: str, offered: str, build
     environment = {**os.environ, "VENV": str(tmp_path / "venv"), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     environment.pop("TORCH_CUDA", None)
     done = subprocess.run(
-        [REPOSITORY / "launch" / "install.sh"], env=environment, capture_output=True, text=True, timeout=60
+        [REPOSITORY / "launch" / "install.sh"], env=environment, capture_output=True, text=True, timeout=200
     )
     installed = tmp_path / "venv" / "bin" / "installed"
     if build is None:

@@ -33,7 +33,7 @@ with stop_requests(True) as request:
 )
 def test_a_rank_prints_only_its_own_error(asked: str, error: str, code: int, speaks: bool) -> None:
     words = [sys.executable, "-c", LEAVES, asked, error]
-    ended = subprocess.run(words, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=110)
+    ended = subprocess.run(words, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=280)
     assert (ended.returncode, "its message" in ended.stderr) == (code, speaks), ended.stderr
 
 

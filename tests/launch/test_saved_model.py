@@ -1,81 +1,93 @@
-"""`megapipe generate` and `megapipe evaluate` from the command line, on a checkpoint written by pretraining."""
+"""`megapipe generate` and `megapipe evaluate` from the command line, on a checkpoint written by pretraining.
+
+Commands of one rank run in this process, those of two under the launcher.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megapipe.extras.cli.command import main
 from tests.launch.scripts import REPOSITORY, Command, Ended
 from tests.tiny import TINY_FLAGS
 
 MODEL = [word for word in TINY_FLAGS if word not in ("--vocab-size", "32")]
-RANKS = ("-m", "megapipe", "launch", "--nproc-per-node", "2")
+MODEL += ["--tokenizer-type", "ByteTokenizer", "--mock-data", "--train-iters", "2", "--max-position-embeddings", "32"]
+EXPERTS = ["--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2"]
+RANKS = (sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", "2")
+GREEDY = ["--prompt", "abc", "--max-new-tokens", "9", "--ignore-eod", "--temperature", "0"]
+TEXT = "What is not seen in training is held out.\n"
+Alone = Callable[..., Ended]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("saved_model")
-    ended = python(
-        folder, str(REPOSITORY / "pretrain_gpt.py"), *MODEL, "--tokenizer-type", "ByteTokenizer", "--mock-data",
-        "--train-iters", "2", "--save", "saved", "--max-position-embeddings", "32",
-    )  # fmt: skip
-    assert ended.code == 0, ended.error
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("dense"))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("experts"), *EXPERTS)
+
+
+def trained(folder: Path, *words: str) -> Path:
+    """Return the checkpoints of two steps, beside a text that was not trained on."""
+    assert main(["pretrain", *MODEL, *words, "--save", str(folder / "saved")]) == 0
+    (folder / "held_out.txt").write_text(TEXT)
     return folder / "saved"
 
 
-def python(folder: Path, *words: str) -> Ended:
-    with Command([sys.executable, *words], folder) as command:
-        return command.ended()
+@pytest.fixture
+def alone(capfd: pytest.CaptureFixture[str]) -> Alone:
+    """A function that runs a command on one rank, in this process."""
+
+    def run(name: str, checkpoints: Path, *words: str) -> Ended:
+        capfd.readouterr()
+        code = main([name, "--load", str(checkpoints), "--device", "cpu", *words])
+        return Ended(code, *capfd.readouterr())
+
+    return run
 
 
-def tool(name: str, checkpoints: Path, *words: str, ranks: bool = False) -> Ended:
-    start = (*RANKS, str(REPOSITORY / "tools" / f"{name}.py")) if ranks else ("-m", "megapipe", name)
-    return python(checkpoints.parent, *start, "--load", str(checkpoints), "--device", "cpu", *words)
+def on_two_ranks(name: str, checkpoints: Path, *words: str) -> Ended:
+    program = str(REPOSITORY / "tools" / f"{name}.py")
+    with Command([*RANKS, program, "--load", str(checkpoints), "--device", "cpu", *words], checkpoints.parent) as run:
+        return run.ended()
 
 
-def test_a_grid_continues_prompts_as_one_process_does(checkpoints: Path) -> None:
-    words = ["--prompt", "abc", "--max-new-tokens", "9", "--ignore-eod", "--temperature", "0"]
-    alone = tool("generate", checkpoints, *words)
-    assert alone.code == 0, alone.error
-    assert alone.out.startswith("abc")
-    together = tool("generate", checkpoints, *words, "--pipeline-model-parallel-size", "2", ranks=True)
-    assert (together.code, together.out) == (0, alone.out), together.error
+def test_a_grid_continues_prompts_as_one_process_does(dense: Path, alone: Alone) -> None:
+    expected = alone("generate", dense, *GREEDY)
+    assert expected.code == 0, expected.error
+    assert expected.out.startswith("abc")
+    together = on_two_ranks("generate", dense, *GREEDY, "--pipeline-model-parallel-size", "2")
+    assert (together.code, together.out) == (0, expected.out), together.error
 
 
-def test_prompts_of_a_file_become_json_lines(checkpoints: Path) -> None:
-    prompts = checkpoints.parent / "prompts.jsonl"
+def test_prompts_of_a_file_become_json_lines(dense: Path, tmp_path: Path, alone: Alone) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
     prompts.write_text('{"prompt": "one"}\n{"prompt": "a longer one"}\n')
-    output = checkpoints.parent / "texts.jsonl"
-    ended = tool(
-        "generate",
-        checkpoints,
-        "--prompts-file",
-        str(prompts),
-        "--output",
-        str(output),
-        "--max-new-tokens",
-        "4",
-        "--ignore-eod",
-    )
+    files = ["--prompts-file", str(prompts), "--output", str(output)]
+    ended = alone("generate", dense, *files, "--max-new-tokens", "4", "--ignore-eod")
     assert ended.code == 0, ended.error
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["one", "a longer one"]
     assert [row["num_tokens"] for row in rows] == [4, 4]
 
 
-def test_perplexity_is_the_same_on_two_replicas(checkpoints: Path) -> None:
-    text = checkpoints.parent / "held_out.txt"
-    text.write_text("What is not seen in training is held out.\n")
-    alone = tool("evaluate", checkpoints, "--data", str(text), "--json")
-    assert alone.code == 0, alone.error
-    row = json.loads(alone.out)
+def test_perplexity_is_the_same_on_two_replicas(dense: Path, alone: Alone) -> None:
+    text = str(dense.parent / "held_out.txt")
+    expected = alone("evaluate", dense, "--data", text, "--json")
+    assert expected.code == 0, expected.error
+    row = json.loads(expected.out)
     assert row["num_tokens"] == 42
     assert row["bits_per_byte"] == pytest.approx(row["loss"] / 0.6931471805599453)
-    together = tool("evaluate", checkpoints, "--data", str(text), ranks=True)
+    together = on_two_ranks("evaluate", dense, "--data", text)
     found = re.search(r"loss ([\d.]+) nats a token.*over 42 tokens", together.out)
     assert found and float(found[1]) == pytest.approx(row["loss"], abs=2e-4), together.error
 
@@ -93,41 +105,29 @@ def test_perplexity_is_the_same_on_two_replicas(checkpoints: Path) -> None:
     ],
     ids=["no_prompt", "misspelt", "no_room", "no_step", "top_p", "no_file", "too_long"],
 )
-def test_mistakes_are_reported_in_one_message(checkpoints: Path, name: str, words: list[str], message: str) -> None:
-    (checkpoints.parent / "held_out.txt").write_text("some text")
-    ended = tool(name, checkpoints, *words)
+def test_mistakes_are_reported_in_one_message(
+    dense: Path, name: str, words: list[str], message: str, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(dense.parent)
+    ended = alone(name, dense, *words)
     assert ended.code != 0
     assert message in ended.error
     assert "Traceback" not in ended.error
     assert len(ended.error.strip().splitlines()) == 1
 
 
-def test_copies_of_a_model_generate_its_text_and_say_that_fewer_ranks_would_do(checkpoints: Path) -> None:
-    words = ["--prompt", "abc", "--max-new-tokens", "3", "--ignore-eod", "--temperature", "0"]
-    ended = tool("generate", checkpoints, *words, ranks=True)
-    assert (ended.code, ended.out) == (0, tool("generate", checkpoints, *words).out), ended.error
+def test_copies_of_a_model_generate_its_text_and_say_that_fewer_ranks_would_do(dense: Path, alone: Alone) -> None:
+    ended = on_two_ranks("generate", dense, *GREEDY)
+    assert (ended.code, ended.out) == (0, alone("generate", dense, *GREEDY).out), ended.error
     assert "2 ranks hold 2 copies of the model, which write the same text: 1 generate as fast" in ended.error
 
 
-@pytest.mark.timeout(500)
-def test_ranks_with_different_experts_generate_and_evaluate_as_one_process_does(tmp_path: Path) -> None:
-    experts = ["--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2"]
-    ended = python(
-        tmp_path, str(REPOSITORY / "pretrain_gpt.py"), *MODEL, *experts, "--tokenizer-type", "ByteTokenizer",
-        "--mock-data", "--train-iters", "2", "--save", "saved", "--max-position-embeddings", "32",
-    )  # fmt: skip
-    assert ended.code == 0, ended.error
-    (tmp_path / "held_out.txt").write_text("What is not seen in training is held out.\n")
-    words = ["--prompt", "abc", "--max-new-tokens", "9", "--ignore-eod", "--temperature", "0"]
+def test_ranks_with_different_experts_generate_and_evaluate_as_one_process_does(experts: Path, alone: Alone) -> None:
     divided = ["--expert-model-parallel-size", "2"]
-    alone = tool("generate", tmp_path / "saved", *words)
-    together = tool("generate", tmp_path / "saved", *words, *divided, ranks=True)
-    assert (together.code, together.out) == (0, alone.out), together.error
+    expected = alone("generate", experts, *GREEDY)
+    together = on_two_ranks("generate", experts, *GREEDY, *divided)
+    assert (together.code, together.out) == (0, expected.out), together.error
     assert "copies" not in together.error
-    found = [
-        json.loads(
-            tool("evaluate", tmp_path / "saved", "--data", "held_out.txt", "--json", *more, ranks=bool(more)).out
-        )
-        for more in ([], divided)
-    ]
-    assert found[1]["loss"] == pytest.approx(found[0]["loss"], abs=1e-5)
+    data = ["--data", str(experts.parent / "held_out.txt"), "--json"]
+    loss = json.loads(alone("evaluate", experts, *data).out)["loss"]
+    assert json.loads(on_two_ranks("evaluate", experts, *data, *divided).out)["loss"] == pytest.approx(loss, abs=1e-5)

@@ -80,7 +80,7 @@ def run(script: str, *arguments: str, folder: Path, **settings: str) -> Ended:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert not (folder / "pwned").exists() and not (REPOSITORY / "pwned").exists()
     return Ended(ended.returncode, ended.stdout, stub)

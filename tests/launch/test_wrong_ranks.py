@@ -84,7 +84,7 @@ def three(**changes: Any) -> list[Variables]:
 def test_all_ranks_end_with_the_message_of_the_wrong_one(
     changes: dict[str, str], refused: int | None, said: str
 ) -> None:
-    found = run_ranks(come, 3, three(**changes), refused, timeout=100.0)
+    found = run_ranks(come, 3, three(**changes), refused, timeout=280)
     codes, texts, arrivals, ends = zip(*found, strict=True)
     assert all(said in text for text in texts if "cannot listen" not in text), texts
     assert 0 not in codes, codes

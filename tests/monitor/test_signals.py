@@ -65,7 +65,7 @@ def waiting(words: list[str], more: dict[str, str]) -> subprocess.Popen[str]:
 def test_a_signal_ends_a_process_with_its_code_and_one_line(where: str, number: signal.Signals, code: int) -> None:
     process = waiting([WAITS, where], {})
     process.send_signal(number)
-    _, error = process.communicate(timeout=110)
+    _, error = process.communicate(timeout=280)
     assert (process.returncode, error) == (code, f"ended by {number.name}\n")
 
 
@@ -74,7 +74,7 @@ def test_another_rank_says_nothing(launcher: str) -> None:
     more = {"MEGAPIPE_LAUNCHER_PID": str(os.getpid())} if launcher == "megapipe launch" else {}
     process = waiting([WAITS, "native"], RANK_1 | more)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=110)
+    _, error = process.communicate(timeout=280)
     assert (process.returncode, error) == (-signal.SIGTERM if more else 143, "")
 
 
@@ -85,7 +85,7 @@ def test_from_the_first_step_a_third_interrupt_ends_a_rank_that_hangs() -> None:
     assert process.stdout.readline() == "asked\n"
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=110)
+    _, error = process.communicate(timeout=280)
     # the signal itself ends it, which shells report as 130 too, unless the two arrive as one before it waits
     assert process.returncode in (130, -signal.SIGINT) and error == ""
 
@@ -93,7 +93,7 @@ def test_from_the_first_step_a_third_interrupt_ends_a_rank_that_hangs() -> None:
 def test_without_a_handler_a_termination_ends_training() -> None:
     process = waiting([BEGINS, "unhandled"], {})
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=110)
+    _, error = process.communicate(timeout=280)
     assert (process.returncode, error) == (143, "ended by SIGTERM\n")
 
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, seed, settings
 
 from megapipe.data.batch import Batch
 from megapipe.optimizer.schedule import Rates
@@ -257,22 +255,6 @@ def test_documents_of_one_token_at_the_border_of_a_chunk(
     assert rank_pools(4).run(differences, options, documents_end_at_chunks)[0] == []
 
 
-EVERYDAY = {
-    "cp 2, all_gather",
-    "cp 2, a2a",
-    "cp 4, a2a+p2p, documents",
-    "cp 4, p2p, window of 2",
-    "cp 2, p2p, soft-caps, dropout",
-    "cp 2 tp 2 sequence parallel, qk norm",
-    "cp 2 dp 2, a kind each",
-    "cp 2 dp 2 pp 2 zb-h1",
-    "experts, cp 2 ep 2",
-    "latent, cp 2, a2a, documents",
-    "sinks, cp 2, p2p, window",
-    "shared heads, cp 4, a2a",
-    "cp 2, p2p, keeps attention",
-}
-NAMES = [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.slow) for name in GRIDS]
 # what a drawn grid takes one of
 KINDS = ({}, GATHER, A2A, {"cp_comm_type": ("a2a+p2p",)})
 SIZES: dict[str, tuple[Any, ...]] = {"cp": (2, 3, 4), "tp": (1, 2), "pp": (1, 2), "dp": (1, 2)}
@@ -360,14 +342,9 @@ def covering() -> list[tuple[int, dict[str, Any]]]:
 
 
 NUM_COVERING = 56
-EVERYDAY_ROWS = 4
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=() if row < EVERYDAY_ROWS else pytest.mark.slow) for row in range(NUM_COVERING)],
-)
+@pytest.mark.parametrize("row", range(NUM_COVERING))
 def test_grid_of_a_covering_array_equals_one_process(row: int, rank_pools: Callable[[int], RankPool]) -> None:
     world_size, options = covering()[row]
     assert rank_pools(world_size).run(differences, options)[0] == []
@@ -375,24 +352,6 @@ def test_grid_of_a_covering_array_equals_one_process(row: int, rank_pools: Calla
 
 def test_every_row_of_the_covering_array_is_run() -> None:
     assert len(covering()) == NUM_COVERING
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("shard", range(4))
-def test_drawn_grids_with_context_parallelism_equal_one_process(
-    shard: int, rank_pools: Callable[[int], RankPool]
-) -> None:
-    @seed(shard)
-    @settings(max_examples=10, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.data())
-    def check(data: st.DataObject) -> None:
-        grid = drawn_grid(lambda name, values: data.draw(st.sampled_from(values), name))
-        assume(grid is not None)
-        assert grid is not None
-        assert rank_pools(grid[0]).run(differences, grid[1])[0] == []
-
-    check()
 
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean of means", "tokens"])
@@ -405,7 +364,7 @@ def test_losses_of_routers_do_not_depend_on_cp(cp: int, per_token: bool, rank_po
     assert rank_pools(cp).run(differences, options | EXPERTS, early_tokens_count)[0] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", GRIDS)
 def test_grid_with_context_parallelism_equals_one_process(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     world_size, options = GRIDS[name]
     assert rank_pools(world_size).run(differences, options)[0] == []

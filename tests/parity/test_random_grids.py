@@ -2,8 +2,8 @@
 tensor.
 
 The grids come from a fixed list that covers every possible pair of option values, and from hypothesis. A failing test
-prints its grid; to run it again, add it to CORNERS in test_megatron_like_corners.py. A long run of five hundred more:
-pytest tests/parity --slow -k long_run, or -k shard-07 for a part of it.
+prints its grid; to run it again, add it to CORNERS in test_megatron_like_corners.py. A long run of drawn grids:
+pytest tests/parity --all --ledger-part all -k long_run, or -k shard-07 for a part of it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ Pools = Callable[[int], RankPool]
 
 NUM_COVERING = 102
 NUM_CUBES = 20  # grids of tp 2 x pp 2 x dp 2 among them
-NUM_DRAWN = 8
-NUM_SHARDS, SHARD_SIZE = 50, 12  # hypothesis draws some of them twice
+NUM_SHARDS, SHARD_SIZE = 40, 4  # hypothesis draws some of them twice
 
 # shrinking grids of eight processes takes minutes; the grid that failed is shown as it was drawn
 DRAW = settings(
@@ -69,13 +68,6 @@ def test_grid_equals_reference(rank_pools: Pools, number: int) -> None:
     grid = covering()[number]
     ramps_up = grid["microbatches"] == "1, 2, 3"
     assert_equals_reference(rank_pools(world_of(grid)), grid, steps=3 if ramps_up else 2)
-
-
-@settings(DRAW, max_examples=NUM_DRAWN)
-@given(grid=grids())
-def test_drawn_grid_equals_reference(rank_pools: Pools, grid: Grid) -> None:
-    note(str(grid))
-    assert_equals_reference(rank_pools(world_of(grid)), grid)
 
 
 def test_every_pair_of_option_values_occurs_in_the_grids() -> None:
@@ -164,8 +156,7 @@ def long_run(request: pytest.FixtureRequest) -> Iterator[list[Grid]]:
         )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("shard", range(NUM_SHARDS), ids="shard-{:02}".format)
 def test_long_run_of_drawn_grids_equals_reference(rank_pools: Pools, long_run: list[Grid], shard: int) -> None:
     @seed(shard)

@@ -15,7 +15,7 @@ SIZES = "--layers 3 --hidden 16 --heads 2 --seq 8 --vocab 64 --micro-batch 1 --m
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(BENCH)])}
     return subprocess.run(
-        [sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=100
+        [sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=280
     )
 
 

@@ -19,7 +19,7 @@ PAGE = (
 def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(BENCH)])}
     return subprocess.run(
-        [sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=100
+        [sys.executable, program, *arguments], capture_output=True, text=True, env=environment, timeout=280
     )
 
 

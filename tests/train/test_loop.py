@@ -95,7 +95,7 @@ def test_sigterm_saves_and_leaves_with_code_0(tmp_path: Path) -> None:
         try:
             next(line for line in process.stdout if re.match(r"step +2/", line))
             process.send_signal(signal.SIGTERM)
-            rest = process.communicate(timeout=60)[0]
+            rest = process.communicate(timeout=200)[0]
         finally:
             process.kill()
     assert process.returncode == 0

@@ -90,7 +90,7 @@ def test_the_file_is_read_by_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert calibrate(["--tune", "--nproc-per-node", "1", "--output", str(tmp_path / "x"), *RUN]) == 2, "nothing to tune"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_receive_depth_is_measured_in_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "choices", lambda *_: iter([({DEPTH: 1},)]))
     file = tmp_path / "tuned.yaml"

@@ -152,7 +152,7 @@ def test_torch_is_not_imported() -> None:
         f"import sys; from megapipe.extras.cli.launch import main; code = main({words!r}); "
         "sys.exit(code or 10 * ('torch' in sys.modules))"
     )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
 
 

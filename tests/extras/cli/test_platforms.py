@@ -45,7 +45,7 @@ SCRIPT = f"runpy.run_path({str(REPOSITORY / 'pretrain_gpt.py')!r}, run_name='__m
 )
 def test_native_windows_is_told_to_use_wsl2(start: str, words: list[str]) -> None:
     command = [sys.executable, "-c", WINDOWS + start, "megapipe", *words]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
     told = "error: megapipe does not run on native Windows; install it in WSL2 (wsl --install)\n"
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", told)
 

@@ -43,7 +43,7 @@ def test_the_tested_commands_of_the_readme_run_in_order(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     for text in (
@@ -108,5 +108,5 @@ def test_the_output_in_the_readme_is_current(tmp_path: Path) -> None:
     assert shown
     for words, output in shown:
         command = [sys.executable, "-m", "megapipe", *words.split()]
-        ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
         assert ended.stdout == output, f"paste the output of: megapipe {words}"

@@ -24,7 +24,7 @@ EXPERTS = (REPOSITORY / "docs" / "experts.md").read_text(encoding="utf-8")
 DRAWN = re.findall(r"<!-- drawn by: megapipe (.*) -->", CONCEPTS + LONG_CONTEXT + EXPERTS)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_the_tutorial_runs(tmp_path: Path) -> None:
     commands = "\n".join(re.findall(r"```bash\n(.*?)```", TUTORIAL, re.DOTALL))
     assert commands.count("megapipe ") >= 10

@@ -30,7 +30,7 @@ def run(installed: Path, folder: Path, *words: str) -> str:
     """Run a command of the installed package in a folder, and return what it prints."""
     environment = os.environ | {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-m", "megapipe", *words]
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 0, f"{words}: {ended.stdout[-2000:]}{ended.stderr[-2000:]}"
     return ended.stdout
 
