@@ -129,9 +129,9 @@ RECIPES = (
     Recipe(
         "Llama-4",
         ("moe ep2", "zero3", "fp8 local"),
-        "--moe-layer-freq 2 --no-rope-freq 4 --moe-shared-expert-intermediate-size 64",
+        "--attention-kind chunked --window-size 16 --window-attn-skip-freq 4 --moe-layer-freq 2 --no-rope-freq 4 "
+        "--moe-shared-expert-intermediate-size 64",
         "Llama-4 Maverick",
-        lacks="attention in chunks",
     ),
     Recipe(
         "GPT-OSS",

@@ -45,7 +45,7 @@ def test_sharded_weights_need_a_synchronous_schedule_and_instances_divide_the_re
     asynchronous = "--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights"
     (line,) = lines(f"{flags} {asynchronous}", 2)
     assert line.startswith(
-        "--pipeline-schedule pipedream does not work with --data-parallel-sharding-strategy optim_grads_params: it keeps"
+        "--pipeline-schedule pipedream does not work with --data-parallel-sharding-strategy optim_grads_params: it "
     )
     (line,) = lines(f"{flags} --pipeline-schedule dualpipe --global-batch-size 64", 2)
     assert "with a tied embedding and --pipeline-schedule dualpipe" in line

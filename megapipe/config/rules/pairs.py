@@ -20,7 +20,7 @@ from megapipe.formatting import one_of
 CONTRADICTION, NOT_BUILT = "contradiction", "not built"
 EITHER = "leave one of the two out"
 AS_ZERO_1 = "use --data-parallel-sharding-strategy optim, or leave the other out"
-IN_PARTS = "replays are planned for whole layers, and peaks of parts would be up to 52 % above the plan"
+IN_PARTS = "parts of a layer are not run again: a small model would keep up to 71 % more than planned"
 BY_HAND = tuple(
     f"recompute.recompute_{name}" for name in ("granularity", "method", "num_layers", "keep_attention", "modules")
 )
