@@ -27,6 +27,7 @@ from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes, start_exchange
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.moe import MoE
+from megapipe.model.segments import tensor_of
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.stage import Gradients, LossFunction, Pending, Stage, StageRunner, Tensors
 from megapipe.schedule.parts import Part, Parts
@@ -197,12 +198,15 @@ class _RoutedAttention(_Attention):
     def compute(self, *inputs: Any) -> Any:
         *hidden, given = inputs
         residual = self.attend(hidden[0] if hidden else None, given)
-        norm = self.block.pre_mlp_layernorm
-        x = residual if norm is None else norm(residual)
         context = self.shared.context(given, self.layer, residual)
+        x = self.block.normed(residual, context)
         weights, order, routes, rows = self.experts.route(x, context)
         given.routing = order, routes
-        return (residual, weights, rows) if self.experts.shared_experts is None else (residual, weights, rows, x)
+        return (
+            (residual, weights, rows)
+            if self.experts.shared_experts is None
+            else (residual, weights, rows, tensor_of(x))
+        )
 
     def run_forward(self, given: _Given, inputs: Tensors) -> Any:
         residual, weights, rows, *x = self.run(given, inputs)

@@ -295,7 +295,9 @@ class MoE:
         waits += after_all
         dispatched = (Kept("expert inputs", outer // element, element),)
         # a part keeps its input, of which `dispatched` is a copy
-        received = (Kept("expert inputs", rows * size, element),) if shape.in_parts else ()
+        received = [Kept("expert inputs", rows * size, element)] if shape.in_parts else []
+        if shape.in_parts and self.shared is not None and shape.recomputes("layernorm"):
+            received.append(Kept("shared expert inputs", tokens * size, element))
         outputs_kept = [Kept("expert outputs", rows * size * (shape.etp if self.gathers else 1), element)]
         if shape.in_parts and self.shared is not None:  # the sum of both results is another part than the experts
             outputs_kept.append(Kept("shared expert results", tokens * size, element))

@@ -15,7 +15,7 @@ from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP
 from megapipe.model.moe import MoE
 from megapipe.model.norm import norm_element
-from megapipe.model.segments import Compiler, Element, Elements, Segment, again_if, run
+from megapipe.model.segments import Compiler, Element, Elements, Remade, Segment, again_if, run, run_branch
 from megapipe.tensor_parallel.random import dropped, keyed_mask
 
 
@@ -48,6 +48,7 @@ class Block(nn.Module):
             self.pre_mlp_layernorm, self.post_mlp_layernorm = factory.branch_norms()
             self.mlp = MLP(layer, factory) if factory.config.num_experts is None else MoE(layer, factory)
             mlp = self.mlp.elements(self._norm("pre_mlp_layernorm"))
+        self.norm_of_mlp = again_if("layernorm" in self.recompute, self._norm("pre_mlp_layernorm"))
         self.attention_end = Elements([*self._norm("post_self_attn_layernorm"), self._sum("attention_output")])
         self.mlp_end = Elements([*self._norm("post_mlp_layernorm"), self._sum("mlp_output")])
         self.attention = Elements([*attention, *(self.attention_end if self.self_attention is not None else ())])
@@ -64,6 +65,11 @@ class Block(nn.Module):
     def after_attention(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Add the branch of the MLP to the residual stream."""
         return self._run(self.mlp_branch, hidden, (hidden,), context)
+
+    def normed(self, hidden: Tensor, context: LayerContext) -> Tensor | Remade:
+        """Return the input of the MLP, or of the experts, where they run apart."""
+        (x,) = run_branch(self.norm_of_mlp, (hidden,), context)
+        return x  # type: ignore[no-any-return]
 
     def add_mlp(self, hidden: Tensor, update: Tensor, context: LayerContext) -> Tensor:
         """Add the output of the MLP, or of the experts, to the residual stream; `update` is overwritten."""

@@ -64,6 +64,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2, etp 2, ep 2, pp 2": (
         8,
         {"tp": 2, "ep": 2, "pp": 2, "chunks": 2, "hidden_dropout": 0.2, "recompute_granularity": "selective"}
+        | {"recompute_modules": ("core_attn", "layernorm")}
         | OVERLAP
         | SHARED,
     ),

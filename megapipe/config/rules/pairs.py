@@ -208,12 +208,6 @@ REFUSED: tuple[Refusal, ...] = (
         IN_PARTS,
         f"use --recompute-modules moe_act, or {EITHER}",
     ),
-    Refusal(
-        "overlapped all-to-alls",
-        ("recompute of norms",),
-        NOT_BUILT,
-        "the experts run in another part than the norm before them, and keep its output",
-    ),
     Refusal("overlapped all-to-alls", ("post validation", "pipeline profile"), NOT_BUILT, "these run whole layers"),
     Refusal(
         "latent attention",

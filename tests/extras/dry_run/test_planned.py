@@ -379,9 +379,12 @@ def test_written_out_attention_takes_the_bytes_in_the_plan(name: str, dtype: str
 
 
 IN_PARTS = EXPERTS | PP2 | {"overlap_moe_expert_parallel_comm": True}
+NORMS = {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)}
 PARTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1f1b": (4, IN_PARTS),
     "interleaved": (4, IN_PARTS | {"num_virtual_stages_per_pipeline_rank": 2, "delay_wgrad_compute": True}),
+    "norms recomputed": (4, IN_PARTS | NORMS),
+    "norms recomputed, shared experts": (4, IN_PARTS | NORMS | {"moe_shared_expert_intermediate_size": 64}),
     "dualpipe_bf16": (4, IN_PARTS | {"pipeline_schedule": "dualpipe", "dtype": "bf16", "delay_wgrad_compute": True}),
 }
 
