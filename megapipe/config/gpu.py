@@ -41,9 +41,9 @@ class KernelsConfig:
     )
     compile_blocks: str = option(
         "auto",
-        "torch.compile whole transformer blocks, or with tensor parallelism the regions between their linears; auto: "
-        "on GPUs with Triton, if a block gives equal results and is faster, else not; on: on CPUs too, an error where "
-        "it cannot work; see docs/compile.md",
+        "torch.compile what a transformer block computes between its linears and attention; auto: on GPUs with Triton, "
+        "if a block gives equal results and is faster, else not; on: on CPUs too, an error where it cannot work; see "
+        "docs/compile.md",
         choices=("auto", "on", "off"),
     )
     moe_grouped_gemm: bool = option(
