@@ -6,10 +6,10 @@
     attention           projections, q|k|v by query group, qk-norm (core_attention: the choice among all kernels)
     context             attention masks and rotary tables, built once per microbatch, shared by layers that are alike
     ring_attention      attention in blocks: rings of cp ranks (context_parallel: their kinds), slices, sinks
+    segments            a layer as one list of segments and operators, which eager and compiled layers walk
     mlp, norm           the MLP with its activations; LayerNorm, RMSNorm, and RMSNorm over all heads
     layer_factory       builds linears, norms and attention from the kernels that the configuration chose
-    recompute           recomputing activations in the backward instead of saving them
-    init                initial weights that do not depend on the grid
+    recompute, init     activations that the backward computes again; initial weights that do not depend on the grid
 
 Activations are [s, b, h]: sequence, batch, hidden; with sequence parallelism [s / tp, b, h] between layers.
 """

@@ -23,7 +23,7 @@ class Block(nn.Module):
     """One transformer layer: [s, b, h] (a slice of s with sequence parallelism) -> the same. layer: global index.
 
     x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), with the parts and the norms that its configuration has.
-    attention, mlp: the elements of the two branches.
+    elements: of both branches, in order. Parts of stages walk `attention_branch`, `norm_of_mlp`, `mlp_branch`, `mlp_end`.
     """
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
@@ -49,18 +49,18 @@ class Block(nn.Module):
             self.mlp = MLP(layer, factory) if factory.config.num_experts is None else MoE(layer, factory)
             mlp = self.mlp.elements(self._norm("pre_mlp_layernorm"))
         self.norm_of_mlp = again_if("layernorm" in self.recompute, self._norm("pre_mlp_layernorm"))
-        self.attention_end = Elements([*self._norm("post_self_attn_layernorm"), self._sum("attention_output")])
+        end = [*self._norm("post_self_attn_layernorm"), self._sum("attention_output")]
         self.mlp_end = Elements([*self._norm("post_mlp_layernorm"), self._sum("mlp_output")])
-        self.attention = Elements([*attention, *(self.attention_end if self.self_attention is not None else ())])
+        self.attention_branch = Elements([*attention, *(end if self.self_attention is not None else ())])
         self.mlp_branch = Elements([*mlp, *(self.mlp_end if self.mlp is not None else ())])
-        self.elements = Elements([*self.attention, *self.mlp_branch])
+        self.elements = Elements([*self.attention_branch, *self.mlp_branch])
 
     def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
         return self._run(self.elements, hidden, (hidden,), context)
 
     def attend(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Add the branch of attention to the residual stream."""
-        return self._run(self.attention, hidden, (hidden,), context)
+        return self._run(self.attention_branch, hidden, (hidden,), context)
 
     def after_attention(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Add the branch of the MLP to the residual stream."""

@@ -38,7 +38,7 @@ from megapipe.tensor_parallel.gemms import at_least_fp32, gathered, summed
 
 
 class LatentAttention(SelfAttention):
-    """Latent attention: elements from [s, b, h] (a slice of s with sequence parallelism) -> the same shape."""
+    """Latent attention: elements from [s, b, h] (a slice of s with sequence parallelism) to the same shape."""
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         nn.Module.__init__(self)

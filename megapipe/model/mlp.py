@@ -37,7 +37,7 @@ Pointwise = Callable[..., Tensor]
 
 
 class MLP(nn.Module):
-    """The MLP: [s, b, h] (a slice of s with sequence parallelism) -> the same shape."""
+    """The MLP: elements from [s, b, h] (a slice of s with sequence parallelism) to the same shape."""
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()

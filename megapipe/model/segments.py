@@ -34,7 +34,7 @@ LAST = slice(-1, None)
 
 
 class Context(Protocol):
-    """What `run` reads of a `LayerContext`."""
+    """The part of a `LayerContext` that `run` reads."""
 
     @property
     def compiler(self) -> Compiler | None:

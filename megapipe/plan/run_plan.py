@@ -188,7 +188,7 @@ class RunPlan:
 
     @property
     def sharding_level(self) -> int:
-        """What ranks with the same parameters divide: 0 nothing, else as ZeRO-1, 2 or 3 (`data_parallel.store`)."""
+        """The level of sharing among ranks with the same parameters: 0 none, else as ZeRO-1, 2 or 3."""
         return SHARDING_STRATEGIES.index(strategy_of(self.config.parallel))
 
     @property
