@@ -23,7 +23,8 @@ class Block(nn.Module):
     """One transformer layer: [s, b, h] (a slice of s with sequence parallelism) -> the same. layer: global index.
 
     x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), with the parts and the norms that its configuration has.
-    elements: of both branches, in order. Parts of stages walk `attention_branch`, `norm_of_mlp`, `mlp_branch`, `mlp_end`.
+    elements: of both branches, in order; `attention_branch`, `norm_of_mlp`, `mlp_branch` and `mlp_end` are some of them,
+    for stages in parts.
     """
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
@@ -55,42 +56,40 @@ class Block(nn.Module):
         self.mlp_branch = Elements([*mlp, *(self.mlp_end if self.mlp is not None else ())])
         self.elements = Elements([*self.attention_branch, *self.mlp_branch])
 
-    def forward(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        return self._run(self.elements, hidden, (hidden,), context)
+    def forward(
+        self,
+        hidden: Tensor,
+        context: LayerContext,
+        elements: Elements | None = None,
+        update: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layer, or some of its elements, from the residual stream; `update`: of the branch so far.
+
+        Whatever runs of a layer is called here, since weights are waited for when a block is called.
+        """
+        if self.compiler is not None and self.compiler.accepts(hidden) and context.cache is None:
+            context = replace(context, compiler=self.compiler)
+        values = (hidden if update is None else update,)
+        stream, _ = run(self.elements if elements is None else elements, hidden, values, context)
+        assert stream is not None
+        return stream
 
     def attend(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Add the branch of attention to the residual stream."""
-        return self._run(self.attention_branch, hidden, (hidden,), context)
+        return self(hidden, context, self.attention_branch)  # type: ignore[no-any-return]
 
     def after_attention(self, hidden: Tensor, context: LayerContext) -> Tensor:
         """Add the branch of the MLP to the residual stream."""
-        return self._run(self.mlp_branch, hidden, (hidden,), context)
+        return self(hidden, context, self.mlp_branch)  # type: ignore[no-any-return]
 
     def normed(self, hidden: Tensor, context: LayerContext) -> Tensor | Remade:
-        """Return the input of the MLP, or of the experts, where they run apart."""
+        """Return the input of the MLP, or of the experts, where they run apart, after `attend`."""
         (x,) = run_branch(self.norm_of_mlp, (hidden,), context)
         return x  # type: ignore[no-any-return]
 
     def add_mlp(self, hidden: Tensor, update: Tensor, context: LayerContext) -> Tensor:
         """Add the output of the MLP, or of the experts, to the residual stream; `update` is overwritten."""
-        return self._run(self.mlp_end, hidden, (update,), context)
-
-    def modules_in_order(self) -> list[nn.Module | None]:
-        """Return submodules that together hold all parameters, in the order in which a forward calls them."""
-        order: list[nn.Module | None] = []
-        if self.self_attention is not None:
-            order += (self.input_layernorm, self.self_attention, self.post_self_attn_layernorm)
-        if self.mlp is not None:
-            mlp = list(self.mlp.children()) if isinstance(self.mlp, MoE) else [self.mlp]
-            order += (self.pre_mlp_layernorm, *mlp, self.post_mlp_layernorm)
-        return order
-
-    def _run(self, elements: Elements, hidden: Tensor, values: tuple[Tensor, ...], context: LayerContext) -> Tensor:
-        if self.compiler is not None and self.compiler.accepts(hidden) and context.cache is None:
-            context = replace(context, compiler=self.compiler)
-        stream, _ = run(elements, hidden, values, context)
-        assert stream is not None
-        return stream
+        return self(hidden, context, self.mlp_end, update)  # type: ignore[no-any-return]
 
     def _norm(self, name: str) -> Elements:
         """Return the element of a norm that the layer may have."""

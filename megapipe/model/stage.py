@@ -235,11 +235,7 @@ class GPTStage(nn.Module):
 
     def parts(self) -> list[nn.Module]:
         """Return submodules that together hold all parameters, in the order in which a forward calls them."""
-        blocks: list[Block] = list(self.decoder.layers.values())  # type: ignore[arg-type]
-        layers: list[nn.Module | None] = list(blocks)
-        if self.config.num_experts is not None:  # they may run in parts (--overlap-moe-expert-parallel-comm)
-            layers = [module for block in blocks for module in block.modules_in_order()]
-        parts = [*layers, self.decoder.final_layernorm, self.output_layer]
+        parts: list[nn.Module | None] = [*self.decoder.layers.values(), self.decoder.final_layernorm, self.output_layer]
         if isinstance(self.embedding, TiedHead):
             parts.append(self.embedding.word_embeddings)
         elif self.stage_layers.has_embedding:
