@@ -23,8 +23,7 @@ class Block(nn.Module):
     """One transformer layer: [s, b, h] (a slice of s with sequence parallelism) -> the same. layer: global index.
 
     x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), with the parts and the norms that its configuration has.
-    elements: of both branches, in order; `attention_branch`, `norm_of_mlp`, `mlp_branch` and `mlp_end` are some of them,
-    for stages in parts.
+    elements: of both branches. Stages in parts run some of them: attention_branch, norm_of_mlp, mlp_branch, mlp_end.
     """
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
