@@ -71,13 +71,14 @@ def activation_element(
     model: LayerConfig,
     compiler: Callable[[Pointwise], Pointwise] | None = None,
     at: slice = ALL,
+    name: str = "activation",
     has_rows: bool = False,
 ) -> Element:
     """Return the activation of a layer: a segment, unless an extension computes it. compiler: as in `activation`."""
     function = activation(model, compiler)
     if KINDS[model.activation].function is not None:
-        return Operator("activation", lambda context, x: function(x), at)
-    return Segment("activation", function, at=at, has_rows=has_rows)
+        return Operator(name, lambda context, x: function(x), at)
+    return Segment(name, function, at=at, has_rows=has_rows)
 
 
 def activation(model: LayerConfig, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:

@@ -92,7 +92,15 @@ class MoE(nn.Module):
 
     def _elements(self) -> Iterator[Element]:
         if self.router.model.moe_token_dispatcher_type == "allgather":
-            yield Operator("experts", lambda context, x: (x, self._run_gathered(x, context)))
+            topk = self.router.model.moe_router_topk
+            yield Operator("router", lambda context, x: (x, *self._gathered(x, context)))
+            yield Operator(
+                "dispatch", lambda context, routes, rows: (routes, routes.dispatch(routes.gather(rows), topk)), ROWS
+            )
+            yield from self.experts.elements
+            yield Operator(
+                "combine", lambda context, x, weights, routes, rows: (x, routes.combine(rows, routes.gather(weights)))
+            )
         else:
             yield Operator("router", lambda context, x: (x, *self.route(x, context)))
             yield Operator("dispatch", lambda context, routes, rows: (routes, routes.dispatch(rows)), ROWS)
@@ -121,12 +129,11 @@ class MoE(nn.Module):
         tokens, is_whole = tensor_of(x).flatten(0, -2), self._is_whole(order, weights)
         return weights, order, routes, _Copies.apply(tokens, order, chosen.shape[1], is_whole)
 
-    def _run_gathered(self, x: Tensor | Remade, context: LayerContext) -> Tensor:
-        """Return the weighted sums of the experts' results [t, h], with the tokens of all ranks on every rank."""
-        weights, (chosen, _, routes) = self._decide(x, context)
+    def _gathered(self, x: Tensor | Remade, context: LayerContext) -> tuple[Tensor, GatheredRoutes, Tensor]:
+        """Return weights [t, k], the routes, and the tokens [t, h], which all go to every rank."""
+        weights, (_, _, routes) = self._decide(x, context)
         assert isinstance(routes, GatheredRoutes)
-        rows = routes.dispatch(routes.gather(tensor_of(x).flatten(0, -2)), chosen.shape[1])
-        return routes.combine(self.experts(rows, routes, context), routes.gather(weights))
+        return weights, routes, tensor_of(x).flatten(0, -2)
 
     def _decide(self, value: Tensor | Remade, context: LayerContext) -> tuple[Tensor, Routing]:
         """Return the weights [t, k] and the routing, in a recompute that of the forward."""
@@ -461,15 +468,15 @@ class ExpertWeights(nn.Module):
         kernels = factory.kernels
         self.is_grouped = kernels.groups_experts
         pointwise = kernels.pointwise if kernels.compiles else None
-        activation = Elements([activation_element(config, pointwise, LAST, has_rows=True)])
+        activation = Elements([activation_element(config, pointwise, LAST, "expert_activation", has_rows=True)])
         kind = KINDS[config.activation]
         # relu saves only its output, which the second product saves too: recomputing it would free nothing
         recompute_activation = "moe_act" in factory.recompute and not kind.keeps_output
         self.elements = Elements(
             [
-                Operator("linear_fc1", lambda context, routes, rows: (routes, self._product(rows, routes, 1)), ROWS),
+                Operator("expert_fc1", lambda context, routes, rows: (routes, self._product(rows, routes, 1)), ROWS),
                 *again_if(recompute_activation, activation, LAST),
-                Operator("linear_fc2", lambda context, routes, rows: (routes, self._product(rows, routes, 2)), ROWS),
+                Operator("expert_fc2", lambda context, routes, rows: (routes, self._product(rows, routes, 2)), ROWS),
             ]
         )
         gates = 2 if kind.is_gated else 1
