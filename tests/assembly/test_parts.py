@@ -94,7 +94,7 @@ PP2 = {"ep": 2, "pp": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "ep 1": (1, {}, "size 1: there is no all-to-all; use 2 or more"),
-    "full recompute": (2, {"ep": 2} | FULL, "--recompute-granularity full yet: replays are planned"),
+    "full recompute": (2, {"ep": 2} | FULL, "--recompute-granularity full yet: parts of a layer"),
     "zero bubble": (4, PP2 | {"pipeline_schedule": "zb-h1"}, "zb-h1 has no such pairs; use 1f1b, interleaved"),
     "gpipe": (4, PP2 | {"pipeline_schedule": "gpipe"}, "gpipe has no such pairs"),
     "no barrier": (4, PP2 | {"optimizer_post_validation": True}, "does not work with --optimizer-post-validation yet"),
