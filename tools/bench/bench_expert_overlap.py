@@ -125,7 +125,7 @@ class Contender:
         self.simulated = simulate(schedule, self.costs).makespan_seconds
         runners: dict[int, Any] = {}
         for stage, module in runtime.stages.items():
-            runners |= part_runners(parts, stage, module, runtime.runners[stage])
+            runners |= part_runners(parts, stage, module, runtime.runners[stage], frees_weights=False)
         for index, part in runners.items():
             if index in parts.network:
                 delay(part, partial(self._seconds, index), self.link, not overlaps)
