@@ -139,16 +139,20 @@ class Compiler:
         self.shapes = frozenset(shapes)
         # fullgraph: a graph break is an error
         self._compile = compile or partial(torch.compile, fullgraph=True)
-        self._functions: dict[tuple[tuple[Callable[..., Any], bool], ...], Callable[..., Any]] = {}
+        # by (function, joins) of each segment, and the shapes of the values, None where sizes are dynamic
+        self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def accepts(self, hidden: Tensor) -> bool:
         """Return True for hidden states of training and evaluation."""
         return tuple(hidden.shape) in self.shapes
 
-    def function(self, segments: tuple[Segment, ...]) -> Callable[..., Any]:
-        """Return (stream or None, values, operands of each segment) -> (stream, values), compiled."""
+    def function(self, segments: tuple[Segment, ...], values: tuple[Tensor, ...]) -> Callable[..., Any]:
+        """Return (stream or None, values, operands of each segment) -> (stream, values), compiled for such values."""
         steps = tuple((segment.function, segment.joins) for segment in segments)
-        if steps not in self._functions:
+        dynamic = segments[0].has_rows or len(self.shapes) > 1  # the same function may have rows in one place only
+        # torch limits the graphs of one function, so another shape is another function
+        key = steps, None if dynamic else tuple(value.shape for value in values)
+        if key not in self._functions:
 
             def fused(stream: Tensor | None, values: Values, operands: tuple[Values, ...]) -> tuple[Any, Values]:
                 for (function, joins), own in zip(steps, operands, strict=True):
@@ -159,12 +163,11 @@ class Compiler:
                         values = made if type(made) is tuple else (made,)
                 return stream, values
 
-            # its own code, since torch limits the graphs of one code object
+            # its own code, by which torch counts
             name, code = "_and_".join(segment.name for segment in segments), fused.__code__.replace()
             own = FunctionType(code, fused.__globals__, name, fused.__defaults__, fused.__closure__)
-            dynamic = segments[0].has_rows or len(self.shapes) > 1
-            self._functions[steps] = self._compile(own, dynamic=dynamic)
-        return self._functions[steps]
+            self._functions[key] = self._compile(own, dynamic=dynamic)
+        return self._functions[key]
 
 
 def run(elements: Elements, stream: Tensor | None, values: Values, context: Context) -> tuple[Tensor | None, Values]:
@@ -198,7 +201,7 @@ def _run_segments(
     # torch makes graphs of their own for no row and for one
     if compiler is not None and not (segment.has_rows and values[0].shape[0] < 2):
         operands = tuple(each.operands(context, like) for each in segments)
-        joined, made = compiler.function(segments)(stream if joins else None, values, operands)
+        joined, made = compiler.function(segments, values)(stream if joins else None, values, operands)
         return (joined, made or (joined,)) if joins else (stream, made)
     for segment in segments:
         if segment.module is not None:
