@@ -69,11 +69,15 @@ def test_every_subcommand_of_the_readme_exists() -> None:
     assert used and used <= set(SUBCOMMANDS)
 
 
-@pytest.mark.parametrize("text", [README, ARCHITECTURE], ids=["README", "architecture"])
-def test_links_and_paths_exist(text: str) -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", text)
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_links_and_paths_exist(page: str) -> None:
+    text = (REPOSITORY / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not link.startswith("http")]
     paths = re.findall(r"(?<![\w/])((?:configs|docs|tools|launch|tests)/[\w./-]*\w)", text)
-    assert not [path for path in [*links, *paths] if not path.startswith("http") and not (REPOSITORY / path).exists()]
+    assert links and paths
+    folder = (REPOSITORY / page).parent  # what a link is relative to
+    assert not [link for link in links if not (folder / link).exists()]
+    assert not [path for path in paths if not (REPOSITORY / path).exists()]
 
 
 def test_the_architecture_page_names_every_package() -> None:
