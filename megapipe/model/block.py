@@ -42,8 +42,7 @@ class Block(nn.Module):
             self.input_layernorm, self.post_self_attn_layernorm = factory.branch_norms()
             kind = LatentAttention if factory.config.multi_latent_attention else SelfAttention
             self.self_attention = kind(layer, factory)
-            norm = again_if("layernorm" in self.recompute, self._norm("input_layernorm"))
-            attention = self.self_attention.elements(norm)
+            attention = self.self_attention.elements(self._norm("input_layernorm"))
         if factory.config.has_mlp:
             self.pre_mlp_layernorm, self.post_mlp_layernorm = factory.branch_norms()
             self.mlp = MLP(layer, factory) if factory.config.num_experts is None else MoE(layer, factory)

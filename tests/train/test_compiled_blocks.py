@@ -65,6 +65,9 @@ ONE_RANK: dict[str, dict[str, Any]] = {
     "recomputed activations": SELECTIVE | DROPOUT | {"recompute_modules": ("core_attn", "layernorm", "activation")},
     "sinks, bent gates": LLAMA | {"softmax_type": "learnable", "activation_func_clamp_value": 2.0},
     "latent attention": LATENT | {"qk_layernorm": True, "q_lora_rank": 4},
+    "latent attention, projected up again": LATENT
+    | SELECTIVE
+    | {"qk_layernorm": True, "q_lora_rank": 4, "recompute_modules": ("mla_up_proj", "layernorm")},
     "latent attention without norms, prediction ahead": LATENT | {"mtp_num_layers": 1},
     "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 8, "moe_aux_loss_coeff": (0.1,)},
     "experts, recomputed": EXPERTS | SELECTIVE | {"recompute_modules": ("layernorm", "moe_act")},
