@@ -35,6 +35,7 @@ from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.norm import norm_element
 from megapipe.model.recompute import KeptAttention
 from megapipe.model.segments import (
+    FIRST,
     NOTHING,
     Again,
     Element,
@@ -48,7 +49,7 @@ from megapipe.model.segments import (
 )
 from megapipe.tensor_parallel.gemms import at_least_fp32, gathered, summed
 
-FIRST, SECOND, THIRD = slice(0, 1), slice(1, 2), slice(2, 3)  # of a branch: queries, keys and values, the shared key
+SECOND, THIRD = slice(1, 2), slice(2, 3)  # of a branch: keys and values, the shared key; queries are the first
 
 
 class LatentAttention(SelfAttention):
