@@ -29,6 +29,7 @@ from megapipe.gpu.kernels import choose_kernels, compiled, why_not_packed
 from megapipe.gpu.libraries import Apex
 from megapipe.gpu.streams import StageStreams, copies_for
 from megapipe.layers.rank_shape import comm_chunks
+from megapipe.model.context import SharedTables
 from megapipe.model.init import draw
 from megapipe.model.microbatch import Microbatch, SlicedMicrobatches
 from megapipe.model.stage import GPTStage
@@ -89,6 +90,7 @@ class InferenceRuntime:
         self.stages: dict[int, GPTStage] = {}
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}
+        self._tables = SharedTables()
         # of every sequence, on this rank
         self.sequence_part = SequencePart(groups.cp.rank, groups.cp.size, plan.slices[0].ends)
         held, tp = plan.placement.stages_of(self.coordinates.pp_rank), groups.tp
@@ -247,6 +249,7 @@ class InferenceRuntime:
             experts=experts,
             context=context,
             cp_comm_types=plan.config.parallel.cp_comm_type,
+            tables=self._tables,
         )
         num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
         gradient_dtype = parameter_dtype(plan.state_dtypes(self.coordinates.pp_rank).gradient) if trains else None
