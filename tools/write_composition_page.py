@@ -46,7 +46,7 @@ Every pair, every recipe below and {sets} drawn sets of four to seven features a
 accepted takes the planned memory and trains as one process does. Features that need a GPU or a library are planned and
 counted, not compared. What is refused is tried, too, where a CPU can run it: with its row left out of the table it has
 to end as stated there, so that no refusal outlives its reason. A commit runs a 20th of them; `tests/ledger.tsv` records
-when each last passed.
+when each last passed. [recipes.md](recipes.md) has the recipes with the models and grids of the published runs.
 
 This page is generated: `python tools/write_composition_page.py`.
 

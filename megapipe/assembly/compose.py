@@ -32,6 +32,7 @@ from megapipe.dtypes import DTYPES
 from megapipe.gpu.kernels import Kernels
 from megapipe.gpu.libraries import Apex
 from megapipe.layers.rank_shape import comm_chunks
+from megapipe.model.context import SharedTables
 from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.stage import StageRunner
@@ -92,6 +93,7 @@ def compose_stage(
     own: StageCommunicators,
     kernels: Kernels,
     device: torch.device,
+    tables: SharedTables,
     *,
     trains: bool,
     draw_slice: DrawSlice | None = None,
@@ -99,9 +101,9 @@ def compose_stage(
 ) -> ComposedStage:
     """Return one stage of this rank.
 
-    trains: with main gradients, a queue for split backwards, and the weight versions that the schedule needs.
-    draw_slice: initial values instead of those drawn from the seed. lender: buffers of the first stage, whose embedding
-    this one uses.
+    tables: masks and rotary tables, which all stages of a rank share. trains: with main gradients, a queue for split
+    backwards, and the weight versions that the schedule needs. draw_slice: initial values instead of those drawn from
+    the seed. lender: buffers of the first stage, whose embedding this one uses.
     """
     config, parallel = plan.config, plan.config.parallel
     has_budget = config.recompute.recompute_memory_budget is not None
@@ -118,6 +120,7 @@ def compose_stage(
         kernels=kernels,  # 5
         recompute=plan.layer_recompute(stage) if has_budget else config.recompute,  # 6
         weight_queue=queue,  # 7
+        tables=tables,
         loss=config.training,
     )
     buffers = _buffers(plan, groups, stage, device, trains)  # 8

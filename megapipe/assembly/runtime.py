@@ -26,6 +26,7 @@ from megapipe.dtypes import FP8
 from megapipe.errors import ScheduleError
 from megapipe.gpu.kernels import choose_kernels, compiled, why_not_packed
 from megapipe.gpu.streams import StageStreams, copies_for
+from megapipe.model.context import SharedTables
 from megapipe.model.microbatch import Microbatch, SlicedMicrobatches
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
@@ -76,11 +77,20 @@ class InferenceRuntime:
         self.buffers: dict[int, StageBuffers] = {}
         # of every sequence, on this rank
         self.sequence_part = SequencePart(groups.cp.rank, groups.cp.size, plan.slices[0].ends)
-        held = plan.placement.stages_of(self.coordinates.pp_rank)
+        held, tables = plan.placement.stages_of(self.coordinates.pp_rank), SharedTables()
         for stage, own in zip(held, communicators(plan, groups, len(held), trains), strict=True):
             lender = self.buffers[0] if plan.borrows_embedding(stage) else None
             self.stages[stage], self.buffers[stage], self.runners[stage] = compose_stage(
-                plan, groups, stage, own, self.kernels, device, trains=trains, draw_slice=draw_slice, lender=lender
+                plan,
+                groups,
+                stage,
+                own,
+                self.kernels,
+                device,
+                tables,
+                trains=trains,
+                draw_slice=draw_slice,
+                lender=lender,
             )
         parallel = plan.config.parallel
         self.stores = Stores(

@@ -55,31 +55,58 @@ class Head:
         return shape.tokens * (self.model.padded_vocab_size // shape.tp)
 
     def loss_block_bytes(self, shape: RankShape) -> int:
-        """Return the bytes of logits of half types that are raised to fp32 at once, in the forward and backward.
+        """Return what the loss makes and frees again in a forward, and without chunks in a backward, too: logits of
+        half types raised to fp32, two blocks at a time; compiled, none.
 
-        Two blocks; compiled, no logits exist in fp32.
+        In chunks it makes their logits, too, while those of the chunk before exist.
         """
+        if shape.loss_chunk is not None:
+            size, before = self._chunk(shape)
+            logits = size * (shape.element if self.model.final_logit_softcapping is None else shape.wide)
+            return logits + max(before * logits, size * shape.wide if shape.element < shape.wide else 0)
         if shape.element == shape.wide or shape.compile_pointwise:
             return 0
         return min(2 * loss_block_bytes(shape.is_cuda), self.logits(shape) * shape.wide)
 
+    def _chunk(self, shape: RankShape) -> tuple[int, int]:
+        """Return the elements of the logits of a chunk of the loss, and 1 if there are several chunks, else 0."""
+        assert shape.loss_chunk is not None
+        tokens = min(shape.loss_chunk, shape.tokens)
+        return tokens * (self.model.padded_vocab_size // shape.tp), int(tokens < shape.tokens)
+
+    def _weight_gradient_bytes(self, shape: RankShape) -> int:
+        """Return what the weight gradient of the output layer takes until it is added; in chunks with their logits and
+        the gradients of these, made in fp32 while those of the chunk before exist.
+        """
+        weight = weight_gradient_bytes(self.gemm(shape.tp), shape)
+        if shape.loss_chunk is None:
+            return weight
+        (size, before), element = self._chunk(shape), shape.element
+        if self.model.final_logit_softcapping is not None:  # and two tensors for the slope of the cap
+            made = 3 * shape.wide
+        else:
+            made = element if element == shape.wide else 2 * element + shape.wide
+        return size * element + max(weight, size * (made + (before - 1) * element))
+
     def table(self, shape: RankShape) -> Table:
-        """Return what one microbatch does on one rank. With chunks_loss I and W recompute the logits."""
+        """Return what one microbatch does on one rank. With chunks of the loss I and W recompute the logits."""
         gemm, element, wide, logits = self.gemm(shape.tp), shape.element, shape.wide, self.logits(shape)
         hidden, soft_cap = shape.hidden_bytes(gemm.inputs), self.model.final_logit_softcapping
+        in_chunks, weight = shape.loss_chunk is not None, self._weight_gradient_bytes(shape)
+        made = column_gradient_bytes(gemm, shape) - weight_gradient_bytes(gemm, shape) + weight
         final_norm = (
             *(Kept("final norm", shape.own_tokens * gemm.inputs, element),) * 2,  # its input and its output
             *self.norm.statistics(shape.own_tokens, shape, "final norm"),
         )
-        loss = [Kept("loss", shape.tokens, wide)] * (1 if shape.chunks_loss else 2)
+        loss = [Kept("loss", shape.tokens, wide)] * (1 if in_chunks else 2)
         if shape.documents.loss_mask and wide > 4:  # in fp32 as it comes, else a copy
             loss.append(Kept("loss", shape.tokens, wide))
         kept_logits = Kept("logits", logits, element if soft_cap is None else 2 * wide)
-        keeps_logits = () if shape.chunks_loss else (kept_logits,)
+        keeps_logits = () if in_chunks else (kept_logits,)
         frees = total_bytes((*final_norm, *keeps_logits, *loss))
+        logits_gradient = 2 * shape.tokens * wide if in_chunks else logits * element
         if shape.splits_backward:  # the gradient of the logits waits, in their place, and the input of the output layer
-            frees -= hidden + logits * element
-        logits_gradient = 2 * shape.tokens * wide if shape.chunks_loss else logits * element
+            frees -= hidden + logits_gradient
         operations = (
             Operation("final_layernorm", final_norm),
             Operation(
@@ -88,10 +115,12 @@ class Head:
                 gemm=gemm,
                 collectives=collectives(gemm, shape),
                 deferred_bytes=hidden + logits_gradient,
-                reads_weights_in_w=shape.chunks_loss,
-                backward=Backward(column_gradient_bytes(gemm, shape), frees),
+                reads_weights_in_w=in_chunks,
+                backward=Backward(made, frees),
             ),
-            Operation("soft_cap", backward=None if soft_cap is None else Backward(2 * logits * wide)),
-            Operation("cross_entropy", tuple(loss), backward=Backward(self.loss_block_bytes(shape))),
+            Operation("soft_cap", backward=None if soft_cap is None or in_chunks else Backward(2 * logits * wide)),
+            Operation(
+                "cross_entropy", tuple(loss), backward=None if in_chunks else Backward(self.loss_block_bytes(shape))
+            ),
         )
-        return Table(operations, left_bytes=hidden, weight_gradient_bytes=weight_gradient_bytes(gemm, shape))
+        return Table(operations, left_bytes=hidden, weight_gradient_bytes=weight)

@@ -26,7 +26,7 @@ def rank_shape(config: Config, tp: int, sequence_parallel: bool, micro_batch_siz
         attention_impl=config.kernels.attention_impl,
         transformer_impl=config.kernels.transformer_impl,
         compile_pointwise=config.kernels.compile_pointwise,
-        chunks_loss=config.training.cross_entropy_chunk_size is not None,
+        loss_chunk=config.training.cross_entropy_chunk_size,
         is_cuda=is_cuda,
         ep=config.parallel.expert_model_parallel_size,
         etp=config.parallel.expert_tensor_parallel_size or tp,

@@ -55,7 +55,7 @@ class RankShape:
     attention_impl: str = "sdpa"
     transformer_impl: str = "local"
     compile_pointwise: bool = False
-    chunks_loss: bool = False  # --cross-entropy-chunk-size
+    loss_chunk: int | None = None  # tokens, --cross-entropy-chunk-size
     is_cuda: bool = True  # CUDA kernels keep and make other tensors than those of CPUs
     splits_backward: bool = False  # into I and W: linears' inputs and output gradients wait for W
     ep: int = 1  # ranks among which experts are divided

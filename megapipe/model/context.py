@@ -1,14 +1,15 @@
 """`LayerContext`: the attention mask, rotary tables and real tokens that alike layers of a stage share for one
-microbatch.
+microbatch; `SharedTables`: what the stages of a rank share.
 
 Rotary positions (Su et al. 2021, arXiv:2104.09864): channel c of a head is paired with c + r / 2, where r is the number
 of rotated channels. Tables are in at least fp32. The backward is the rotation by the opposite angle and needs nothing
 saved.
 
 Masks are additive (0 or -inf), built once for each window and once per microbatch for documents. They cost s^2 elements
-(b s^2 with documents) per stage and window, not per layer; plain causal attention with a fused kernel has no mask, nor
-have kernels that take the borders of documents. With context parallelism positions are those in the whole sequence, and
-layers that compute attention in blocks of queries and keys have a mask only for the blocks that need one.
+per rank and window, not per layer, and b s^2 with documents per stage and window; plain causal attention with a fused
+kernel has no mask, nor have kernels that take the borders of documents. With context parallelism positions are those in
+the whole sequence, and layers that compute attention in blocks of queries and keys have a mask only for the blocks that
+need one.
 """
 
 from __future__ import annotations
@@ -92,6 +93,15 @@ class LayerContext:
         return self if kept is None else replace(self, kept_attention=kept)
 
 
+@dataclass(eq=False)
+class SharedTables:
+    """Masks and rotary tables that do not depend on a microbatch, which the stages of a rank make once."""
+
+    made: dict[Any, Any] = field(default_factory=dict)  # masks and blocks, for sequences of one length
+    length: int = 0
+    rotary: dict[Any, Rotary] = field(default_factory=dict)
+
+
 class ContextBuilder:
     """Builds the contexts of each microbatch for the layers of one stage, by their global number."""
 
@@ -102,11 +112,13 @@ class ContextBuilder:
         part: SequencePart = WHOLE_SEQUENCE,
         rings: Mapping[int, SequencePart] | None = None,
         per_token_loss: bool = False,
+        tables: SharedTables | None = None,
     ) -> None:
         """has_attention_kernel: a library's kernel handles causality, window and soft-cap; only a cache needs masks.
 
         part: of every sequence, on this cp rank. rings: for each layer the part of which it has queries, once it has
         exchanged heads for positions; by default all of the sequence. per_token_loss: --calculate-per-token-loss.
+        tables: those of the rank's other stages.
         """
         self._has_experts = any(layer.num_experts is not None for layer in layers.values())
         self._per_token_loss = per_token_loss and self._has_experts
@@ -116,9 +128,12 @@ class ContextBuilder:
         self._kinds, self._kind_of = kinds, {number: kinds.index(kind) for number, kind in named.items()}
         self.has_attention_kernel, self.part = has_attention_kernel, part
         configs = [layer for layer, _ in kinds]
-        self.rotary = {layer.rotary: Rotary(layer, part) for layer in configs if layer.rotary is not None}
-        self._made: dict[Any, Any] = {}  # masks and blocks that all microbatches share, for sequences of one length
-        self._length = 0
+        self._tables = tables or SharedTables()
+        rotated = {layer.rotary: layer for layer in configs if layer.rotary is not None}
+        self.rotary = {
+            options: self._tables.rotary.setdefault((options, part), Rotary(layer, part))
+            for options, layer in rotated.items()
+        }
 
     def __call__(self, microbatch: Microbatch, dtype: torch.dtype) -> dict[int, LayerContext]:
         """Build the contexts of a microbatch; alike layers share one. dtype: that of the activations."""
@@ -175,13 +190,13 @@ class ContextBuilder:
         of, kv_cache = (microbatch.tokens.device, dtype), microbatch.cache
         if microbatch.document_ids is not None or kv_cache is not None:
             return make(seen, *of, microbatch.document_ids, None if kv_cache is None else kv_cache.starts)
-        if seen.place.seq != self._length:  # generation asks for another length with every token
-            self._made.clear()
-            self._length = seen.place.seq
-        key = (make, seen, *of)
-        if key not in self._made:
-            self._made[key] = make(seen, *of)
-        return self._made[key]
+        tables, key = self._tables, (make, seen, *of)
+        if seen.place.seq != tables.length:  # generation asks for another length with every token
+            tables.made.clear()
+            tables.length = seen.place.seq
+        if key not in tables.made:
+            tables.made[key] = make(seen, *of)
+        return tables.made[key]
 
 
 def masked_blocks(

@@ -54,7 +54,7 @@ from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.layers.table import WHOLE, CommChunks
 from megapipe.model.block import Block
-from megapipe.model.context import ContextBuilder, LayerContext
+from megapipe.model.context import ContextBuilder, LayerContext, SharedTables
 from megapipe.model.context_parallel import ContextParallel
 from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
 from megapipe.model.layer_factory import LayerFactory
@@ -137,6 +137,7 @@ class GPTStage(nn.Module):
         experts: ExpertGroups | None = None,
         context: ContextGroups | None = None,
         cp_comm_types: Sequence[str] = ("p2p",),  # one, or one for each layer of the model
+        tables: SharedTables | None = None,  # of all stages of the rank
     ) -> None:
         super().__init__()
         self.config, self.stage_layers, self.tp, self._library = config, layers, tp, kernels.layers
@@ -159,7 +160,7 @@ class GPTStage(nn.Module):
             }
         rings = {number: layer.part for number, layer in self.context_parallel.items()}
         per_token, has_kernel = loss.calculate_per_token_loss, kernels.attention is not None
-        self.make_context = ContextBuilder(held, has_kernel, self.part, rings, per_token)
+        self.make_context = ContextBuilder(held, has_kernel, self.part, rings, per_token, tables)
         ahead = recompute.of_predictions if isinstance(recompute, RecomputeConfig) else RecomputeConfig()
         own, self._groups = _groups_of(numbers, recompute)
         self.keep_attention = {number for number, each in own.items() if each.recompute_keep_attention}

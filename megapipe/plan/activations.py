@@ -14,7 +14,7 @@ was kept. `dry_run` counts the same with the real code.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import groupby
@@ -192,19 +192,20 @@ def attentions(model: ModelSpec, stage: StageLayers) -> list[Attention]:
     return [attention for attention in kinds if attention is not None]
 
 
-def shared_bytes(model: ModelSpec, slices: Sequence[RankShape], stage: StageLayers) -> int:
-    """Return the bytes of the masks and rotary tables that a stage makes once, for all microbatches.
+def shared_bytes(model: ModelSpec, slices: Sequence[RankShape], stage: StageLayers) -> Counter[Hashable]:
+    """Return the bytes of the masks and rotary tables of a stage that a rank makes once, for all microbatches and for
+    all of its stages, by what they are made of.
 
     slices: the slices of a microbatch, or a whole one alone.
     """
-    masks, tables = Counter[Any](), Counter[Any]()
+    found: Counter[Hashable] = Counter()
     for each in attentions(model, stage):
         for index, shape in enumerate(slices):
             kind = index, each.visibility(shape)
-            masks[kind] = max(masks[kind], each.shared_mask_bytes(shape))
-        of_slices = sum(each.rotary_table_bytes(shape) for shape in slices)
-        tables[each.model.rotary] = 0 if slices[0].documents.position_ids else of_slices
-    return masks.total() + tables.total()
+            found[kind] = max(found[kind], each.shared_mask_bytes(shape))
+        if not slices[0].documents.position_ids:
+            found[each.model.rotary] = sum(each.rotary_table_bytes(shape) for shape in slices)
+    return found
 
 
 def replay_bytes(layers: tuple[LayerSpec, ...], shape: RankShape) -> int:

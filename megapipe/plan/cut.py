@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cache, reduce
+from operator import or_
 from typing import NamedTuple, TypeVar
 
 from megapipe.errors import ConfigError
@@ -136,7 +137,7 @@ class StageBytes(NamedTuple):
     kept: int  # from F to B or I, for one microbatch
     deferred: int  # from I to W
     inside: dict[Op, int]  # what an action makes and frees again
-    tables: int
+    tables: Counter[Hashable]
     largest_moved: int  # of the groups of offloaded activations
 
 
@@ -172,7 +173,7 @@ class RankBytes:
         of_element = sum(items.get(item, 0) for item in STATE) / plan.num_elements(plan.placement.stages_of(pp_rank))
         state = of_element * sum(stage.elements for stage in stages)
         on_device = USUAL_UNITS_ON_DEVICE * max(stage.largest_moved for stage in stages)
-        tables = sum(stage.tables for stage in stages)
+        tables = reduce(or_, (stage.tables for stage in stages)).total()
         return state + peak + sum(items[item] for item in FIXED) + tables + on_device
 
     def _terms(self, pp_rank: int, held: Sequence[tuple[int, int]]) -> list[StageBytes]:

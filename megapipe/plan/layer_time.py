@@ -241,7 +241,7 @@ def _output_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_l
     clock = _Clock(shape, gemm.inputs, hardware, tp_link)
     product = clock.gemm(gemm)
     logits = model.head.logits(shape) * shape.wide
-    again = 1 if shape.chunks_loss else 0  # logits in chunks are computed once more in a backward
+    again = 0 if shape.loss_chunk is None else 1  # logits in chunks are computed once more in a backward
     rate = hardware.pointwise_bytes_per_second
     return OpSeconds(
         {"gemm": product, "pointwise": 3 * logits / rate, "tp": clock.gather(gemm)},

@@ -20,7 +20,7 @@
                   in parts, one hidden state for what passes between two of them (plan.part_memory)
     reduction     bf16 copies of gradients (--grad-reduce-in-bf16), or what an update of narrow state widens to fp32 at
                   a time (--use-precision-aware-optimizer): the part that exceeds the peak after activations are freed
-    tables        attention masks and rotary tables that all microbatches share
+    tables        attention masks and rotary tables that all microbatches and stages share
     microbatches  tokens, labels and what belongs to them, of the whole step
 
 In the host's memory: what --cpu-offloading-num-layers moves there of the activations, counted above only while it is
@@ -36,7 +36,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 
 from megapipe.layers.linear import COPIES
 from megapipe.layers.table import RankShape, total_bytes
@@ -186,7 +187,7 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
         "graphs": graphs,
         "messages": peak.message_bytes,
         "reduction": max(0, max(copies, _update_bytes(plan, pp_rank)) - reusable),
-        "tables": sum(shared_bytes(model, plan.slice_shapes, layers[stage]) for stage in stages),
+        "tables": reduce(or_, (shared_bytes(model, plan.slice_shapes, layers[stage]) for stage in stages)).total(),
         "microbatches": (num_read or count) * shape.tokens * _token_bytes(plan, stages),
     }
     return RankMemory(pp_rank, items, peak.live, host, plan.num_slices)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -158,6 +159,7 @@ class MetaMode(TorchFunctionMode):
             Tensor.__float__: lambda tensor: 1.0,
             Tensor.__int__: lambda tensor: 1,
             F.scaled_dot_product_attention: partial(attention_on, device),
+            torch.autograd.backward: self._backward,
             torch._fused_sgd_: lambda *tensors, **options: None,  # in place, and without a kernel for meta tensors
         }
         if device == "cuda":
@@ -169,6 +171,12 @@ class MetaMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = self._answers.get(func, func)
         return answer(*args, **(kwargs or {}))
+
+    def _backward(self, outputs: tuple[Tensor], grad_tensors: Tensor, **_: Any) -> None:
+        """Run a backward inside another, that of recomputed layers, within the mode: inside an answer it is off."""
+        gradients = (grad_tensors,)
+        with self:
+            _engine_run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _ones(shape: tuple[int, ...]) -> Any:

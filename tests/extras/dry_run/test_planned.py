@@ -50,6 +50,8 @@ PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope"}
 WIDE_EXPERTS = EXPERTS | {"num_experts": 8, "moe_router_topk": 4, "moe_layer_freq": None}
 GATHERED = {"moe_token_dispatcher_type": "allgather"}
 CP2 = {"context_parallel_size": 2}
+CAPPED = {"final_logit_softcapping": 30.0}
+ZB_H1 = {"pipeline_schedule": "zb-h1"}
 DRY = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 DOCUMENTS = {
     "reset_position_ids": True,
@@ -398,6 +400,34 @@ WRITTEN_OUT: dict[str, dict[str, Any]] = {
 def test_written_out_attention_takes_the_bytes_in_the_plan(name: str, dtype: str) -> None:
     plan = make_plan(2, WRITTEN_OUT[name] | {"vocab_size": 64, "num_layers": 4, "dtype": dtype}, LLAMA)
     counted, planned = count_rank(plan, 0, read_for(plan)), rank_memory(plan, 0)
+    assert counted.peak == pytest.approx(planned.total, rel=0.02), (counted, dict(planned.items))
+
+
+# small beside what each is about, in sizes of published runs
+LARGE: dict[str, tuple[int, dict[str, Any]]] = {
+    "loss in chunks": (2, {"vocab_size": 8000, "cross_entropy_chunk_size": 64}),
+    "loss in one chunk, soft-cap": (1, {"vocab_size": 8000, "cross_entropy_chunk_size": 512, **CAPPED}),
+    "loss in chunks, soft-cap": (1, {"vocab_size": 8000, "cross_entropy_chunk_size": 64, **CAPPED}),
+    "loss in chunks, fp32": (1, {"vocab_size": 8000, "cross_entropy_chunk_size": 64, "dtype": "fp32"}),
+    "loss in chunks, zb-h1": (2, PP2 | ZB_H1 | {"vocab_size": 8000, "cross_entropy_chunk_size": 64}),
+    "fp8 in recomputed layers": (1, FULL | FP8 | {"seq_length": 1024}),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_large_models_make_is_planned(name: str) -> None:
+    world_size, changes = LARGE[name]
+    plan = make_plan(world_size, DRY | {"num_layers": 4, "dtype": "bf16", "vocab_size": 64} | changes, LLAMA)
+    last = world_size - 1
+    counted, planned = count_rank(plan, last, read_for(plan)), rank_memory(plan, plan.topology.pp - 1)
+    assert counted.peak == pytest.approx(planned.total, rel=0.02), (counted, dict(planned.items))
+
+
+def test_units_have_one_mask_and_one_rotary_table() -> None:
+    changes = DRY | ZERO3 | {"seq_length": 512, "window_size": 64, "dtype": "bf16", "vocab_size": 64}
+    units, whole = (make_plan(2, changes | more, LLAMA) for more in (UNITS | {"data_parallel_sharding_units": 8}, {}))
+    counted, planned = count_rank(units, 0, read_for(units)), rank_memory(units, 0)
+    assert planned.items["tables"] == rank_memory(whole, 0).items["tables"] > 512 * 512 * 2
     assert counted.peak == pytest.approx(planned.total, rel=0.02), (counted, dict(planned.items))
 
 
