@@ -59,3 +59,28 @@ def test_links_between_pages_name_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text) if "://" not in link]
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def test_the_reading_path_has_existing_files_and_fits_a_day() -> None:
+    guide = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \d+ \| (.+?) \|", guide, re.MULTILINE)
+    files = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    assert len(rows) >= 10
+    assert sum(len((REPOSITORY / name).read_text(encoding="utf-8").splitlines()) for name in files) <= 4000
+
+
+def test_every_rule_of_the_design_names_tests_that_exist() -> None:
+    rules = re.split(r"^\d+\. ", (DOCS / "design.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    assert len(rules) == 9
+    for rule in rules:
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", rule)
+        assert tests, rule
+        for path, name in tests:
+            assert f"def {name}(" in (REPOSITORY / path).read_text(encoding="utf-8"), name
+
+
+def test_the_page_of_composition_names_places_that_exist() -> None:
+    page = (REPOSITORY / "megapipe" / "assembly" / "compose.py").read_text(encoding="utf-8")
+    places = re.findall(r"^    \d  \w+ .* (\S+)$", page, re.MULTILINE)
+    assert len(places) == 9
+    assert all((REPOSITORY / "megapipe" / place).exists() for place in places)

@@ -1,20 +1,17 @@
 """The parts of a stage as the engine runs them: attention | dispatch | experts | combine of each layer, and the head.
 
-Each part with computation is a `StageRunner` of its own, so that tensors are detached at its borders, and its backward
-runs whole or in halves. What passes between the parts of a layer with experts is
-
-    (residual, weights, x, rows, order, routes)     [t, h], [t, k], [t, h] or None, [rows, h]; `MoE.route` has the rest
-
-where x is the input of the shared experts and later their output; `rows` are in turn those to dispatch, those that were
-dispatched to this rank, their results, and the results for this rank's rows. Gradients are the first four of these.
+The parts of a layer are its list of elements (`model.segments`), cut at the exchanges of its experts. Each part with
+computation is a `StageRunner` of its own, so that tensors are detached at its borders, and its backward runs whole or
+in halves. What passes between the parts of a layer is the state of that list: the residual stream and the values of the
+branch. What comes back has the gradient of each of them, None for what has none.
 
 Dispatch and combine only start their all-to-all; whoever needs its result waits (`Exchange`). All of a stage use one
-communicator, in the order of the row. The weighted sum of the results follows the combine and belongs to it.
+communicator, in the order of the row. The elements behind the combine belong to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +24,13 @@ from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes, start_exchange
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.moe import MoE
-from megapipe.model.segments import tensor_of
+from megapipe.model.segments import FIRST, NOTHING, Elements, Operator, Segment, tensor_of
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.stage import Gradients, LossFunction, Pending, Stage, StageRunner, Tensors
-from megapipe.schedule.parts import Part, Parts
+from megapipe.schedule.parts import NETWORK_PARTS, Part, Parts
 
 RunBackward = Callable[[int, Gradients], Tensors]
+State = tuple[Any, ...]  # the residual stream and the values of a branch, in a backward their gradients
 
 
 @dataclass(eq=False)
@@ -81,12 +79,14 @@ class StageParts:
 
 @dataclass(eq=False)
 class _Given:
-    """The input of a part besides tensors, and what `MoE.route` found in it."""
+    """The input of a part besides tensors. state: of the layer, before the part and then behind it."""
 
     number: int
     microbatch: Microbatch
-    routing: tuple[Tensor, Routes] | None = None
+    state: State
     context: LayerContext | None = None
+    taken: tuple[int, ...] = ()  # the places in the state of the tensors that the part is given
+    made: tuple[int, ...] = ()  # and of those that it returns
 
 
 class _Part:
@@ -97,46 +97,30 @@ class _Part:
         self.runner = StageRunner(self.compute, shared.runner.weight_gradients, part=index)
         self.begin_row = shared.module.begin_row if is_first else lambda trains: None
 
-    @property
-    def block(self) -> Block:
-        block = self.shared.module.decoder.layers[str(self.layer)]
-        assert isinstance(block, Block)
-        return block
-
-    @property
-    def experts(self) -> MoE:
-        assert isinstance(self.block.mlp, MoE)
-        return self.block.mlp
-
     def compute(self, *inputs: Any) -> Any:
         """Compute the part from tensors and a `_Given`; differentiable."""
         raise NotImplementedError
 
-    def forward(self, microbatch: int, inputs: Tensors, payload: Any, loss: LossFunction | None) -> Any:
+    def forward(self, microbatch: int, inputs: State, payload: Any, loss: LossFunction | None) -> Any:
         """Run one forward; as `StageRunner.forward`."""
-        given = _Given(microbatch, payload)
-        output = self.run_forward(given, inputs)
+        output = self.run_forward(_Given(microbatch, payload, inputs))
         if self.is_last:
             self.shared.end_forward(microbatch)
         return output
 
-    def run_forward(self, given: _Given, inputs: Tensors) -> Tensors | Pending:
-        return self.run(given, inputs)
+    def run_forward(self, given: _Given) -> State | Pending:
+        """Return the state behind the part."""
+        raise NotImplementedError
 
-    def run(self, given: _Given, inputs: Tensors) -> Tensors:
-        """Run `compute` with detached inputs."""
-        self.runner.observe = self.shared.runner.observe if self.is_last else None
-        return self.runner.forward(given.number, inputs, given, None)  # type: ignore[no-any-return]
-
-    def backward(self, microbatch: int, gradients: Gradients) -> Tensors | Pending:
+    def backward(self, microbatch: int, gradients: State) -> State | Pending:
         """Compute input and weight gradients (op B)."""
         return self.run_backward(self.runner.backward, microbatch, gradients)
 
-    def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors | Pending:
+    def backward_input(self, microbatch: int, gradients: State) -> State | Pending:
         """Compute input gradients (op I)."""
         return self.run_backward(self.runner.backward_input, microbatch, gradients)
 
-    def run_backward(self, run: RunBackward, microbatch: int, gradients: Gradients) -> Tensors | Pending:
+    def run_backward(self, run: RunBackward, microbatch: int, gradients: State) -> State | Pending:
         return run(microbatch, gradients)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -149,31 +133,6 @@ class _Part:
         self.shared.clear()
 
 
-class _Attention(_Part):
-    """The first branch of a layer; of the first layer with the embedding, where the stage has it."""
-
-    def compute(self, *inputs: Any) -> Any:
-        *hidden, given = inputs
-        return self.attend(hidden[0] if hidden else None, given)
-
-    def attend(self, hidden: Tensor | None, given: _Given) -> Tensor:
-        if self.is_first:
-            hidden = self.shared.module.embed(hidden, given.microbatch)
-        assert hidden is not None
-        return self.block.attend(hidden, self.shared.context(given, self.layer, hidden))
-
-
-class _DenseMLP(_Part):
-    """The second branch of a layer without experts."""
-
-    def compute(self, *inputs: Any) -> Any:
-        hidden, given = inputs
-        block = self.block
-        if block.mlp is None:
-            return hidden
-        return block.after_attention(hidden, self.shared.context(given, self.layer, hidden))
-
-
 class _Head(_Part):
     """Final norm, output layer, loss and multi-token prediction, whose experts wait for their all-to-alls."""
 
@@ -181,136 +140,139 @@ class _Head(_Part):
 
     def compute(self, *inputs: Any) -> Any:
         (hidden, microbatch), module = inputs, self.shared.module
-        given = _Given(self._number, microbatch)
+        given = _Given(self._number, microbatch, ())
         contexts = {} if module.mtp is None else self.shared.contexts(given, hidden)
         return module.run_head(hidden, microbatch, contexts)
 
-    def forward(self, microbatch: int, inputs: Tensors, payload: Any, loss: LossFunction | None) -> Any:
+    def forward(self, microbatch: int, inputs: State, payload: Any, loss: LossFunction | None) -> Any:
         self.runner.observe, self._number = self.shared.runner.observe, microbatch
         report = self.runner.forward(microbatch, inputs, payload, loss)
         self.shared.end_forward(microbatch)
         return report
 
 
-class _RoutedAttention(_Attention):
-    """The first branch of a layer with experts, the norm of the second one, the router, and the rows to dispatch."""
+class _Elements(_Part):
+    """Elements of a layer; in the first part of a stage behind the embedding, where the stage has it."""
+
+    # of the last forward, and of all: the length of the state before it, and the places of what has gradients
+    _length: int
+    _taken: tuple[int, ...]
+    _made: tuple[int, ...]
+
+    def __init__(self, block: Block, part: Part, *place: Any) -> None:
+        super().__init__(*place)
+        self.block, self.elements = block, elements_of_parts(block)[part]
 
     def compute(self, *inputs: Any) -> Any:
-        *hidden, given = inputs
-        residual = self.attend(hidden[0] if hidden else None, given)
-        context = self.shared.context(given, self.layer, residual)
-        x = self.block.normed(residual, context)
-        weights, order, routes, rows = self.experts.route(x, context)
-        given.routing = order, routes
-        return (
-            (residual, weights, rows)
-            if self.experts.shared_experts is None
-            else (residual, weights, rows, tensor_of(x))
+        *tensors, given = inputs
+        before, state, module = given.state, list(given.state), self.shared.module
+        for place, tensor in zip(given.taken, tensors, strict=True):
+            state[place] = tensor
+        if self.is_first:
+            state = [module.embed(state[0] if state else None, given.microbatch)]
+        stream, *values = state
+        context = given.context or self.shared.context(given, self.layer, stream)
+        given.state = tuple(map(tensor_of, self.block(stream, context, self.elements, tuple(values))))
+        given.made = tuple(
+            place
+            for place, value in enumerate(given.state)
+            if isinstance(value, Tensor) and not (place < len(before) and value is before[place])
         )
+        return tuple(given.state[place] for place in given.made)
 
-    def run_forward(self, given: _Given, inputs: Tensors) -> Any:
-        residual, weights, rows, *x = self.run(given, inputs)
-        assert given.routing is not None
-        return residual, weights, x[0] if x else None, rows, *given.routing
+    def run_forward(self, given: _Given) -> State | Pending:
+        return self.run(given)
 
-    def run_backward(self, run: RunBackward, microbatch: int, gradients: Gradients) -> Tensors:
-        residual, weights, x, rows = gradients
-        return run(microbatch, (residual, weights, rows) if x is None else (residual, weights, rows, x))
+    def run(self, given: _Given) -> State:
+        """Run `compute` with detached inputs."""
+        state = given.state
+        given.taken = tuple(place for place in self._read(len(state)) if isinstance(state[place], Tensor))
+        self._length, self._taken = len(state), _with_gradients(state, given.taken)
+        self.runner.observe = self.shared.runner.observe if self.is_last else None
+        made = self.runner.forward(given.number, tuple(state[place] for place in given.taken), given, None)
+        behind = list(given.state)
+        for place, tensor in zip(given.made, made, strict=True):
+            behind[place] = tensor
+        self._made = _with_gradients(behind, given.made)
+        return tuple(behind)
+
+    def run_backward(self, run: RunBackward, microbatch: int, gradients: State) -> State:
+        """Return the gradients of the state before the part; those of what it leaves alone are passed on."""
+        found = dict(zip(self._taken, run(microbatch, tuple(gradients[place] for place in self._made)), strict=True))
+        passed = gradients if len(gradients) == self._length else (None,) * self._length
+        return tuple(found.get(place, passed[place]) for place in range(self._length))
+
+    def _read(self, length: int) -> list[int]:
+        """Return the places that the elements read in a state of this length."""
+        values = range(1, length)
+        read = {place for element in self.elements for place in values[element.at]}
+        if length == 1 or any(isinstance(element, Segment) and element.joins for element in self.elements):
+            read.add(0)
+        return sorted(read) if length else []
 
 
-class _Dispatch(_Part):
-    """The all-to-all that brings rows to the ranks of their experts; nothing is computed."""
+def _with_gradients(state: Sequence[Any], places: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(place for place in places if state[place].is_floating_point())
 
-    def __init__(self, *place: Any) -> None:
-        super().__init__(*place)
+
+class _AllToAll(_Elements):
+    """The all-to-all that brings rows to the ranks of their experts, or back, and the elements behind it, if any."""
+
+    def __init__(self, block: Block, part: Part, *place: Any) -> None:
+        super().__init__(block, part, *place)
+        self.returns = part is Part.COMBINE
         self._routes: dict[int, Routes] = {}  # by microbatch
 
-    def run_forward(self, given: _Given, inputs: Any) -> Pending:
-        residual, weights, x, rows, order, routes = inputs
-        self._routes[given.number] = routes
-        received, work = start_exchange(rows, routes.sent, routes.received, routes.groups.ep)
-        return Exchange(work, lambda: (residual, weights, x, received, order, routes))
+    def run_forward(self, given: _Given) -> State | Pending:
+        def finish(state: State) -> State:
+            given.state = state
+            return self.run(given) if self.elements else state
 
-    def run_backward(self, run: RunBackward, microbatch: int, gradients: Any) -> Pending:
-        residual, weights, x, received = gradients
-        routes = self._routes.pop(microbatch)
-        rows, work = start_exchange(received, routes.received, routes.sent, routes.groups.ep)
-        return Exchange(work, lambda: (residual, weights, x, rows))
-
-    def clear(self) -> None:
-        super().clear()
-        self._routes.clear()
-
-
-class _Experts(_Part):
-    """The experts of this rank, and the shared experts."""
-
-    def compute(self, *inputs: Any) -> Any:
-        received, *x, given = inputs
-        results = self.experts.run_experts(received, given.routing[1], given.context)
-        shared = self.experts.shared_experts
-        return (results,) if shared is None else (results, shared(*x, given.context))
-
-    def run_forward(self, given: _Given, inputs: Any) -> Any:
-        residual, weights, x, received, *routing = inputs
-        given.routing, given.context = (routing[0], routing[1]), self.shared.context(given, self.layer, residual)
-        results, *shared = self.run(given, (received,) if x is None else (received, x))
-        return residual, weights, shared[0] if shared else None, results, *routing
-
-    def run_backward(self, run: RunBackward, microbatch: int, gradients: Any) -> Any:
-        residual, weights, shared, results = gradients
-        received, *x = run(microbatch, (results,) if shared is None else (results, shared))
-        return residual, weights, x[0] if x else None, received
-
-
-class _Combine(_Part):
-    """The all-to-all that brings the results back, then their weighted sum and the residual one."""
-
-    def __init__(self, *place: Any) -> None:
-        super().__init__(*place)
-        self._routes: dict[int, Routes] = {}  # by microbatch
-
-    def compute(self, *inputs: Any) -> Any:
-        residual, weights, returned, *shared, given = inputs
-        output = self.experts.weigh(returned, weights, given.routing[0]).view(residual.shape)
-        update = output + shared[0] if shared else output
-        return self.block.add_mlp(residual, update, given.context)
-
-    def run_forward(self, given: _Given, inputs: Any) -> Tensors | Pending:
-        residual, weights, shared, results, *routing = inputs
-        given.routing = _, routes = routing[0], routing[1]
-        given.context = self.shared.context(given, self.layer, residual)
-        self._routes[given.number] = routes
-        returned, work = start_exchange(results, routes.received, routes.sent, routes.groups.ep)
-        tensors = (residual, weights, returned) if shared is None else (residual, weights, returned, shared)
-        exchange = Exchange(work, lambda: self.run(given, tensors))
+        # now, since the stage may have ended its forward, and forgotten its contexts, when the rows are there
+        given.context = self.shared.context(given, self.layer, given.state[0])
+        self._routes[given.number] = routes = given.state[-2]
+        exchange, given.state = _exchange(given.state, routes, self.returns, finish), ()
         # a norm after the experts reads weights
-        is_late = self.shared.frees_weights and self.block.post_mlp_layernorm is not None
+        is_late = self.returns and self.shared.frees_weights and self.block.post_mlp_layernorm is not None
         return exchange.wait() if is_late else exchange
 
-    def run_backward(self, run: RunBackward, microbatch: int, gradients: Any) -> Pending:
-        residual, weights, returned, *shared = made = run(microbatch, gradients)
-        for tensor in made:  # autograd makes them on the stream that completed the forward (StreamDeliveries)
-            if tensor.device.type == "cuda":
+    def run_backward(self, run: RunBackward, microbatch: int, gradients: State) -> Pending:
+        made = super().run_backward(run, microbatch, gradients) if self.elements else gradients
+        for tensor in made if self.elements else ():
+            # autograd makes them on the stream that completed the forward (StreamDeliveries)
+            if tensor is not None and tensor.device.type == "cuda":
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        routes = self._routes.pop(microbatch)
-        results, work = start_exchange(returned, routes.sent, routes.received, routes.groups.ep)
-        return Exchange(work, lambda: (residual, weights, shared[0] if shared else None, results))
+        return _exchange(made, self._routes.pop(microbatch), not self.returns, lambda state: state)
 
     def clear(self) -> None:
         super().clear()
         self._routes.clear()
 
 
-_KINDS: dict[tuple[Part, bool], type[_Part]] = {  # by part, and whether the layer has experts
-    (Part.ATTENTION, False): _Attention,
-    (Part.ATTENTION, True): _RoutedAttention,
-    (Part.DISPATCH, True): _Dispatch,
-    (Part.MLP, False): _DenseMLP,
-    (Part.MLP, True): _Experts,
-    (Part.COMBINE, True): _Combine,
-    (Part.HEAD, False): _Head,
-}
+def _exchange(state: State, routes: Routes, returns: bool, finish: Callable[[State], State]) -> Exchange:
+    """Start to send the rows of a state, or their gradients, along their routes. returns: the way back."""
+    *others, rows = state
+    sent, received = (routes.received, routes.sent) if returns else (routes.sent, routes.received)
+    filled, work = start_exchange(rows, sent, received, routes.groups.ep)
+    return Exchange(work, lambda: finish((*others, filled)))
+
+
+def elements_of_parts(block: Block) -> dict[Part, Elements]:
+    """Return the elements of the parts of a layer. Of those behind the exchanges of its experts the shared ones, which
+    do not read what comes back, run with the experts.
+    """
+    if not isinstance(block.mlp, MoE):
+        return {Part.ATTENTION: block.attention_branch, Part.MLP: block.mlp_branch}
+    elements = block.elements
+    places = {each.name: place for place, each in enumerate(elements) if isinstance(each, Operator)}
+    dispatch, combine = places["dispatch"], places["combine"]
+    behind = elements[combine + 1 :]
+    return {
+        Part.ATTENTION: Elements(elements[:dispatch]),
+        Part.DISPATCH: NOTHING,
+        Part.MLP: Elements([*elements[dispatch + 1 : combine], *(each for each in behind if each.at == FIRST)]),
+        Part.COMBINE: Elements(each for each in behind if each.at != FIRST),
+    }
 
 
 def part_runners(
@@ -321,7 +283,11 @@ def part_runners(
     found: dict[int, Stage] = {}
     for index in indices:
         _, layer, part = parts.sites[index]
-        block = module.decoder.layers[str(layer)] if part is not Part.HEAD else None
-        kind = _KINDS[part, isinstance(getattr(block, "mlp", None), MoE)]
-        found[index] = kind(shared, index, layer, index == indices[0], index == indices[-1])
+        place = shared, index, layer, index == indices[0], index == indices[-1]
+        if part is Part.HEAD:
+            found[index] = _Head(*place)
+            continue
+        block = module.decoder.layers[str(layer)]
+        assert isinstance(block, Block)
+        found[index] = (_AllToAll if part in NETWORK_PARTS else _Elements)(block, part, *place)
     return found

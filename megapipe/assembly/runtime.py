@@ -10,27 +10,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from megapipe.assembly.compose import DrawSlice, communicators, compose_stage, parameter_dtype
 from megapipe.assembly.parts import part_runners
 from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.shard import TensorBox, tensor_box
 from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.collectives import gather_objects
-from megapipe.comm.groups import ContextGroups, ExpertGroups, Group, ProcessGroups, second_communicator
+from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
-from megapipe.data_parallel.store import Sharing
 from megapipe.data_parallel.stores import Stores
-from megapipe.dtypes import DTYPES, FP8
+from megapipe.dtypes import FP8
 from megapipe.errors import ScheduleError
 from megapipe.gpu.kernels import choose_kernels, compiled, why_not_packed
-from megapipe.gpu.libraries import Apex
 from megapipe.gpu.streams import StageStreams, copies_for
-from megapipe.layers.rank_shape import comm_chunks
 from megapipe.model.context import SharedTables
-from megapipe.model.init import draw
 from megapipe.model.microbatch import Microbatch, SlicedMicrobatches
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
@@ -46,20 +42,9 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 from megapipe.schedule.lifetimes import NO_MOVES, WeightVersions
 from megapipe.schedule.parts import Parts, exchange_digest
-from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.sequence import SequencePart
-from megapipe.sharding.spec import ParamSpec
-from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.topology import GROUP_NAMES
-
-DrawSlice = Callable[[ParamSpec, int, int], Tensor]  # (spec, tp_rank, tp) -> this rank's slice of the initial values
-
-
-def parameter_dtype(name: str) -> torch.dtype:
-    """Return the dtype of weights, activations and pipeline messages for a name in the configuration."""
-    found: torch.dtype = getattr(torch, DTYPES[name].torch_name)
-    return found
 
 
 class InferenceRuntime:
@@ -90,26 +75,23 @@ class InferenceRuntime:
         self.stages: dict[int, GPTStage] = {}
         self.runners: dict[int, StageRunner] = {}
         self.buffers: dict[int, StageBuffers] = {}
-        self._tables = SharedTables()
         # of every sequence, on this rank
         self.sequence_part = SequencePart(groups.cp.rank, groups.cp.size, plan.slices[0].ends)
-        held, tp = plan.placement.stages_of(self.coordinates.pp_rank), groups.tp
-        tp_groups, experts = [tp] * len(held), [ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp)] * len(held)
-        context = [groups.context] * len(held)
-        overlaps = trains and len(held) == 2 and plan.parts is None and plan.overlaps_stages
-        if overlaps and tp.size > 1:
-            # the two stages of an overlapped pair compute at the same time, so each has its own communicators
-            tp_groups = [tp, second_communicator(tp)]
-        if overlaps and groups.cp.size > 1:
-            context[1] = context[1].second_communicators()
-        if overlaps and plan.model.has_experts:
-            ep, etp, dp = (second_communicator(group) for group in (groups.ep, groups.etp, groups.dp))
-            experts[1] = ExpertGroups(ep, etp, dp, context[1].cp)
-        if trains and plan.parts is not None:
-            counts = second_communicator(groups.ep)
-            experts = [replace(each, counts=counts) for each in experts]
-        for stage, tp_group, of_experts, of_context in zip(held, tp_groups, experts, context, strict=True):
-            self._add_stage(stage, tp_group, of_experts, of_context, draw_slice, trains)
+        held, tables = plan.placement.stages_of(self.coordinates.pp_rank), SharedTables()
+        for stage, own in zip(held, communicators(plan, groups, len(held), trains), strict=True):
+            lender = self.buffers[0] if plan.borrows_embedding(stage) else None
+            self.stages[stage], self.buffers[stage], self.runners[stage] = compose_stage(
+                plan,
+                groups,
+                stage,
+                own,
+                self.kernels,
+                device,
+                tables,
+                trains=trains,
+                draw_slice=draw_slice,
+                lender=lender,
+            )
         parallel = plan.config.parallel
         self.stores = Stores(
             self.buffers,
@@ -220,58 +202,6 @@ class InferenceRuntime:
                 for kept in buffer.kept_parameters:
                     kept.zero_()
         return load_tensors(folder, (box for _, box in self.held_weights(key)), self.groups.world, may_round=True)
-
-    def _add_stage(
-        self,
-        stage: int,
-        tp_group: Group,
-        experts: ExpertGroups,
-        context: ContextGroups,
-        draw_slice: DrawSlice | None,
-        trains: bool,
-    ) -> None:
-        plan, groups = self.plan, self.groups
-        layouts = plan.buffers(stage, groups.tp.rank)
-        audit_buffers(plan.stage_specs[stage], layouts, *groups.cut_of(False), groups.cut_of(True))
-        queue = WeightQueue() if trains else None
-        module = GPTStage(
-            plan.config.model,
-            plan.partition.stages[stage],
-            tp_group,
-            sequence_parallel=plan.config.parallel.sequence_parallel,
-            recompute=plan.config.recompute
-            if plan.config.recompute.recompute_memory_budget is None
-            else plan.layer_recompute(stage),
-            loss=plan.config.training,
-            weight_queue=queue,
-            kernels=self.kernels,
-            chunks=comm_chunks(plan.config.parallel),
-            experts=experts,
-            context=context,
-            cp_comm_types=plan.config.parallel.cp_comm_type,
-            tables=self._tables,
-        )
-        num_versions = plan.num_weight_versions(self.coordinates.pp_rank) if trains else 1
-        gradient_dtype = parameter_dtype(plan.state_dtypes(self.coordinates.pp_rank).gradient) if trains else None
-        sharings = (Sharing.of(groups, plan.sharding_level, is_expert) for is_expert in (False, True))
-        options = self.parameter_dtype, gradient_dtype, num_versions
-        buffers = StageBuffers(layouts, self.device, *options, *sharings)
-
-        def initial(spec: ParamSpec) -> Tensor:
-            cut = groups.cut_of(spec.is_expert)
-            if draw_slice is not None:
-                return draw_slice(spec, *cut)
-            return draw(spec, *cut, plan.config.training.seed, self.main_dtype)
-
-        outer = self.kernels.optimizer.add_outer if isinstance(self.kernels.optimizer, Apex) else None
-        slots = partial(GradientSlot, kernel=outer) if trains else None
-        lender = self.buffers[0] if plan.borrows_embedding(stage) else None
-        buffers.materialize(module, initial, slots, lender)
-        for router in module.routers().values():
-            if router.expert_bias is not None:
-                router.expert_bias = router.expert_bias.to(self.device)
-        self.stages[stage], self.buffers[stage] = module, buffers
-        self.runners[stage] = StageRunner(module, queue, module.begin_row)
 
 
 class RowUpdates:

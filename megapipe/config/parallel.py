@@ -312,7 +312,7 @@ class RecomputeConfig:
     recompute_modules: tuple[str, ...] = option(
         ("core_attn",),
         "selective: modules that are recomputed",
-        choices=("core_attn", "layernorm", "mlp", "activation", "moe", "moe_act", "shared_experts"),
+        choices=("core_attn", "layernorm", "mla_up_proj", "mlp", "activation", "moe", "moe_act", "shared_experts"),
         needs=SELECTIVE,
         more_flags=(
             Flag(

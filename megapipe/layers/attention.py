@@ -105,6 +105,10 @@ class Attention:
         key = max(1, model.num_query_groups // tp) * model.kv_channels
         return Gemm(hidden, query + 2 * key, True, self.is_fp8), Gemm(query, hidden, False, self.is_fp8)
 
+    def up_gemms(self, tp: int) -> tuple[Gemm, ...]:
+        """Return the linears from latents to heads on one of tp ranks; none without latents."""
+        return ()
+
     def flops_per_token(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token; a sliding window limits the causal count."""
         seen = Visibility.of(SequenceSlice((seq_length,)), **self.model.limits)
@@ -191,9 +195,10 @@ class Attention:
         ring none if attention's results are kept.
         """
         is_full = shape.recompute.recompute_granularity == "full"
-        if shape.cp == 1 or not (is_full or shape.recomputes("core_attn")):
+        if shape.cp == 1 or not (is_full or shape.recomputes("core_attn", "mla_up_proj")):
             return {}
-        if not (is_full and shape.recompute.recompute_keep_attention):
+        keeps = shape.recompute.recompute_keep_attention if is_full else not shape.recomputes("core_attn")
+        if not keeps:
             return self.sent_bytes(shape)[0]
         if self._exchanged(shape) == 1:
             return {}

@@ -31,6 +31,7 @@ from megapipe.layers.table import (
     Operation,
     RankShape,
     Table,
+    replayed,
     total_bytes,
 )
 from megapipe.sharding.sequence import SequenceSlice, Visibility
@@ -121,6 +122,11 @@ class LatentAttention(Attention):
             Gemm(heads * model.v_head_dim, hidden, False, is_fp8),
         )
 
+    def up_gemms(self, tp: int) -> tuple[Gemm, Gemm]:
+        """Return the projections of queries, and of keys and values, to heads on one of tp ranks."""
+        *_, queries, _, keys, _ = self.gemms(tp)
+        return queries, keys
+
     def flops_per_token(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token, without the padding of values."""
         seen = Visibility.of(SequenceSlice((seq_length,)), **self.model.limits)
@@ -129,6 +135,52 @@ class LatentAttention(Attention):
 
     def table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank."""
+        if not shape.recomputes("mla_up_proj"):
+            return self._table(shape)
+        redone = {"mla_up_proj", "core_attn"}
+        if self.model.q_lora_rank is None:  # the norm's output is an input of what runs again
+            redone.add("layernorm")
+        others = tuple(module for module in shape.recompute.recompute_modules if module not in redone)
+        table = self._table(replace(shape, recompute=replace(shape.recompute, recompute_modules=others)))
+        return replace(table, operations=self._with_heads_again(table.operations, shape))
+
+    def _with_heads_again(self, operations: tuple[Operation, ...], shape: RankShape) -> tuple[Operation, ...]:
+        """Return operations of which those from latents to the output of core attention run again in the backward.
+
+        The latents and, unless `core_attn` is recomputed, the results of core attention are kept until they have run.
+        """
+        names = [operation.name for operation in operations]
+        start = names.index("linear_kv_down_proj") + 1
+        core = names.index("core_attention")
+        inner, kept_core = list(operations[start : core + 1]), operations[core].keeps
+        ranks = [rank for rank in (self.model.q_lora_rank, self.kv_down_rows) if rank is not None]
+        latents = tuple(Kept("latents", shape.own_tokens * rank, shape.element) for rank in ranks)
+        # those that the projections keep: inputs of norms, and a latent of the queries without one
+        counted = latents if self.latent_norms else latents[:-1]
+        more, freed = -total_bytes(counted), [*latents]
+        if not shape.recomputes("core_attn"):
+            of_output = [tensor for tensor in kept_core if tensor.name == self._output_name(shape)]
+            more += total_bytes(tensor for tensor in of_output if not tensor.with_replay)  # trimmed again
+            freed += [tensor for tensor in kept_core if tensor not in of_output]
+            made = operations[core].backward
+            assert made is not None
+            inner[-1] = replace(
+                inner[-1], keeps=(), backward=replace(made, frees=made.frees - total_bytes(freed[len(latents) :]))
+            )
+        inner = replayed(inner, more)
+        if not shape.recomputes("core_attn"):
+            inner[-1] = replace(inner[-1], keeps=kept_core)
+        last = inner[0].backward
+        assert last is not None
+        inner[0] = replace(inner[0], keeps=latents, backward=replace(last, frees=total_bytes(freed)))
+        return *operations[:start], *inner, *operations[core + 1 :]
+
+    def _output_name(self, shape: RankShape) -> str:
+        """Return the name of the output as linear_proj keeps it, trimmed or not."""
+        is_whole = self.model.v_head_dim == self.model.kv_channels or self._in_blocks(shape)
+        return "attention output" if is_whole else "attention output trimmed"
+
+    def _table(self, shape: RankShape) -> Table:
         model, gemms, (before, after) = self.model, self.gemms(shape.tp), self.norms
         hidden, query = shape.hidden_bytes(model.hidden_size), self._query(shape) * shape.element
         values, splits = shape.tokens * gemms[-1].inputs * shape.element, shape.splits_backward
@@ -138,15 +190,12 @@ class LatentAttention(Attention):
         redoes_core = shape.recomputes("core_attn")
         heads_kept = (Kept("q, k, v", self._heads_kept(shape), shape.element),)
         core_kept = () if redoes_core else self._trimmed_kept(shape)
-        # linear_proj keeps the output, trimmed or not
-        is_whole = model.v_head_dim == model.kv_channels or self._in_blocks(shape)
-        output = "attention output" if is_whole else "attention output trimmed"
+        output = self._output_name(shape)
         freed = [tensor for tensor in (*heads_kept, *core_kept) if tensor.name != output]
         if shape.recompute.recompute_keep_attention:
             freed = [tensor for tensor in freed if not tensor.with_replay]
         key_gemm = gemms[-2]
         keys = shape.tokens * key_gemm.outputs * shape.element
-        downs = tuple(self._projections(shape, behind, query + keys))
         waiting = sum(self._output_bytes(gemm, shape) for gemm in gemms[:-1]) + behind if splits else 0
         start = residual_stream(shape, model.hidden_size)
         if before is not None:
@@ -157,8 +206,15 @@ class LatentAttention(Attention):
         core_made = query + self._core_gradient_bytes(shape) - (3 * query if is_less else 0)
         operations = (
             start,
-            *downs,
-            Operation("heads", heads_kept, collectives=self._shared_key_collectives(shape), backward=made),
+            *self._down_projections(shape, behind + query + keys),
+            *self._up_projections(shape, behind + query + keys),
+            Operation(
+                "heads",
+                heads_kept,
+                collectives=self._shared_key_collectives(shape),
+                recompute_modules=("mla_up_proj",),
+                backward=made,
+            ),
             Operation(
                 "core_attention",
                 core_kept,
@@ -178,28 +234,36 @@ class LatentAttention(Attention):
         )
         return Table(operations, hidden, max(weight_gradient_bytes(gemm, shape) for gemm in gemms))
 
-    def _projections(self, shape: RankShape, behind: int, gradients: int) -> Iterator[Operation]:
-        """Yield the projections down to latents, their norms, and those up to heads.
+    def _down_projections(self, shape: RankShape, held: int) -> Iterator[Operation]:
+        """Yield the projections down to latents.
 
-        gradients: bytes of the gradients of q, and of keys and values, which are there when their backward starts.
+        held: bytes of the gradients of q, and of keys and values, which are there when the backward of projections
+        starts.
         """
-        model, hidden = self.model, shape.hidden_bytes(self.model.hidden_size)
-        before = self.norms[0]
+        hidden, before = shape.hidden_bytes(self.model.hidden_size), self.norms[0]
         again = 0 if before is None else before.output_again_bytes(shape)
-        *queries, kv_down, kv_up = self.gemms(shape.tp)[:-1]
-        held = behind + gradients
-        if model.q_lora_rank is None:
-            (up,) = queries
-            yield self._operation("linear_q_proj", up, shape, (), held + again + column_gradient_bytes(up, shape))
+        *queries, kv_down, _, _ = self.gemms(shape.tp)
+        both = held + again + 2 * hidden  # two gradients of the same input
+        has_latent = self.model.q_lora_rank is not None
+        if has_latent:
+            yield self._operation("linear_q_down_proj", queries[0], shape, (), both)
+        # its input is that of the queries' projection too
+        made = both - hidden if has_latent else both
+        yield self._operation("linear_kv_down_proj", kv_down, shape, (), made, waits_for_input=False)
+
+    def _up_projections(self, shape: RankShape, held: int) -> Iterator[Operation]:
+        """Yield the norms of latents and the projections up to heads. held: as in `_down_projections`."""
+        before, rank, modules = self.norms[0], self.model.q_lora_rank, ("mla_up_proj",)
+        q_up, kv_up = self.up_gemms(shape.tp)
+        made, kept, name = held + column_gradient_bytes(q_up, shape), (), "linear_q_proj"
+        if rank is None:
+            made += 0 if before is None else before.output_again_bytes(shape)
         else:
-            down, up = queries
-            yield self._operation("linear_q_down_proj", down, shape, (), held + again + 2 * hidden)
-            kept = self._latent_kept("q", model.q_lora_rank, model.q_lora_rank, shape)
-            yield self._operation("linear_q_up_proj", up, shape, kept, held + hidden + column_gradient_bytes(up, shape))
-        # its input is the other projections' too
-        yield self._operation("linear_kv_down_proj", kv_down, shape, (), held + again + hidden, waits_for_input=False)
-        kept = self._latent_kept("kv", model.kv_lora_rank, self.kv_down_rows, shape)
-        yield self._operation("linear_kv_up_proj", kv_up, shape, kept, held + column_gradient_bytes(kv_up, shape))
+            kept, name = self._latent_kept("q", rank, rank, shape), "linear_q_up_proj"
+        yield replace(self._operation(name, q_up, shape, kept, made), recompute_modules=modules)
+        kept = self._latent_kept("kv", self.model.kv_lora_rank, self.kv_down_rows, shape)
+        up = self._operation("linear_kv_up_proj", kv_up, shape, kept, held + column_gradient_bytes(kv_up, shape))
+        yield replace(up, recompute_modules=modules)
 
     def _operation(
         self, name: str, gemm: Gemm, shape: RankShape, kept: tuple[Kept, ...], held: int, waits_for_input: bool = True

@@ -27,6 +27,7 @@ from megapipe.layers.table import (
     Operation,
     RankShape,
     Table,
+    replayed,
     ring_bytes,
     total_bytes,
 )
@@ -215,7 +216,7 @@ class MoE:
         routing: tuple[Kept, ...] = ()
         if redoes:
             routing, norm_again = self._routing(shape), hidden if shape.recomputes("layernorm") and before else 0
-            operations = _replayed(operations, hidden + norm_again)
+            operations = replayed(operations, hidden + norm_again)
             # inputs that the replay has made wait too; the norm's output, if it is kept, waits as such
             of_replay = sum(operation.deferred_bytes for operation in operations) - waits
             waits += of_replay - (0 if norm_again or self.shared is None else hidden) if splits else 0
@@ -361,20 +362,3 @@ class MoE:
             size = shape.own_tokens * self.model.hidden_size
             score = Kept("shared expert gate", shape.own_tokens, shape.element)
             yield Operation("shared_gate", (Kept("shared expert output", size, shape.element), score))
-
-
-def _replayed(operations: list[Operation], more: int) -> list[Operation]:
-    """Return operations that the backward runs again first: they keep nothing, and hold what the replay keeps.
-
-    more: further bytes that the replay holds until its end.
-    """
-    held = more + sum(total_bytes(operation.keeps) for operation in operations)
-    replayed: list[Operation] = []
-    for operation in reversed(operations):
-        backward = operation.backward
-        if backward is not None:
-            replayed.append(replace(operation, keeps=(), backward=Backward(backward.held + held)))
-            held -= backward.frees
-        else:
-            replayed.append(replace(operation, keeps=()))
-    return replayed[::-1]

@@ -4,8 +4,8 @@ that it depends on, and `Table`, its operations with what each keeps, multiplies
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megapipe.config.parallel import RecomputeConfig
@@ -257,3 +257,20 @@ class Table:
 def total_bytes(tensors: Iterable[Kept]) -> int:
     """Return the bytes of all tensors together."""
     return sum(tensor.num_bytes for tensor in tensors)
+
+
+def replayed(operations: Sequence[Operation], more: int) -> list[Operation]:
+    """Return operations that the backward runs again first: they keep nothing, and hold what the replay keeps.
+
+    more: further bytes that the replay holds until its end.
+    """
+    held = more + sum(total_bytes(operation.keeps) for operation in operations)
+    again: list[Operation] = []
+    for operation in reversed(operations):
+        backward = operation.backward
+        if backward is not None:
+            again.append(replace(operation, keeps=(), backward=Backward(backward.held + held)))
+            held -= backward.frees
+        else:
+            again.append(replace(operation, keeps=()))
+    return again[::-1]

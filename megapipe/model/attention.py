@@ -29,7 +29,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         config, tp = factory.config, factory.tp
         self.config, self.layer = config, layer
-        self.recompute_core = "core_attn" in factory.recompute
+        self.recompute = factory.recompute
         self.head_dim = config.kv_channels
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries = config.num_attention_heads // tp.size // self.groups  # per group, on this rank
@@ -48,17 +48,17 @@ class SelfAttention(nn.Module):
             self.softmax_offset = nn.Parameter(torch.empty(self.groups * self.queries, device="meta"))
 
     def elements(self, norm: Elements = NOTHING) -> Iterator[Element]:
-        """Yield the elements of the branch. norm: those before linear_qkv."""
-        yield from norm
+        """Yield the elements of the branch. norm: those before linear_qkv, which may be recomputed."""
+        yield from again_if("layernorm" in self.recompute, norm)
         yield linear_element("linear_qkv", self.linear_qkv)
         yield self._heads()
-        yield from self.core_and_projection()
-
-    def core_and_projection(self) -> Iterator[Element]:
-        """Yield core attention and its output projection."""
-        core = Operator("core_attention", lambda context, q, k, v: self.core.of(context, self.softmax_offset)(q, k, v))
-        yield from again_if(self.recompute_core, Elements([core]))
+        yield from again_if("core_attn" in self.recompute, Elements([self.core_element]))
         yield linear_element("linear_proj", self.linear_proj)
+
+    @property
+    def core_element(self) -> Element:
+        """Core attention."""
+        return Operator("core_attention", lambda context, q, k, v: self.core.of(context, self.softmax_offset)(q, k, v))
 
     def _heads(self) -> Element:
         """Return the element that splits, norms and rotates heads: a segment, unless its norms are none."""

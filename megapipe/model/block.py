@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP
 from megapipe.model.moe import MoE
 from megapipe.model.norm import norm_element
-from megapipe.model.segments import Compiler, Element, Elements, Remade, Segment, again_if, run, run_branch
+from megapipe.model.segments import Compiler, Element, Elements, Segment, run
 from megapipe.tensor_parallel.random import dropped, keyed_mask
 
 
@@ -23,13 +24,12 @@ class Block(nn.Module):
     """One transformer layer: [s, b, h] (a slice of s with sequence parallelism) -> the same. layer: global index.
 
     x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), with the parts and the norms that its configuration has.
-    elements: of both branches. Stages in parts run some of them: attention_branch, norm_of_mlp, mlp_branch, mlp_end.
+    elements: of both branches, attention_branch and mlp_branch. Stages in parts run some of them at a time.
     """
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         self.layer = layer
-        self.recompute = factory.recompute
         self.dropout_rate = factory.config.hidden_dropout
         # masks differ over tp only where ranks hold different slices of the sequence
         self.dropout_rank = factory.tp.rank if factory.sequence_parallel else None
@@ -42,53 +42,33 @@ class Block(nn.Module):
             self.input_layernorm, self.post_self_attn_layernorm = factory.branch_norms()
             kind = LatentAttention if factory.config.multi_latent_attention else SelfAttention
             self.self_attention = kind(layer, factory)
-            norm = again_if("layernorm" in self.recompute, self._norm("input_layernorm"))
-            attention = self.self_attention.elements(norm)
+            attention = self.self_attention.elements(self._norm("input_layernorm"))
         if factory.config.has_mlp:
             self.pre_mlp_layernorm, self.post_mlp_layernorm = factory.branch_norms()
             self.mlp = MLP(layer, factory) if factory.config.num_experts is None else MoE(layer, factory)
             mlp = self.mlp.elements(self._norm("pre_mlp_layernorm"))
-        self.norm_of_mlp = again_if("layernorm" in self.recompute, self._norm("pre_mlp_layernorm"))
         end = [*self._norm("post_self_attn_layernorm"), self._sum("attention_output")]
-        self.mlp_end = Elements([*self._norm("post_mlp_layernorm"), self._sum("mlp_output")])
+        mlp_end = [*self._norm("post_mlp_layernorm"), self._sum("mlp_output")]
         self.attention_branch = Elements([*attention, *(end if self.self_attention is not None else ())])
-        self.mlp_branch = Elements([*mlp, *(self.mlp_end if self.mlp is not None else ())])
+        self.mlp_branch = Elements([*mlp, *(mlp_end if self.mlp is not None else ())])
         self.elements = Elements([*self.attention_branch, *self.mlp_branch])
 
     def forward(
-        self,
-        hidden: Tensor,
-        context: LayerContext,
-        elements: Elements | None = None,
-        update: Tensor | None = None,
-    ) -> Tensor:
-        """Run the layer, or some of its elements, from the residual stream; `update`: of the branch so far.
+        self, hidden: Tensor, context: LayerContext, elements: Elements | None = None, values: tuple[Any, ...] = ()
+    ) -> Any:
+        """Run the layer: return the next residual stream. With `elements`, some of the layer's, return the stream and
+        the values of the branch behind them. values: those before them; at the start of a branch none.
 
         Whatever runs of a layer is called here, since weights are waited for when a block is called.
         """
         if self.compiler is not None and self.compiler.accepts(hidden) and context.cache is None:
             context = replace(context, compiler=self.compiler)
-        values = (hidden if update is None else update,)
-        stream, _ = run(self.elements if elements is None else elements, hidden, values, context)
-        assert stream is not None
-        return stream
-
-    def attend(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Add the branch of attention to the residual stream."""
-        return self(hidden, context, self.attention_branch)  # type: ignore[no-any-return]
-
-    def after_attention(self, hidden: Tensor, context: LayerContext) -> Tensor:
-        """Add the branch of the MLP to the residual stream."""
-        return self(hidden, context, self.mlp_branch)  # type: ignore[no-any-return]
-
-    def normed(self, hidden: Tensor, context: LayerContext) -> Tensor | Remade:
-        """Return the input of the MLP, or of the experts, where they run apart, after `attend`."""
-        (x,) = run_branch(self.norm_of_mlp, (hidden,), context)
-        return x  # type: ignore[no-any-return]
-
-    def add_mlp(self, hidden: Tensor, update: Tensor, context: LayerContext) -> Tensor:
-        """Add the output of the MLP, or of the experts, to the residual stream; `update` is overwritten."""
-        return self(hidden, context, self.mlp_end, update)  # type: ignore[no-any-return]
+        whole = self.elements if elements is None else elements
+        stream, values = run(whole, hidden, values or (hidden,), context)
+        if elements is None:
+            return stream
+        is_at_start = len(values) == 1 and values[0] is stream
+        return (stream,) if is_at_start else (stream, *values)
 
     def _norm(self, name: str) -> Elements:
         """Return the element of a norm that the layer may have."""

@@ -17,7 +17,7 @@ context parallelism it gets them after it is exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,12 +29,27 @@ from torch.autograd.function import once_differentiable
 from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.model.attention import SelfAttention, rotated
-from megapipe.model.context import rotate_pairs_
+from megapipe.model.context import LayerContext, rotate_pairs_
 from megapipe.model.core_attention import CoreAttention
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.norm import norm_element
-from megapipe.model.segments import NOTHING, Element, Elements, Operator, Segment, linear, linear_element
+from megapipe.model.recompute import KeptAttention
+from megapipe.model.segments import (
+    FIRST,
+    NOTHING,
+    Again,
+    Element,
+    Elements,
+    Operator,
+    Remade,
+    Segment,
+    again_if,
+    linear,
+    linear_element,
+)
 from megapipe.tensor_parallel.gemms import at_least_fp32, gathered, summed
+
+SECOND, THIRD = slice(1, 2), slice(2, 3)  # of a branch: keys and values, the shared key; queries are the first
 
 
 class LatentAttention(SelfAttention):
@@ -46,7 +61,7 @@ class LatentAttention(SelfAttention):
         self.config, self.layer = config, layer
         self.softmax_offset = None
         self.tp, self.sequence_parallel = tp, factory.sequence_parallel
-        self.recompute_core = "core_attn" in factory.recompute
+        self.recompute = factory.recompute
         self.groups, self.queries = config.num_attention_heads // tp.size, 1
         self.head_dim = config.kv_channels
         self.value_dim = self.head_dim if factory.context is None else config.v_head_dim  # of v with its zeros
@@ -70,32 +85,52 @@ class LatentAttention(SelfAttention):
         self.linear_proj = factory.linear("row", layer, heads * config.v_head_dim, hidden, config.add_bias_linear)
 
     def elements(self, norm: Elements = NOTHING) -> Iterator[Element]:
-        """Yield the elements of the branch. norm: those before the projections."""
-        config, first, second, third = self.config, slice(0, 1), slice(1, 2), slice(2, 3)
-        yield from norm
-        if config.q_lora_rank is None:
-            yield Operator("linear_q_proj", lambda context, x: (linear(self.linear_q_proj, x), x))
-        else:
+        """Yield the elements of the branch. norm: those before the projections, which may be recomputed."""
+        redoes_up, has_latent = "mla_up_proj" in self.recompute, self.config.q_lora_rank is not None
+        # without a latent of the queries a range that is run again has the norm's output as an input, and keeps it
+        yield from again_if("layernorm" in self.recompute and (has_latent or not redoes_up), norm)
+        if has_latent:
             yield Operator("linear_q_down_proj", lambda context, x: (linear(self.linear_q_down_proj, x), x))
+            yield Operator("linear_kv_down_proj", lambda context, x: self._latent_and_key(x), SECOND)
+        else:
+            yield Operator("linear_kv_down_proj", lambda context, x: (x, *self._latent_and_key(x)))
+        if redoes_up:
+            inner, redoes_core = Elements([*self._heads_of_latents(), self.core_element]), "core_attn" in self.recompute
+            yield Again(inner, kept=None if redoes_core else KeptAttention, give=_with_kept_attention)
+        else:
+            yield from self._heads_of_latents()
+            yield from again_if("core_attn" in self.recompute, Elements([self.core_element]))
+        yield linear_element("linear_proj", self.linear_proj)
+
+    def _latent_and_key(self, x: Tensor | Remade) -> tuple[Tensor, ...]:
+        """Return the latent of keys and values, and the key that all heads share, as views."""
+        sizes = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
+        return linear(self.linear_kv_down_proj, x).split(sizes, dim=-1)
+
+    def _heads_of_latents(self) -> Iterator[Element]:
+        """Yield the elements from latents and the shared key to q, k and v."""
+        config = self.config
+        if config.q_lora_rank is None:
+            yield linear_element("linear_q_proj", self.linear_q_proj, FIRST)
+        else:
             if config.qk_layernorm:
-                yield norm_element("q_layernorm", self.q_layernorm, first)
-            yield linear_element("linear_q_up_proj", self.linear_q_up_proj, first)
-        sizes = config.kv_lora_rank, config.qk_pos_emb_head_dim
-        yield Operator(
-            "linear_kv_down_proj", lambda context, x: linear(self.linear_kv_down_proj, x).split(sizes, dim=-1), second
-        )
+                yield norm_element("q_layernorm", self.q_layernorm, FIRST)
+            yield linear_element("linear_q_up_proj", self.linear_q_up_proj, FIRST)
         if config.qk_layernorm:
-            yield norm_element("kv_layernorm", self.kv_layernorm, second)
+            yield norm_element("kv_layernorm", self.kv_layernorm, SECOND)
         else:  # a copy, so that the rest is not kept
-            yield Operator("latent", lambda context, latent: latent.contiguous(), second)
-        yield linear_element("linear_kv_up_proj", self.linear_kv_up_proj, second)
+            yield Operator("latent", lambda context, latent: latent.contiguous(), SECOND)
+        yield linear_element("linear_kv_up_proj", self.linear_kv_up_proj, SECOND)
         if self.tp.size > 1:
             yield Operator(
-                "shared_key", lambda context, key: _SharedKey.apply(key, self.tp, self.sequence_parallel), third
+                "shared_key", lambda context, key: _SharedKey.apply(key, self.tp, self.sequence_parallel), THIRD
             )
         heads = LatentHeads(self.groups, config.qk_head_dim, self.head_dim, config.v_head_dim, self.value_dim)
         yield Segment("heads", heads, lambda context, like: context.rotary)
-        yield from self.core_and_projection()
+
+
+def _with_kept_attention(context: LayerContext, kept: KeptAttention) -> LayerContext:
+    return replace(context, kept_attention=kept)
 
 
 def _latent_norm(factory: LayerFactory, config: ResolvedModelConfig, size: int) -> nn.Module:

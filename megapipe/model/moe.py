@@ -34,6 +34,7 @@ from megapipe.model.dispatch import GatheredRoutes, KeptRouting, Routes, Routing
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP, activation_element
 from megapipe.model.segments import (
+    FIRST,
     LAST,
     NOTHING,
     Again,
@@ -79,7 +80,8 @@ class MoE(nn.Module):
     def elements(self, norm: Elements = NOTHING) -> Iterator[Element]:
         """Yield the elements of the branch. norm: those before the router.
 
-        Within them a branch has the normalized tokens x [s, b, h], which shared experts see, and what `route` returns.
+        Within them a branch has the normalized tokens x [s, b, h], which shared experts see, or without any the shape
+        of x, and what `route` returns.
         """
         if "moe" in self.recompute:
             with_norm = "layernorm" in self.recompute
@@ -91,9 +93,14 @@ class MoE(nn.Module):
             yield from self._elements()
 
     def _elements(self) -> Iterator[Element]:
+        shared = self.shared_experts
+
+        def seen(x: Tensor | Remade) -> Tensor | Remade | torch.Size:
+            return x if shared is not None else tensor_of(x).shape
+
         if self.router.model.moe_token_dispatcher_type == "allgather":
             topk = self.router.model.moe_router_topk
-            yield Operator("router", lambda context, x: (x, *self._gathered(x, context)))
+            yield Operator("router", lambda context, x: (seen(x), *self._gathered(x, context)))
             yield Operator(
                 "dispatch", lambda context, routes, rows: (routes, routes.dispatch(routes.gather(rows), topk)), ROWS
             )
@@ -102,20 +109,19 @@ class MoE(nn.Module):
                 "combine", lambda context, x, weights, routes, rows: (x, routes.combine(rows, routes.gather(weights)))
             )
         else:
-            yield Operator("router", lambda context, x: (x, *self.route(x, context)))
+            yield Operator("router", lambda context, x: (seen(x), *self.route(x, context)))
             yield Operator("dispatch", lambda context, routes, rows: (routes, routes.dispatch(rows)), ROWS)
             yield Operator("rows", lambda context, routes, rows: (routes, routes.by_expert(rows)), ROWS)
             yield from self.experts.elements
             yield Operator("results", lambda context, routes, rows: (routes, routes.by_rank(rows)), ROWS)
-            yield Operator("combine", lambda context, routes, rows: routes.combine(rows), ROWS)
-            yield Operator("sums", lambda context, x, weights, order, rows: (x, self.weigh(rows, weights, order)))
-        shared = self.shared_experts
+            yield Operator("combine", lambda context, routes, rows: (routes, routes.combine(rows)), ROWS)
+            yield Operator("sums", self._sums)
         if shared is None:
             # autograd forbids in-place operations, as the residual sum is one, on a view that a recomputed range makes
             view = torch.ops.aten._unsafe_view
-            yield Operator("output", lambda context, x, output: view(output, tensor_of(x).shape))
+            yield Operator("output", lambda context, shape, output: view(output, shape))
         else:
-            yield Operator("shared_experts", lambda context, x, output: (output, shared(x, context)))
+            yield Operator("shared_experts", lambda context, x: shared(x, context), FIRST)
             yield Segment("output", _sum_of_experts)
 
     def route(self, x: Tensor | Remade, context: LayerContext) -> tuple[Tensor, Tensor, Routes, Tensor]:
@@ -160,13 +166,11 @@ class MoE(nn.Module):
             kept.routing = routing
         return weights, routing
 
-    def run_experts(self, received: Tensor, routes: Routes, context: LayerContext) -> Tensor:
-        """Return the results of the rows that were dispatched to this rank, [n, h] both, in the same order."""
-        return routes.by_rank(self.experts(routes.by_expert(received), routes, context))
-
-    def weigh(self, results: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-        """Return the weighted sums of each token's results [t, h]. results: [n, h], as `route` ordered the rows."""
-        return _Combine.apply(results, weights, order, self._is_whole(order, weights))
+    def _sums(
+        self, context: LayerContext, x: Any, weights: Tensor, order: Tensor, routes: Routes, results: Tensor
+    ) -> tuple[Any, Tensor]:
+        """Return x and the weighted sums of each token's results [t, h]. results: [n, h], ordered as by `route`."""
+        return x, _Combine.apply(results, weights, order, self._is_whole(order, weights))
 
     def _is_whole(self, order: Tensor, weights: Tensor) -> bool:
         """Return True if no row is dropped."""
@@ -491,11 +495,6 @@ class ExpertWeights(nn.Module):
             self.bias1 = nn.Parameter(torch.empty(gates * rows, device="meta"))
             self.bias2 = nn.Parameter(torch.empty(config.num_experts // experts.ep.size * channels, device="meta"))
 
-    def forward(self, rows: Tensor, routes: Routes | GatheredRoutes, context: LayerContext) -> Tensor:
-        """Return the experts' results, partial over etp, [n, h]. rows: [n, h], those of each expert in order."""
-        _, results = run_branch(self.elements, (routes, rows), context)
-        return results  # type: ignore[no-any-return]
-
     def _product(self, rows: Tensor | Remade, routes: Routes | GatheredRoutes, number: int) -> Tensor:
         """Return the product of linear 1 or 2."""
         weight, bias = (self.weight1, self.bias1) if number == 1 else (self.weight2, self.bias2)
@@ -602,8 +601,8 @@ class _BiasGradients:
             self.slot.ready()
 
 
-def _sum_of_experts(output: Tensor, shared: Tensor) -> Tensor:
-    """Return the sum of the experts' results [t, h] and the shared experts' [s, b, h]."""
+def _sum_of_experts(shared: Tensor, output: Tensor) -> Tensor:
+    """Return the sum of the shared experts' results [s, b, h] and the experts' [t, h]."""
     return output.view_as(shared) + shared
 
 

@@ -1,7 +1,8 @@
 """Activation recompute (Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198).
 
 - full: whole layers; only their input is saved, plus the results of attention with --recompute-keep-attention.
-- selective: `core_attn` (attention without its projections), `mlp` (linear_fc1 and the activation), `layernorm` and
+- selective: `core_attn` (attention without its projections), `mla_up_proj` (from latents to heads; without core_attn
+  the results of its kernel are kept), `mlp` (linear_fc1 and the activation), `layernorm` and
   `activation` (elementwise functions whose output is a linear's input: the linear recomputes it from tensors that are
   saved anyway). With experts `moe` (router, experts and shared experts), `moe_act` (the experts' activation, as
   `activation`) and `shared_experts` (as `mlp`).

@@ -30,6 +30,7 @@ from megapipe.tensor_parallel.gradients import InputRecompute
 Values = tuple[Any, ...]  # of a branch: tensors, `Remade` tensors, and what operators pass to each other
 Compile = Callable[..., Callable[..., Any]]  # (function, dynamic=...) -> the compiled function
 ALL = slice(None)
+FIRST = slice(0, 1)
 LAST = slice(-1, None)
 
 

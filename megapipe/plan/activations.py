@@ -171,7 +171,8 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
     for group, count in Counter(groups).items():
         total.update({what: count * size for what, size in _group_bytes(group, shape).items()})
     if groups:
-        is_replayed = any(group.is_checkpoint or group.shape(shape).recomputes("core_attn") for group in groups)
+        replays = [group.is_checkpoint or group.shape(shape).recomputes("core_attn", "mla_up_proj") for group in groups]
+        is_replayed = any(replays)
         masks, tables = Counter[Any](), Counter[Any]()  # one for each window, and for each kind of rotary positions
         for each in attentions(model, stage):
             size = each.document_mask_bytes(shape, is_replayed)
@@ -227,8 +228,8 @@ def replay_bytes(layers: tuple[LayerSpec, ...], shape: RankShape) -> int:
         )
     modules = shape.recompute.recompute_modules
     replays: list[tuple[str, ...]] = [(module,) for module in modules]
-    for module in ("mlp", "moe"):  # one replay makes the norm's output and these
-        replays += [("layernorm", module)] if {"layernorm", module} <= set(modules) else []
+    for pair in (("layernorm", "mlp"), ("layernorm", "moe"), ("mla_up_proj", "core_attn")):  # one replay makes both
+        replays += [pair] if set(pair) <= set(modules) else []
     shapes = [replace(shape, recompute=RecomputeConfig("selective", recompute_modules=replay)) for replay in replays]
     # branches of a layer are replayed one after the other
     branches = (

@@ -75,14 +75,16 @@ def step_flops(model: ResolvedModelConfig, sequences: int, causal: bool) -> floa
 def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int, causal: bool) -> float:
     """Return what a backward repeats of a layer, per token.
 
-    Full recompute: its forward, but for attention if that is kept. Selective: core attention, the first linear of the
-    MLP or of the shared experts, the router with all experts.
+    Full recompute: its forward, but for attention if that is kept. Selective: core attention, the projections up from
+    latents, the first linear of the MLP or of the shared experts, the router with all experts.
     """
     if recompute.recompute_granularity == "full":
         return gemm_flops(layer) if recompute.recompute_keep_attention else layer_flops(layer, seq_length, causal)
     experts = [part for part in layer.parts if isinstance(part, MoE)]
+    attention = layer.attention
     of_module = {
         "core_attn": layer.attention_flops(seq_length, causal),
+        "mla_up_proj": 2.0 * sum(gemm.num_weights for gemm in attention.up_gemms(tp=1)) if attention else 0.0,
         "mlp": 0.0 if layer.mlp is None else 2.0 * layer.mlp.gemms(tp=1)[0].num_weights,
         "moe": sum(2.0 * gemm.num_weights for part in experts for gemm in part.gemms(tp=1)),
         "shared_experts": sum(2.0 * part.shared.gemms(tp=1)[0].num_weights for part in experts if part.shared),

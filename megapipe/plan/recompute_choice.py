@@ -21,6 +21,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
+from megapipe.layers.attention import Attention
 from megapipe.layers.model import LayerSpec, layer_table
 from megapipe.layers.moe import MoE
 from megapipe.layers.table import Operation, RankShape, total_bytes
@@ -101,27 +102,34 @@ def _saved_per_flop(before: Choice, after: Choice) -> float:
 def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
     """Return the kinds of recompute that a layer can have."""
     is_own = shape.transformer_impl == "local"  # Transformer Engine keeps the inputs of its linears anyway
-    cores, norms = ((), ("core_attn",)), ((), ("layernorm",)) if is_own else ((),)
+    cores, norms = [(), ("core_attn",)], ((), ("layernorm",)) if is_own else ((),)
     mlps: tuple[tuple[str, ...], ...] = ((), ("activation",), ("mlp",)) if is_own else ((), ("mlp",))
     mixture = next((part for part in layer.parts if isinstance(part, MoE)), None)
     if mixture is not None:
         mlps = ((), ("moe_act",), ("moe",))
         mlps += () if mixture.shared is None else (("shared_experts",), ("moe_act", "shared_experts"))
-    found = [RecomputeConfig(), FULL]
+    attention = layer.attention
+    keeps_results = attention is not None and _can_keep_results(attention, layer, shape)
+    if attention is not None and attention.up_gemms(tp=1):
+        cores += [("mla_up_proj", "core_attn"), *([("mla_up_proj",)] if keeps_results else [])]
+    found = [RecomputeConfig(), FULL, *([replace(FULL, recompute_keep_attention=True)] if keeps_results else [])]
     found += [
         RecomputeConfig("selective", recompute_modules=modules)
         for each in product(cores, norms, mlps)
         if (modules := tuple(module for part in each for module in part))
         and (mixture is None or not {"layernorm", "shared_experts"} <= set(modules))  # a rule of the configuration
     ]
-    attention = layer.attention
-    if attention is not None and shape.attention_impl != "te" and not (shape.dtype == "fp64" and shape.is_cuda):
-        model = attention.model
-        is_fused = any(tensor.with_replay for tensor in layer_table(layer, shape).keeps)
-        is_fused = is_fused and not model.attention_dropout and not model.attention_softmax_in_fp32
-        if is_fused and model.kv_channels <= MOST_FUSED_CHANNELS:
-            found.append(replace(FULL, recompute_keep_attention=True))
     return found
+
+
+def _can_keep_results(attention: Attention, layer: LayerSpec, shape: RankShape) -> bool:
+    """Return True if a recompute of attention can use the results of a fused kernel."""
+    model = attention.model
+    if shape.attention_impl == "te" or (shape.dtype == "fp64" and shape.is_cuda):
+        return False
+    is_fused = any(tensor.with_replay for tensor in layer_table(layer, shape).keeps)
+    is_fused = is_fused and not model.attention_dropout and not model.attention_softmax_in_fp32
+    return is_fused and model.kv_channels <= MOST_FUSED_CHANNELS
 
 
 def _choice(layer: LayerSpec, whole: RankShape, recompute: RecomputeConfig) -> Choice:

@@ -104,6 +104,15 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sequence_parallel_dualpipe": (4, TP2 | SP | PP2 | {"pipeline_schedule": "dualpipe"}),
     "tp2_zb_h1": (4, TP2 | PP2 | {"pipeline_schedule": "zb-h1"}),
     "latent_attention_tp2_sequence_parallel_zb_h1": (4, TP2 | SP | PP2 | LATENT | {"pipeline_schedule": "zb-h1"}),
+    "latents_projected_up_again_tp2_sequence_parallel_zb_h1": (
+        4,
+        TP2
+        | SP
+        | PP2
+        | LATENT
+        | {"pipeline_schedule": "zb-h1", "recompute_granularity": "selective"}
+        | {"recompute_modules": ("mla_up_proj", "layernorm")},
+    ),
     "tied_zero2_microbatch": (
         4,
         PP2

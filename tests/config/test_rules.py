@@ -24,6 +24,7 @@ from megapipe.errors import ConfigError
 from tests.config.examples import SHAPE, job
 
 SAMPLES = SHAPE + " --micro-batch-size 2 --lr 1e-3 --train-samples 1000 --mock-data --vocab-size 9"
+LATENT = "--multi-latent-attention --position-embedding-type rope"
 GRAPHS = "--cuda-graph-impl local --hidden-dropout 0 --attention-dropout 0"
 
 # (rule, flags that break it, words of the message, similar flags that are valid)
@@ -382,6 +383,18 @@ CASES = [
             "--recompute-granularity full --recompute-method block --recompute-num-layers 1 --attention-dropout 0 "
             "--recompute-keep-attention"
         ),
+    ),
+    (
+        "latents_are_projected_up_again_up_to_a_fused_kernel",
+        "--recompute-activations --recompute-modules mla_up_proj",
+        ["mla_up_proj recomputes nothing: attention has no latents; add --multi-latent-attention"],
+        f"{LATENT} --attention-dropout 0 --recompute-activations --recompute-modules mla_up_proj",
+    ),
+    (
+        "latents_are_projected_up_again_up_to_a_fused_kernel",
+        f"{LATENT} --attention-dropout 0.1 --recompute-activations --recompute-modules mla_up_proj",
+        ["mla_up_proj without core_attn keeps", "not fused with --attention-dropout above 0; add core_attn"],
+        f"{LATENT} --attention-dropout 0.1 --recompute-activations --recompute-modules mla_up_proj core_attn",
     ),
     (
         "offloaded_layers_are_whole_checkpoints",

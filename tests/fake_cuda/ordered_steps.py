@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly import runtime as assembly
+from megapipe.assembly.compose import parameter_dtype
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.assembly.runtime import TrainingRuntime, parameter_dtype
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import Group, ProcessGroups, Traffic, fake_process_groups
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan

@@ -16,6 +16,7 @@ LATENT = LLAMA | {"multi_latent_attention": True, "kv_lora_rank": 4, "qk_head_di
 LATENT |= {"v_head_dim": 6, "kv_channels": None, "num_query_groups": None}
 EXPERTS = LLAMA | {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8}
 RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm", "mlp")}
+UP = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "layernorm")}
 CASES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "gpt2": {},
@@ -23,6 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
     "recomputed": LLAMA | RECOMPUTE,
     "latent attention": LATENT | {"q_lora_rank": 4, "qk_layernorm": True},
     "latent attention, queries without latents": LATENT,
+    "latent attention, recomputed": LATENT | {"q_lora_rank": 4, "qk_layernorm": True} | UP,
+    "latent attention, core recomputed too": LATENT | UP | {"recompute_modules": ("mla_up_proj", "core_attn")},
     "experts": EXPERTS,
     "shared experts": EXPERTS | {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
     "gathered experts": EXPERTS | {"moe_token_dispatcher_type": "allgather"},

@@ -303,6 +303,24 @@ def test_experts_keep_the_bytes_in_the_plan_for_every_recompute_option(shape: st
         assert sum(plan.values()) == count.forward, f"{modules}: {plan}\n" + "\n".join(count.storages)
 
 
+OF_LATENTS = [("mla_up_proj",), ("mla_up_proj", "core_attn"), ("mla_up_proj", "layernorm"), ("mla_up_proj", "mlp")]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [shape for shape in ALL_SHAPES if "latent" in shape])
+def test_latent_attention_keeps_the_bytes_in_the_plan_when_it_is_projected_up_again(shape: str, dtype: str) -> None:
+    config = model_config(num_layers=2, **ALL_SHAPES[shape])
+    part = StageLayers(0, 2, True, True)
+    is_written_out = any(layer.attention and layer.attention.is_explicit for layer in spec_of(config).layers)
+    for modules in OF_LATENTS:
+        if is_written_out and "core_attn" not in modules:
+            continue  # the configuration rejects it
+        recompute = RecomputeConfig("selective", recompute_modules=modules)
+        count = counted(config, part, recompute, DTYPES[dtype])
+        plan = planned(config, part, recompute, dtype)
+        assert sum(plan.values()) == count.forward, f"{modules}: {plan}\n" + "\n".join(count.storages)
+
+
 def counted_over_tp(
     rank: int, world_size: int, shape: str, dtype: str, sequence_parallel: bool
 ) -> dict[tuple[str, str], Count]:

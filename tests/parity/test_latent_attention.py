@@ -43,6 +43,8 @@ MODEL |= {"moe_aux_loss_coeff": (0.0,), "moe_z_loss_coeff": None}
 DEEPSEEK = {"num_experts": 8, "moe_ffn_hidden_size": 12, "moe_layer_freq": "[0]+[1]*3"} | SIGMOID | YARN
 DEEPSEEK |= SHARED | {"moe_shared_expert_gate": False}
 CORE = {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "layernorm")}
+UP = {"recompute_granularity": "selective", "recompute_modules": ("mla_up_proj", "layernorm")}
+UP_AND_CORE = CORE | {"recompute_modules": ("mla_up_proj", "core_attn", "layernorm")}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank, yarn": (1, YARN),
     "one rank, no latent of q, no norms, biases, equal heads": (
@@ -57,6 +59,28 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp 2 pp 2 zero bubble, core recomputed": (
         4,
         {"tp": 2, "pp": 2, "pipeline_schedule": "zb-h1", "sequence_parallel": False} | CORE,
+    ),
+    "one rank, projected up again": (1, UP | YARN),
+    "one rank, no latent of q, no norms, projected up again": (1, UP | {"q_lora_rank": None, "qk_layernorm": False}),
+    "tp 2, sequence parallel, written out, projected up again": (
+        2,
+        {"tp": 2, "attn_logit_softcapping": 2.0, "attention_dropout": 0.2} | UP_AND_CORE,
+    ),
+    "tp 2 dp 2, zero 3, no latent of q, projected up again": (
+        4,
+        {"tp": 2, "q_lora_rank": None, "use_distributed_optimizer": True}
+        | {"data_parallel_sharding_strategy": "optim_grads_params"}
+        | UP,
+    ),
+    "tp 2 pp 2 zero bubble, projected up again": (
+        4,
+        {"tp": 2, "pp": 2, "pipeline_schedule": "zb-h1", "v_head_dim": 9} | YARN | UP,
+    ),
+    "tp 2 pp 2 zero bubble, core and projections again, offloaded": (
+        4,
+        {"tp": 2, "pp": 2, "pipeline_schedule": "zb-h1", "cpu_offloading_num_layers": 4}
+        | {"min_offloaded_tensor_size": 1}
+        | UP_AND_CORE,
     ),
     "pp 2 interleaved, full recompute, norms around": (
         2,

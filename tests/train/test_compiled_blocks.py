@@ -22,6 +22,7 @@ import torch
 import torch._dynamo.testing
 from torch._inductor.utils import run_and_get_code
 
+from megapipe.assembly.parts import elements_of_parts
 from megapipe.data.batch import DocumentRules
 from megapipe.errors import ConfigError
 from megapipe.model.block import Block
@@ -65,6 +66,9 @@ ONE_RANK: dict[str, dict[str, Any]] = {
     "recomputed activations": SELECTIVE | DROPOUT | {"recompute_modules": ("core_attn", "layernorm", "activation")},
     "sinks, bent gates": LLAMA | {"softmax_type": "learnable", "activation_func_clamp_value": 2.0},
     "latent attention": LATENT | {"qk_layernorm": True, "q_lora_rank": 4},
+    "latent attention, projected up again": LATENT
+    | SELECTIVE
+    | {"qk_layernorm": True, "q_lora_rank": 4, "recompute_modules": ("mla_up_proj", "layernorm")},
     "latent attention without norms, prediction ahead": LATENT | {"mtp_num_layers": 1},
     "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 8, "moe_aux_loss_coeff": (0.1,)},
     "experts, recomputed": EXPERTS | SELECTIVE | {"recompute_modules": ("layernorm", "moe_act")},
@@ -98,6 +102,9 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     | LLAMA
     | {"pipeline_schedule": "zb-h1", "num_layers": 4, "data_parallel_sharding_strategy": "optim_grads"},
     "experts on two ranks": EXPERTS | {"expert_model_parallel_size": 2},
+    "experts in parts, dropout": EXPERTS
+    | {"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "hidden_dropout": 0.1}
+    | {"moe_shared_expert_intermediate_size": 8},
     "experts on two ranks, tp": TP | EXPERTS | {"sequence_parallel": True, "moe_shared_expert_intermediate_size": 8},
     "latent attention, tp, sequence parallel": TP | LATENT | {"sequence_parallel": True, "qk_layernorm": True},
     "cp2": LLAMA | {"context_parallel_size": 2},
@@ -283,6 +290,34 @@ def test_other_numbers_of_rows_and_slices_are_not_compiled_again() -> None:
         torch.testing.assert_close(found, activation.function(x))
         found.sum().backward()
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm_position": "around", "recompute_modules": ("layernorm",)} | SELECTIVE])
+def test_parts_of_a_layer_are_its_elements_and_its_graphs(changes: dict[str, Any]) -> None:
+    sizes = EXPERTS | {"moe_shared_expert_intermediate_size": 8, "dtype": "fp64"}
+    runtime = runtime_of(tiny_config(**sizes | changes), 0, 1)
+    (module,) = runtime.stages.values()
+    block, hidden = module.decoder.layers["0"], torch.randn(8, 1, 16, dtype=torch.float64)
+    context = module.make_context(compiled_blocks.example(runtime, (8, 1, 16)), torch.float64)[0]
+
+    def run(*parts: Any) -> tuple[torch.Tensor, set[str]]:
+        graphs: set[str] = set()
+
+        def compiled(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+            graphs.add(function.__name__)
+            return function
+
+        block.compiler, state = Compiler([(8, 1, 16)], compiled), (hidden,)
+        for elements in parts:  # on one rank the all-to-alls between them move nothing
+            state = block(state[0], context, elements, state[1:])
+        (output,) = state
+        return output, graphs
+
+    whole, expected = run(block.elements)
+    parts, graphs = run(*elements_of_parts(block).values())
+    assert torch.equal(whole, parts)
+    assert graphs == expected
+    assert "expert_activation" in graphs
 
 
 def other_result(function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:

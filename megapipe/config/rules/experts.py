@@ -110,6 +110,10 @@ def recompute(config: Config) -> Iterator[str]:
     dense = [layer for layer in layers if layer.num_experts is None and layer.has_mlp]
     has_shared = any(layer.moe_shared_expert_intermediate_size is not None for layer in mixtures)
     nothing = {
+        "mla_up_proj": (
+            not config.model.multi_latent_attention,
+            "attention has no latents; add --multi-latent-attention",
+        ),
         "moe": (not mixtures, "no layer has experts; add --num-experts N"),
         "moe_act": (not mixtures, "no layer has experts; add --num-experts N"),
         "shared_experts": (not has_shared, "there are none; add --moe-shared-expert-intermediate-size N"),

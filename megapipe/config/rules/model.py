@@ -22,6 +22,8 @@ CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 LAYERS_PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 LAYOUT = "--pipeline-model-parallel-layout"
 PP = "--pipeline-model-parallel-size"
+KEPT_ATTENTION = "--recompute-keep-attention"
+UP_WITHOUT_CORE = "--recompute-modules mla_up_proj without core_attn"
 
 
 def shape(config: Config) -> Iterator[str]:
@@ -116,7 +118,8 @@ def attention_kind(config: Config, layer: LayerConfig) -> Iterator[str]:
         ("--attention-softmax-in-fp32", layer.attention_softmax_in_fp32),
         (f"--softmax-type {layer.softmax_type}", layer.softmax_type != "vanilla"),
         (f"--attention-impl {config.kernels.attention_impl} (use sdpa)", config.kernels.attention_impl != "sdpa"),
-        ("--recompute-keep-attention", config.recompute.recompute_keep_attention),
+        (KEPT_ATTENTION, config.recompute.recompute_keep_attention),
+        (UP_WITHOUT_CORE, redoes_up_without_core(config)),
     )
     if unused:
         rule = f"belong{'s' if len(unused) == 1 else ''} to softmax attention"
@@ -262,12 +265,24 @@ def recompute(config: Config) -> Iterator[str]:
         ("--attn-logit-softcapping", impl == "sdpa" and has_soft_cap(model)),
         ("--attention-softmax-in-fp32", model.attention_softmax_in_fp32),
     )
-    if is_full and asked.recompute_keep_attention and impl == "te":
-        rule = "torch does not see the kernels of --attention-impl te"
-        yield f"--recompute-keep-attention: {rule}; use sdpa or flash, or leave it out"
-    elif is_full and asked.recompute_keep_attention and unfused:
-        rule = f"keeps the results of a fused kernel, but attention is not fused with {' and '.join(unfused)}"
-        yield f"--recompute-keep-attention {rule}; leave one of the two out"
+    kept = chosen(
+        (KEPT_ATTENTION, is_full and asked.recompute_keep_attention), (UP_WITHOUT_CORE, redoes_up_without_core(config))
+    )
+    for flag in kept:
+        way_out = "leave it out" if is_full else "add core_attn"
+        if impl == "te":
+            rule = "torch does not see the kernels of --attention-impl te"
+            yield f"{flag}: {rule}; use sdpa or flash, or {way_out}"
+        elif unfused:
+            rule = f"keeps the results of a fused kernel, but attention is not fused with {' and '.join(unfused)}"
+            yield f"{flag} {rule}; {'leave one of the two out' if is_full else way_out}"
+
+
+def redoes_up_without_core(config: Config) -> bool:
+    """Return True if projections up from latents run again without core attention, whose results are kept."""
+    asked = config.recompute
+    modules = asked.recompute_modules if asked.recompute_granularity == "selective" else ()
+    return "mla_up_proj" in modules and "core_attn" not in modules
 
 
 def prediction(config: Config) -> Iterator[str]:

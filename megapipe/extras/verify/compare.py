@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.assembly.runtime import TrainingRuntime, parameter_dtype
+from megapipe.assembly.compose import parameter_dtype
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import broadcast
 from megapipe.comm.groups import Group
 from megapipe.config.config import Config, ResolvedConfig

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megapipe.assembly.compose import DrawSlice
 from megapipe.assembly.microbatches import Keys, Microbatches, to_microbatch
-from megapipe.assembly.runtime import DrawSlice, TrainingRuntime
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, AttentionHeads

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from megapipe.assembly.runtime import DrawSlice, TrainingRuntime, parameter_dtype
+from megapipe.assembly.compose import DrawSlice, parameter_dtype
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.bootstrap import join, shutdown
 from megapipe.comm.collectives import barrier, broadcast, gather_objects
 from megapipe.comm.groups import Group, ProcessGroups, build_process_groups

@@ -28,6 +28,8 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "one key/value head for two ranks": (4, {"num_query_groups": 2}),
     "latent": (4, UNLIKE["latent"]),
     "latent, core_attn": (4, UNLIKE["latent"] | selective("core_attn")),
+    "latent, projected up again": (4, UNLIKE["latent"] | selective("mla_up_proj")),
+    "latent, projected up again, core_attn": (4, UNLIKE["latent"] | selective("mla_up_proj", "core_attn")),
     "keeps attention": (4, FULL | {"recompute_keep_attention": True}),
     "memory budget": (4, {"recompute_memory_budget": 0.2}),
 }

@@ -325,6 +325,29 @@ def test_copies_of_sharded_gradients_are_planned_until_the_next_reduction() -> N
     assert counted.peak == pytest.approx(rank_memory(plan, 1).total, rel=CLOSE)
 
 
+UP: dict[str, tuple[int, dict[str, Any]]] = {
+    "one_rank": (1, selective("mla_up_proj")),
+    "core_attn_sp2_bf16": (2, selective("mla_up_proj", "core_attn") | SP2 | {"dtype": "bf16"}),
+    "norm_pp2_zb_h1": (2, selective("mla_up_proj", "layernorm") | PP2 | {"pipeline_schedule": "zb-h1"}),
+    "no_latent_of_q_norm": (1, selective("mla_up_proj", "layernorm") | {"q_lora_rank": None}),
+    "wide_values_zero3_pp2": (4, selective("mla_up_proj") | ZERO3 | PP2 | {"v_head_dim": 32}),
+    "cp2_p2p": (2, selective("mla_up_proj") | CP2),
+    "cp2_a2a_core_attn": (2, selective("mla_up_proj", "core_attn") | CP2 | {"cp_comm_type": ("a2a",)}),
+    "slices_pp2": (2, selective("mla_up_proj") | PP2 | {"pipe_sp_splits": 2}),
+    "written_out_core_attn": (1, selective("mla_up_proj", "core_attn") | {"attn_logit_softcapping": 2.0}),
+}
+
+
+@pytest.mark.parametrize("name", UP)
+def test_latents_that_are_projected_up_again_take_the_planned_bytes(name: str) -> None:
+    world_size, changes = UP[name]
+    plan = make_plan(world_size, changes | {"device": "cpu"}, UNLIKE["latent"])
+    for rank in ranks_at_ends(plan.topology.pp, world_size):
+        counted = count_rank(plan, rank, read_for(plan), "cpu")
+        memory = rank_memory(plan, plan.topology.coordinates(rank).pp_rank)
+        assert counted.peak == pytest.approx(memory.total, rel=0.02), (rank, counted, dict(memory.items))
+
+
 MUON = {"optimizer": "muon", "muon_tp_mode": "duplicated", "dtype": "bf16"}
 ON_HOST = {"optimizer_cpu_offload": True, "dtype": "bf16"}
 FEW = {"num_layers": 2, "global_batch_size": 8, "vocab_size": 64}

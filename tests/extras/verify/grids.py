@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.assembly.runtime import DrawSlice
+from megapipe.assembly.compose import DrawSlice
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
 from megapipe.extras.verify.compare import ParityStep

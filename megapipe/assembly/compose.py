@@ -1,0 +1,153 @@
+"""What is done to a model on its way to a training step, in order; each step is independent of those after it.
+
+    1  cut        a stage has its layers, the first one the embedding, the last one the head   schedule/partition.py
+    2  tp         this rank's slices of linears, embedding and loss; sequence parallelism      tensor_parallel/
+    3  cp         this rank's positions of a sequence, and how attention sees the others       sharding/sequence.py
+    4  experts    the experts of this rank, and the all-to-alls to the others                  model/dispatch.py
+    5  kernels    who computes GEMMs (plain, fp8, a library), norms and attention              gpu/kernels.py
+    6  recompute  ranges of a layer's list of elements that the backward runs again            model/segments.py
+    7  W          weight gradients wait for their own action where a schedule splits backwards pipeline/stage.py
+    8  shard      parameters and gradients in flat buffers, divided by level 0 to 3            data_parallel/store.py
+    9  schedule   rows of actions run the stages, or parts of them between all-to-alls         pipeline/engine.py
+
+Steps 1 to 7 are arguments of `GPTStage`; `compose_stage` takes all of them from the plan, and step 8 fills the
+parameters. `runtime.TrainingRuntime` does step 9, with graphs and offload where asked for; `train.compiled_blocks`
+compiles the segments of the layers' lists after the weights are loaded, since it compares results first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapipe.comm.groups import ContextGroups, ExpertGroups, Group, ProcessGroups, second_communicator
+from megapipe.data_parallel.buffers import StageBuffers
+from megapipe.data_parallel.store import Sharing
+from megapipe.dtypes import DTYPES
+from megapipe.gpu.kernels import Kernels
+from megapipe.gpu.libraries import Apex
+from megapipe.layers.rank_shape import comm_chunks
+from megapipe.model.context import SharedTables
+from megapipe.model.init import draw
+from megapipe.model.stage import GPTStage
+from megapipe.pipeline.stage import StageRunner
+from megapipe.plan.run_plan import RunPlan
+from megapipe.sharding.audit import audit_buffers
+from megapipe.sharding.spec import ParamSpec
+from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
+
+DrawSlice = Callable[[ParamSpec, int, int], Tensor]  # (spec, tp_rank, tp) -> this rank's slice of the initial values
+
+
+def parameter_dtype(name: str) -> torch.dtype:
+    """Return the dtype of weights, activations and pipeline messages for a name in the configuration."""
+    found: torch.dtype = getattr(torch, DTYPES[name].torch_name)
+    return found
+
+
+class StageCommunicators(NamedTuple):
+    """The groups that the layers of one stage communicate over."""
+
+    tp: Group
+    experts: ExpertGroups
+    context: ContextGroups
+
+
+class ComposedStage(NamedTuple):
+    """One stage with parameters, ready to be run."""
+
+    module: GPTStage
+    buffers: StageBuffers
+    runner: StageRunner
+
+
+def communicators(plan: RunPlan, groups: ProcessGroups, num_stages: int, trains: bool) -> list[StageCommunicators]:
+    """Return the groups of each stage of this rank: the same ones, but two stages that compute at the same time (pairs
+    of DualPipe) have their own. A collective where groups are made.
+    """
+    first = StageCommunicators(groups.tp, ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp), groups.context)
+    found = [first] * num_stages
+    if trains and num_stages == 2 and plan.parts is None and plan.overlaps_stages:
+        tp = second_communicator(first.tp) if first.tp.size > 1 else first.tp
+        context = first.context.second_communicators() if groups.cp.size > 1 else first.context
+        experts = first.experts
+        if plan.model.has_experts:
+            ep, etp, dp = (second_communicator(group) for group in (groups.ep, groups.etp, groups.dp))
+            experts = ExpertGroups(ep, etp, dp, context.cp)
+        found[1] = StageCommunicators(tp, experts, context)
+    if trains and plan.parts is not None:  # counts of rows must not wait behind rows
+        counts = second_communicator(groups.ep)
+        found = [each._replace(experts=replace(each.experts, counts=counts)) for each in found]
+    return found
+
+
+def compose_stage(
+    plan: RunPlan,
+    groups: ProcessGroups,
+    stage: int,
+    own: StageCommunicators,
+    kernels: Kernels,
+    device: torch.device,
+    tables: SharedTables,
+    *,
+    trains: bool,
+    draw_slice: DrawSlice | None = None,
+    lender: StageBuffers | None = None,
+) -> ComposedStage:
+    """Return one stage of this rank.
+
+    tables: masks and rotary tables, which all stages of a rank share. trains: with main gradients, a queue for split
+    backwards, and the weight versions that the schedule needs. draw_slice: initial values instead of those drawn from
+    the seed. lender: buffers of the first stage, whose embedding this one uses.
+    """
+    config, parallel = plan.config, plan.config.parallel
+    has_budget = config.recompute.recompute_memory_budget is not None
+    queue = WeightQueue() if trains else None
+    module = GPTStage(
+        config.model,
+        plan.partition.stages[stage],  # 1
+        own.tp,  # 2
+        sequence_parallel=parallel.sequence_parallel,
+        chunks=comm_chunks(parallel),
+        context=own.context,  # 3
+        cp_comm_types=parallel.cp_comm_type,
+        experts=own.experts,  # 4
+        kernels=kernels,  # 5
+        recompute=plan.layer_recompute(stage) if has_budget else config.recompute,  # 6
+        weight_queue=queue,  # 7
+        tables=tables,
+        loss=config.training,
+    )
+    buffers = _buffers(plan, groups, stage, device, trains)  # 8
+    dtype = torch.promote_types(parameter_dtype(config.precision.dtype), torch.float32)
+
+    def initial(spec: ParamSpec) -> Tensor:
+        cut = groups.cut_of(spec.is_expert)
+        return draw(spec, *cut, config.training.seed, dtype) if draw_slice is None else draw_slice(spec, *cut)
+
+    outer = kernels.optimizer.add_outer if isinstance(kernels.optimizer, Apex) else None
+    buffers.materialize(module, initial, partial(GradientSlot, kernel=outer) if trains else None, lender)
+    for router in module.routers().values():
+        if router.expert_bias is not None:
+            router.expert_bias = router.expert_bias.to(device)
+    return ComposedStage(module, buffers, StageRunner(module, queue, module.begin_row))
+
+
+def _buffers(plan: RunPlan, groups: ProcessGroups, stage: int, device: torch.device, trains: bool) -> StageBuffers:
+    """Return the flat buffers of a stage, after an audit of what they cover."""
+    layouts = plan.buffers(stage, groups.tp.rank)
+    audit_buffers(plan.stage_specs[stage], layouts, *groups.cut_of(False), groups.cut_of(True))
+    pp_rank = plan.topology.coordinates(groups.world.global_rank).pp_rank
+    return StageBuffers(
+        layouts,
+        device,
+        parameter_dtype(plan.config.precision.dtype),
+        parameter_dtype(plan.state_dtypes(pp_rank).gradient) if trains else None,
+        plan.num_weight_versions(pp_rank) if trains else 1,
+        *(Sharing.of(groups, plan.sharding_level, is_expert) for is_expert in (False, True)),
+    )
