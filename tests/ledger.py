@@ -77,10 +77,6 @@ ENDS: dict[tuple[str, str], tuple[str, str]] = {
 }
 
 
-# accepted cases -> (counted - planned) / planned memory where that is beyond the tolerance (docs/roadmap.md)
-DEVIATIONS = {"set 5": -0.041, "set 35": 0.038, "set 69": -0.032, "set 107": -0.042, "set 159": 0.053}
-
-
 @dataclass(frozen=True)
 class Combination:
     """Some features together."""

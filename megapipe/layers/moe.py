@@ -328,9 +328,11 @@ class MoE:
             flops=2.0 * (activated // element) * size,
             recompute_modules=modules,
         )
-        moved = gathered + 3 * outer if self.gathers else 3 * rows_bytes
-        if shape.in_parts:  # results by token, copies of gradients, their products with weights, and the residual sum's
-            moved += rows_bytes * shape.wide // element + 2 * (hidden + topk * tokens * shape.wide)
+        # results by token, copies of gradients and their products with weights, which are wider at first
+        moved, results = gathered, outer if self.gathers else rows_bytes
+        moved += 3 * results + (results * shape.wide // element if shape.in_parts or element < shape.wide else 0)
+        if shape.in_parts:  # and the residual sum's
+            moved += 2 * (hidden + topk * tokens * shape.wide)
         combine = Backward(behind + moved, total_bytes(outputs_kept))
         yield Operation("combine", tuple(outputs_kept), backward=combine)
 
