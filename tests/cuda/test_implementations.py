@@ -17,16 +17,9 @@ from megapipe.gpu.libraries import Apex, AttentionShape, TransformerEngine
 from megapipe.model.core_attention import fused_attention
 from megapipe.model.mlp import ACTIVATIONS, GRADIENTS, activation
 from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
-from megapipe.tensor_parallel.fp8 import (
-    E4M3,
-    E5M2,
-    Fp8Gemms,
-    Fp8Tensor,
-    cast_to_fp8,
-    fp8_matmul,
-    fp8_scale,
-    fp8_unsupported_reason,
-)
+from megapipe.tensor_parallel.fp8 import Fp8Gemms, fp8_unsupported_reason
+from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2, Fp8Tensor, fp8_matmul
+from megapipe.tensor_parallel.fp8_scales import cast_to_fp8, fp8_scale
 from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from tests.train.jobs import job, lines_of

@@ -43,7 +43,9 @@ def trained(rank: int, world_size: int, flags: str, num_steps: int = 3) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("format_", "recipe"), [("e4m3", "tensorwise"), ("hybrid", "delayed")], ids=["e4m3", "hybrid-delayed"]
+    ("format_", "recipe"),
+    [("e4m3", "tensorwise"), ("hybrid", "delayed"), ("e4m3", "blockwise")],
+    ids=["e4m3", "hybrid-delayed", "blockwise"],
 )
 def test_the_loss_falls_near_that_of_bf16(format_: str, recipe: str) -> None:
     losses, _ = trained(0, 1, f"--bf16 --fp8 {format_} --fp8-recipe {recipe}", 8)
@@ -68,8 +70,8 @@ GRIDS = {
 
 @pytest.mark.parametrize(
     "recipe",
-    ["tensorwise", "delayed --fp8-amax-history-len 2 --fp8-amax-compute-algo max"],
-    ids=["tensorwise", "delayed"],
+    ["tensorwise", "delayed --fp8-amax-history-len 2 --fp8-amax-compute-algo max", "blockwise"],
+    ids=["tensorwise", "delayed", "blockwise"],
 )
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_schedule_and_recomputation_gives_the_bits_of_one_process(
