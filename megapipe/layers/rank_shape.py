@@ -26,6 +26,7 @@ def rank_shape(config: Config, tp: int, sequence_parallel: bool, micro_batch_siz
         attention_impl=config.kernels.attention_impl,
         transformer_impl=config.kernels.transformer_impl,
         compile_pointwise=config.kernels.compile_pointwise,
+        fp8_blocks=config.precision.fp8_recipe == "blockwise",
         chunks_loss=config.training.cross_entropy_chunk_size is not None,
         is_cuda=is_cuda,
         ep=config.parallel.expert_model_parallel_size,

@@ -55,6 +55,7 @@ class RankShape:
     attention_impl: str = "sdpa"
     transformer_impl: str = "local"
     compile_pointwise: bool = False
+    fp8_blocks: bool = False  # operands in 8 bits have a scale for each block of 128
     chunks_loss: bool = False  # --cross-entropy-chunk-size
     is_cuda: bool = True  # CUDA kernels keep and make other tensors than those of CPUs
     splits_backward: bool = False  # into I and W: linears' inputs and output gradients wait for W

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megapipe.layers.linear import BLOCK, SCALES_MULTIPLE
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW_MULTIPLE = 16  # of the summed dim of a GEMM
-SCALES_MULTIPLE = 4  # of the rows of a product of blocks: a column of fp32 scales starts at a multiple of 16 bytes
 
 
 class Fp8Rows(Protocol):
@@ -62,6 +63,8 @@ class Fp8Tensor:
         self, other: Fp8Tensor, dtype: torch.dtype, bias: Tensor | None, fast: bool, out: Tensor | None
     ) -> Tensor:
         """Return self [m, k] times other [n, k] transposed on a GPU; arguments as in `fp8_matmul`."""
+        if out is not None and out.is_meta:  # torch has no such kernel
+            return out
         return torch._scaled_mm(
             self.values,
             other.values.t(),
@@ -72,14 +75,6 @@ class Fp8Tensor:
             use_fast_accum=fast,
             **({} if out is None else {"out": out}),
         )
-
-
-BLOCK = 128  # elements along a dim that share a scale
-
-
-def blocks_of(count: int) -> int:
-    """Return how many blocks hold `count` elements; the last one may be partial."""
-    return -(-count // BLOCK)
 
 
 @dataclass(frozen=True)
@@ -115,12 +110,20 @@ class Fp8Blocks(Fp8Tensor):
     ) -> Tensor:
         # the kernel has no fast sums; DeepSeek-V3's recipe excludes them
         assert isinstance(other, Fp8Blocks)
-        scaling, count = functional.ScalingType, self.values.shape[0]
-        values, scales, spare = self.values, self.scale_inverse, -count % SCALES_MULTIPLE
-        if spare:
+        rows, width = self.values.shape[0], other.values.shape[0]
+        if self.values.is_meta:  # torch's own function for them refuses partial blocks
+            product = self.values.new_empty(rows, width, dtype=dtype)
+        else:
+            product = self._scaled_mm(other, dtype, bias)[:rows]
+        return product if out is None else out.copy_(product)
+
+    def _scaled_mm(self, other: Fp8Blocks, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        """Return the product on a GPU, with zeros behind its rows up to a multiple of 4."""
+        scaling, values, scales = functional.ScalingType, self.values, self.scale_inverse
+        if spare := -values.shape[0] % SCALES_MULTIPLE:
             values = functional.pad(values.view(torch.uint8), (0, 0, 0, spare)).view(values.dtype)
             scales = functional.pad(scales, (0, spare))
-        product = functional.scaled_mm(
+        return functional.scaled_mm(
             values,
             other.values.t(),
             scales.t(),
@@ -129,8 +132,7 @@ class Fp8Blocks(Fp8Tensor):
             scaling.BlockWise128x128 if other.is_square else scaling.BlockWise1x128,
             bias=bias,
             output_dtype=dtype,
-        )[:count]
-        return product if out is None else out.copy_(product)
+        )
 
 
 def fp8_matmul(
@@ -151,8 +153,6 @@ def fp8_matmul(
         if out is not None:
             return out.copy_(product)
         return product if bias is None else product.add_(bias)
-    if out is not None and out.is_meta:  # torch has no such kernel
-        return out
     fused_bias = bias if out_dtype in (torch.bfloat16, torch.float16) else None  # the kernel adds no fp32 bias
     product = a.product(b, out_dtype, fused_bias, fast, out)
     return product if bias is None or bias is fused_bias else product.add_(bias)
