@@ -20,6 +20,7 @@ DELAY = OVERLAP | {"delay_wgrad_compute": True}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 1": (2, {"ep": 2} | DELAY | SHARED),
     "pp 2 1f1b": (4, {"ep": 2, "pp": 2} | OVERLAP | ZERO),
+    "pp 2 1f1b, dropout behind a combine": (4, {"ep": 2, "pp": 2, "hidden_dropout": 0.2} | OVERLAP),
     "pp 2 1f1b, dense layers, sigmoid": (4, {"ep": 2, "pp": 2, "moe_layer_freq": "[0,1,1,0]"} | DELAY | SIGMOID),
     "pp 2 interleaved": (4, {"ep": 2, "pp": 2, "chunks": 2} | DELAY | ZERO | SHARED),
     "pp 2 dualpipe": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe"} | DELAY | ZERO | SIGMOID),
