@@ -35,7 +35,6 @@ from megapipe.config.config import all_fields
 from megapipe.config.flags import field_flags
 from megapipe.config.load import load_config
 from megapipe.data.dataset import SyntheticDataset
-from megapipe.data.indexed_file import IndexedWriter
 from megapipe.data_parallel.copies import Copies
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
@@ -54,6 +53,7 @@ from megapipe.train.guard import StopRequest
 from megapipe.train.loop import Training
 from tests.flag_effects import TABLE
 from tests.harness import RankPool
+from tests.token_files import IndexedWriter
 from tests.tokenizers.chat_tokenizers import write_tokenizer
 from tests.train.grids import runtime_of, step_microbatches, trainer
 from tests.train.jobs import job_on_rank

@@ -196,7 +196,7 @@ class _Elements(_Part):
         self._made = _with_gradients(behind, given.made)
         return tuple(behind)
 
-    def run_backward(self, run: RunBackward, microbatch: int, gradients: State) -> State:
+    def run_backward(self, run: RunBackward, microbatch: int, gradients: State) -> Any:
         """Return the gradients of the state before the part; those of what it leaves alone are passed on."""
         found = dict(zip(self._taken, run(microbatch, tuple(gradients[place] for place in self._made)), strict=True))
         passed = gradients if len(gradients) == self._length else (None,) * self._length
@@ -237,7 +237,7 @@ class _AllToAll(_Elements):
         return exchange.wait() if is_late else exchange
 
     def run_backward(self, run: RunBackward, microbatch: int, gradients: State) -> Pending:
-        made = super().run_backward(run, microbatch, gradients) if self.elements else gradients
+        made: State = super().run_backward(run, microbatch, gradients) if self.elements else gradients
         for tensor in made if self.elements else ():
             # autograd makes them on the stream that completed the forward (StreamDeliveries)
             if tensor is not None and tensor.device.type == "cuda":

@@ -101,9 +101,8 @@ RECIPES = (
         "DeepSeek-V3",
         ("mla", "moe overlap", "mtp", "precision-aware", "fp8 local"),
         f"{CORRECTED} --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-shared-expert-intermediate-size 64 "
-        "--recompute-granularity selective --recompute-modules layernorm mla_up_proj",
+        "--recompute-granularity selective --recompute-modules layernorm mla_up_proj --fp8-recipe blockwise",
         "arXiv:2412.19437",
-        lacks="fp8 in blocks of 128",
     ),
     Recipe(
         "Megatron mixture",

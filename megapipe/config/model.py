@@ -86,7 +86,7 @@ ATTENTIONS = Registry(
 EXPERT_SCORES = ("softmax", "sigmoid")
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 FP8_FORMATS = ("e4m3", "hybrid")
-FP8_RECIPES = ("tensorwise", "delayed")
+FP8_RECIPES = ("tensorwise", "delayed", "blockwise")
 
 ROPE = Need("model.position_embedding_type", "--position-embedding-type rope", ("rope",))
 LATENT = Need("model.multi_latent_attention", "--multi-latent-attention")
@@ -526,14 +526,15 @@ class PrecisionConfig:
     hysteresis: int = count(2, "fp16: overflows before the scale halves", "steps", needs=FP16)
     fp8_format: str | None = option(
         None,
-        "run the GEMMs of the layers' linears in 8 bits, forward and backward, with one scale per tensor: e4m3, or "
+        "run the GEMMs of the layers' linears in 8 bits, forward and backward: e4m3, or "
         "hybrid with e5m2 for output gradients; weights, activations between GEMMs and messages stay in --dtype",
         choices=FP8_FORMATS,
         more_flags=(Flag("--fp8"), Flag("--fp8-hybrid", "hybrid"), Flag("--fp8-e4m3", "e4m3")),
     )
     fp8_recipe: str = option(
         "delayed",
-        "fp8: a tensor's scale comes from its own largest value (tensorwise), or from those of earlier steps (delayed)",
+        "fp8: a tensor's scale comes from its own largest value (tensorwise), or from those of earlier steps "
+        "(delayed); blockwise: one for each 128 elements of a row, and 128 x 128 of a weight (DeepSeek-V3's recipe)",
         choices=FP8_RECIPES,
         needs=FP8,
     )

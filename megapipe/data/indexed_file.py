@@ -20,14 +20,12 @@ import json
 import mmap
 import os
 import struct
-from array import array
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from megapipe.data.dataset import Array
 from megapipe.errors import ConfigError, DataError
@@ -170,7 +168,10 @@ class IndexedFile:
         return bool(np.array_equal(self.offsets, _contiguous_offsets(self.lengths, self.dtype)))
 
     def raw(self) -> Iterator[bytes]:
-        """Yield the bytes of all sequences of a contiguous file, in blocks."""
+        """Yield the bytes of all sequences, in order and in blocks."""
+        if not self.is_contiguous():
+            yield from (self.read(sequence).tobytes() for sequence in range(len(self)))
+            return
         end = self.num_tokens * self.dtype.itemsize
         for begin in range(0, end, RAW_BYTES):
             yield _read(self._bin_file, min(RAW_BYTES, end - begin), begin)
@@ -355,117 +356,10 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-class IndexedWriter:
-    """Writes a pair of token files under temporary names and renames them once everything is on disk.
-
-    Leaving the context commits, or after an exception (Ctrl-C too) removes what was written. Under the final names
-    there is at any time the old pair, no index, or the new pair; never a partial one.
-    """
-
-    def __init__(
-        self, prefix: str | Path, dtype: DTypeLike, *, multimodal: bool = False, tokenizer: Tokenizer | None = None
-    ) -> None:
-        self.prefix, self.tokenizer = str(prefix), tokenizer
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in CODES:
-            raise ConfigError(f"token files cannot hold {self.dtype}; they hold {', '.join(str(d) for d in CODES)}")
-        self.num_tokens = 0
-        self._lengths = array("i")
-        self._documents = array("q", [0])
-        self._modes = array("b") if multimodal else None
-        self._partial = [Path(f"{path}.partial-{os.getpid()}") for path in (bin_path(prefix), idx_path(prefix))]
-        try:
-            bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
-            self._bin = open(self._partial[0], "wb", buffering=1 << 20)  # noqa: SIM115 (closed by commit or abort)
-        except OSError as error:
-            raise DataError(f"cannot write token files {prefix}: {error.strerror} ({error.filename})") from None
-
-    @property
-    def num_documents(self) -> int:
-        return len(self._documents) - 1
-
-    def add_document(
-        self, tokens: Array | list[int], lengths: list[int] | None = None, modes: list[int] | None = None
-    ) -> None:
-        """Append one document. Raises DataError if a token does not fit the dtype or the lengths do not add up.
-
-        tokens: of all its sequences, concatenated. lengths: of each sequence (default: one sequence).
-        """
-        values = np.asarray(tokens)
-        lengths = [len(values)] if lengths is None else lengths
-        if sum(lengths) != len(values):
-            counts = f"{len(values)} tokens, but its sequences add up to {sum(lengths)}"
-            raise DataError(f"{self.prefix}: document {self.num_documents} has {counts}")
-        if (self._modes is not None) != (modes is not None) or (modes is not None and len(modes) != len(lengths)):
-            rule = "a multimodal file needs one mode per sequence, a plain one none"
-            raise DataError(f"{self.prefix}: document {self.num_documents}: {rule}")
-        if values.dtype != self.dtype and self.dtype.kind in "iu" and len(values):  # a cast could wrap around
-            limits, low, high = np.iinfo(self.dtype), values.min(), values.max()
-            if low < limits.min or high > limits.max:
-                bad = low if low < limits.min else high
-                raise DataError(f"{self.prefix}: token {bad} does not fit into {self.dtype}")
-        self._bin.write(values.astype(self.dtype).tobytes())
-        self._lengths.extend(lengths)
-        if self._modes is not None and modes is not None:
-            self._modes.extend(modes)
-        self._documents.append(len(self._lengths))
-        self.num_tokens += len(values)
-
-    def append(self, file: IndexedFile) -> None:
-        """Append all documents of another file of the same dtype and kind."""
-        if file.dtype != self.dtype:
-            rule = "only token files of one dtype can be merged"
-            raise DataError(f"{file.prefix} holds {file.dtype}, but the files before it {self.dtype}: {rule}")
-        if (file.modes is not None) != (self._modes is not None):
-            kind = "multimodal" if file.modes is not None else "not multimodal"
-            raise DataError(f"{file.prefix} is {kind}, unlike the files before it")
-        if file.is_contiguous():
-            self._bin.writelines(file.raw())
-        else:
-            for sequence in range(len(file)):
-                self._bin.write(file.read(sequence).tobytes())
-        shift = len(self._lengths)
-        self._lengths.frombytes(file.lengths.astype(np.intc).tobytes())
-        self._documents.frombytes((file.documents[1:] + shift).astype(np.int64).tobytes())
-        if self._modes is not None and file.modes is not None:
-            self._modes.frombytes(file.modes.tobytes())
-        self.num_tokens += file.num_tokens
-
-    def commit(self) -> None:
-        """Write the index, sync, rename."""
-        try:
-            lengths, documents = (
-                np.frombuffer(a, d) for a, d in ((self._lengths, np.intc), (self._documents, np.int64))
-            )
-            modes = b"" if self._modes is None else self._modes.tobytes()
-            write_index(self._partial[1], self.dtype, lengths, documents, modes)
-            self._bin.flush()
-            os.fsync(self._bin.fileno())
-            self._bin.close()
-            publish(self._partial[0], self._partial[1], self.prefix, self.tokenizer)
-        except OSError as error:
-            self.abort()
-            raise DataError(f"cannot write token files {self.prefix}.bin/.idx: {error.strerror}") from None
-
-    def abort(self) -> None:
-        """Remove what was written; nothing under the final names has changed."""
-        self._bin.close()
-        for path in self._partial:
-            path.unlink(missing_ok=True)
-
-    def __enter__(self) -> IndexedWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            self.commit()
-        else:
-            self.abort()
-
-
 def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedFile:
     """Write the documents of all prefixes, in order, to `output_prefix`, after checking all, and return the new file.
 
+    Under the final names there is at any time the old pair, no index, or the new pair; never a partial one.
     Raises DataError for damaged files or different dtypes, ConfigError if there are no inputs or the output is one.
     """
     if not prefixes:
@@ -475,11 +369,39 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedFile:
         if target.exists() and bin_path(prefix).exists() and target.samefile(bin_path(prefix)):
             raise ConfigError(f"the output {output_prefix} is one of the files to merge; choose another name")
     files = [IndexedFile(prefix) for prefix in prefixes]
-    tokenizer, is_multimodal = _common_tokenizer(prefixes), files[0].modes is not None
-    with IndexedWriter(output_prefix, files[0].dtype, multimodal=is_multimodal, tokenizer=tokenizer) as writer:
-        for file in files:
-            writer.append(file)
+    tokenizer = _common_tokenizer(prefixes)
+    for file in files[1:]:
+        _check_alike(files[0], file)
+    partial_bin, partial_idx = (Path(f"{path}.partial-{os.getpid()}") for path in (target, idx_path(output_prefix)))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial_bin, "wb", buffering=1 << 20) as output:
+            for file in files:
+                output.writelines(file.raw())
+            output.flush()
+            os.fsync(output.fileno())
+        firsts = np.cumsum([0, *map(len, files)])  # of each file, among all sequences
+        documents = [file.documents[1:] + first for file, first in zip(files, firsts, strict=False)]
+        modes = b"".join(file.modes.tobytes() for file in files if file.modes is not None)
+        lengths = np.concatenate([file.lengths for file in files])
+        write_index(partial_idx, files[0].dtype, lengths, np.concatenate([[0], *documents]), modes)
+        publish(partial_bin, partial_idx, output_prefix, tokenizer)
+    except OSError as error:
+        raise DataError(f"cannot write token files {output_prefix}.bin/.idx: {error.strerror}") from None
+    finally:
+        partial_bin.unlink(missing_ok=True)
+        partial_idx.unlink(missing_ok=True)
     return IndexedFile(output_prefix)
+
+
+def _check_alike(first: IndexedFile, file: IndexedFile) -> None:
+    """Raise DataError if a file cannot be merged with the first one."""
+    if file.dtype != first.dtype:
+        rule = "only token files of one dtype can be merged"
+        raise DataError(f"{file.prefix} holds {file.dtype}, but the files before it {first.dtype}: {rule}")
+    if (file.modes is None) != (first.modes is None):
+        kind = "multimodal" if file.modes is not None else "not multimodal"
+        raise DataError(f"{file.prefix} is {kind}, unlike the files before it")
 
 
 def _common_tokenizer(prefixes: Sequence[str]) -> Tokenizer | None:

@@ -233,10 +233,7 @@ def _encode_all(
 
 
 def _in_flight(
-    pool: Executor,
-    batches: Iterable[list[Record]],
-    submit: Callable[[list[Record]], Future[Encoded]],
-    most: int,
+    pool: Executor, batches: Iterable[list[Record]], submit: Callable[[list[Record]], Future[Encoded]], most: int
 ) -> Generator[Encoded]:
     """Yield the results of the batches in order, with at most so many batches in work."""
     pending: deque[Future[Encoded]] = deque()

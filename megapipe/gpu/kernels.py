@@ -126,7 +126,8 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
     if precision.fp8_format is not None:
         fp8 = f"fp8 {precision.fp8_format}, {precision.fp8_recipe} scaling"
         if kernels.layers is None and device.type == "cuda":
-            fp8 += " (torch._scaled_mm)"
+            in_blocks = precision.fp8_recipe == "blockwise"
+            fp8 += " (torch.nn.functional.scaled_mm)" if in_blocks else " (torch._scaled_mm)"
         elif kernels.layers is None:
             fp8 += " (emulated on this CPU, for tests: operands rounded to fp8, products in fp32)"
     pointwise = "compiled" if kernels.compiles else "not compiled"

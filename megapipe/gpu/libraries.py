@@ -276,6 +276,8 @@ def _recipe(library: Any, precision: PrecisionConfig, spans_tp: bool) -> Any:
     numbers = library.Format.E4M3 if precision.fp8_format == "e4m3" else library.Format.HYBRID
     if precision.fp8_recipe == "tensorwise":
         return library.Float8CurrentScaling(fp8_format=numbers)
+    if precision.fp8_recipe == "blockwise":
+        return library.Float8BlockScaling(fp8_format=numbers)
     return library.DelayedScaling(
         margin=precision.fp8_margin,
         fp8_format=numbers,

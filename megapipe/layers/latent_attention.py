@@ -255,7 +255,8 @@ class LatentAttention(Attention):
         """Yield the norms of latents and the projections up to heads. held: as in `_down_projections`."""
         before, rank, modules = self.norms[0], self.model.q_lora_rank, ("mla_up_proj",)
         q_up, kv_up = self.up_gemms(shape.tp)
-        made, kept, name = held + column_gradient_bytes(q_up, shape), (), "linear_q_proj"
+        kept: tuple[Kept, ...] = ()
+        made, name = held + column_gradient_bytes(q_up, shape), "linear_q_proj"
         if rank is None:
             made += 0 if before is None else before.output_again_bytes(shape)
         else:

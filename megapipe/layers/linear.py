@@ -2,8 +2,9 @@
 
 megapipe's own fp8 linears find an operand's largest element in one pass and cast the operand in another (with delayed
 scales on CUDA in the same one): one kernel on CUDA or with --compile-pointwise, else a chain of them over a copy in
-fp32. Transformer Engine makes both layouts in one pass and casts weights for every microbatch; the copies it keeps are
-not known and not counted.
+fp32. Maxima of blocks of 128 are found in the pass of the cast, and zeros fill the summed dim up to whole blocks.
+Transformer Engine makes both layouts in one pass and casts weights for every microbatch; the copies it keeps are not
+known and not counted.
 """
 
 from __future__ import annotations
@@ -18,6 +19,13 @@ from megapipe.sharding.spec import Init, ParamSpec, Slicing
 
 COPIES = 2  # of a weight, one byte an element: as it is, and transposed
 WIDE = 4  # bytes of fp32
+BLOCK = 128  # elements along a dim that share a scale of 8-bit blocks
+SCALES_MULTIPLE = 4  # of the scales of blocks in a row: fp32 rows that start at multiples of 16 bytes, as kernels want
+
+
+def blocks_of(count: int) -> int:
+    """Return how many blocks hold `count` elements; the last one may be partial."""
+    return -(-count // BLOCK)
 
 
 def output_std(model: ModelConfig) -> float:
@@ -98,42 +106,83 @@ def weight_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
     return gemm.num_weights * (shape.wide if shape.is_cuda and shape.gradient == shape.wide else shape.element)
 
 
+@dataclass(frozen=True)
+class Cast:
+    """The cast of a matrix [rows, k] to 8 bits, in bytes. raised: as fp32 again, for a product without a kernel."""
+
+    kept: int
+    made: int  # while it is made, with `kept`
+    raised: int
+
+    @classmethod
+    def of(cls, rows: int, k: int, shape: RankShape) -> Cast:
+        """Count the values, and the scales of blocks. A cast that is several kernels copies to fp32 first."""
+        elements = rows * (blocks_of(k) * BLOCK if shape.fp8_blocks else k)
+        scales = WIDE * elements // BLOCK if shape.fp8_blocks else 0
+        kept, raised = elements + scales, WIDE * elements
+        return cls(kept, kept if shape.compiles_casts else kept + raised + 2 * scales, raised)
+
+
+def fp8_weight_bytes(gemm: Gemm, shape: RankShape) -> int:
+    """Return the bytes of a weight in 8 bits and of its transpose, with the scales of blocks."""
+    if not shape.fp8_blocks:
+        return COPIES * gemm.num_weights
+    rows, columns = blocks_of(gemm.outputs), blocks_of(gemm.inputs)
+    scales = rows * (columns + -columns % SCALES_MULTIPLE) + columns * (rows + -rows % SCALES_MULTIPLE)
+    return BLOCK * (gemm.outputs * columns + gemm.inputs * rows) + WIDE * scales
+
+
 def fp8_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
     """Return what a product in 8 bits of the backward allocates: in I in addition to the input gradient, else a weight
     gradient in fp32 and its operands, cast in turn.
 
-    Without CUDA's torch._scaled_mm the rounded operands are raised to fp32 and multiplied there.
+    Without a kernel on CUDA the rounded operands are raised to fp32 and multiplied there.
     """
     tokens = shape.own_tokens if gemm.is_replicated else shape.tokens
-    gradient, inputs = tokens * gemm.outputs, tokens * gemm.inputs
-    copies = 1 if shape.compiles_casts else 1 + WIDE  # a cast that is several kernels copies to fp32 first
+    gradient = Cast.of(tokens, gemm.outputs, shape)
     if shape.splits_backward:
-        raised = 0 if shape.is_cuda else WIDE * (gradient + gemm.num_weights + inputs)
-        return max(copies * gradient, gradient + raised)
+        matrix = Cast.of(gemm.inputs, gemm.outputs, shape)
+        raised = 0 if shape.is_cuda else gradient.raised + matrix.raised + WIDE * tokens * gemm.inputs
+        return max(gradient.made, gradient.kept + raised)
+    columns, inputs = Cast.of(gemm.outputs, tokens, shape), Cast.of(gemm.inputs, tokens, shape)
     product = WIDE * gemm.num_weights
-    # both layouts of the gradient while that of the inputs is computed
-    cast = max(copies * gradient, 2 * gradient, gradient + copies * inputs)
-    raised = 0 if shape.is_cuda else max(WIDE * (gradient + inputs), product)
-    return max(cast, gradient + inputs + raised + product)
+    # both layouts of the gradient while that of the inputs is computed; blocks are cast for each
+    second = columns.made if shape.fp8_blocks else columns.kept
+    cast = max(gradient.made, gradient.kept + second, columns.kept + inputs.made)
+    raised = 0 if shape.is_cuda else columns.raised + inputs.raised
+    if not shape.is_cuda and not shape.fp8_blocks:  # scaled afterwards, as another tensor
+        raised = max(raised, product)
+    return max(cast, columns.kept + inputs.kept + raised + product)
 
 
 def fp8_group_bytes(gemm: Gemm, rows: int, groups: int, shape: RankShape) -> tuple[int, int]:
     """Return what products in 8 bits of rows in groups, of a matrix each, allocate in the backward: a weight gradient,
     and an input gradient besides its result. 0 for others.
 
-    Gradient and inputs are cast whole, and transposed and multiplied group by group.
+    By tensor, gradient and inputs are cast whole, and transposed and multiplied group by group; blocks of the rows of a
+    group are cast when it is multiplied.
     """
     if not gemm.is_fp8:
         return 0, 0
-    gradient, inputs, of_group = rows * gemm.outputs, rows * gemm.inputs, -(-rows // groups)
-    copies = 1 if shape.compiles_casts else 1 + WIDE
-    product, columns = WIDE * gemm.num_weights, of_group * (gemm.inputs + gemm.outputs)
-    multiplied, raised = product, 0
-    if not shape.is_cuda:
-        multiplied = max(WIDE * columns + product, 2 * product)
-        raised = WIDE * columns + product
-    cast = max(copies * gradient, gradient + copies * inputs)
-    return max(cast, gradient + inputs + columns + multiplied), max(copies * gradient, gradient + raised)
+    of_group = -(-rows // groups)
+    product, is_emulated = WIDE * gemm.num_weights, not shape.is_cuda
+    outer, inner = Cast.of(gemm.outputs, of_group, shape), Cast.of(gemm.inputs, of_group, shape)
+    operands = outer.kept + inner.kept
+    multiplied = operands + product + (outer.raised + inner.raised if is_emulated else 0)
+    if shape.fp8_blocks:
+        own, matrix = Cast.of(of_group, gemm.outputs, shape), Cast.of(gemm.inputs, gemm.outputs, shape)
+        raised = of_group * gemm.inputs * shape.element  # the product, before it is copied to its rows
+        if is_emulated:
+            raised = own.raised + matrix.raised + WIDE * of_group * gemm.inputs
+        casts = max(outer.made + inner.kept, outer.kept + inner.made)
+        return max(casts, multiplied), max(own.made, own.kept + raised)
+    if is_emulated:
+        multiplied = max(multiplied, operands + 2 * product)
+    gradient, inputs = Cast.of(rows, gemm.outputs, shape), Cast.of(rows, gemm.inputs, shape)
+    cast = max(gradient.made, gradient.kept + inputs.made)
+    raised = outer.raised + inner.raised + product if is_emulated else 0
+    weight = max(cast, gradient.kept + inputs.kept + multiplied)
+    return weight, max(gradient.made, gradient.kept + raised)
 
 
 @dataclass(frozen=True)
@@ -156,6 +205,10 @@ def casts(shape: RankShape) -> Casts:
         both_layouts = element + 2.0
         return Casts(both_layouts, both_layouts, 0.0, 0.0, both_layouts, 0.0, 0.0)
     is_fused = shape.compiles_casts
+    if shape.fp8_blocks:  # each layout is a pass of its own, or a chain: zeros, fp32, maxima, scale, round
+        cast = element + 1.0 if is_fused else WIDE + element + WIDE + WIDE + 2 * WIDE + WIDE + 1.0
+        gradients, again = (cast, cast) if shape.splits_backward else (2 * cast, 0.0)
+        return Casts(cast, gradients, cast, again, 0.0, cast + 1.0, 3.0 * WIDE)
     # a chain of kernels: read, raise to fp32, scale, clamp, round
     cast = element + 1.0 if is_fused else element + WIDE + 2 * WIDE + 2 * WIDE + WIDE + 1.0
     straight = element + cast  # one more pass finds the largest element

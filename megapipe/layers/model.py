@@ -61,11 +61,11 @@ class LayerSpec:
         cut = (part.shared if isinstance(part, MoE) else part for part in self.parts)
         return tuple(gemm for part in cut if part is not None for gemm in part.gemms(tp))
 
-    def fp8_weights(self, shape: RankShape) -> int:
-        """Return the number of weights on one rank that are multiplied in 8 bits."""
+    def fp8_gemms(self, shape: RankShape) -> tuple[Gemm, ...]:
+        """Return its linears on one rank that multiply in 8 bits, with those of all experts."""
         mixtures = (part for part in self.parts if isinstance(part, MoE))
         experts = (gemm for part in mixtures for gemm in part.num_experts // shape.ep * part.expert_gemms(shape.etp))
-        return sum(gemm.num_weights for gemm in (*self.linears(shape.tp), *experts) if gemm.is_fp8)
+        return tuple(gemm for gemm in (*self.linears(shape.tp), *experts) if gemm.is_fp8)
 
 
 @dataclass(frozen=True)

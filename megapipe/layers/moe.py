@@ -159,13 +159,6 @@ class MoE:
         """Return the bytes of these rows, at one end of an all-to-all."""
         return self.num_rows(shape) * self.model.hidden_size * shape.element
 
-    def border_bytes(self, shape: RankShape) -> int:
-        """Return the bytes that pass from part to part in a pair (--overlap-moe-expert-parallel-comm), for either half:
-        rows at both ends of an all-to-all, weights of the rows, the residual stream and what the shared experts add.
-        """
-        streams = 2 * shape.hidden_bytes(self.model.hidden_size)
-        return 2 * (2 * self.row_bytes(shape) + self.model.moe_router_topk * shape.own_tokens * shape.wide + streams)
-
     @property
     def gathers(self) -> bool:
         """True if all tokens go to all ranks (--moe-token-dispatcher-type allgather)."""

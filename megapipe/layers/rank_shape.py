@@ -27,6 +27,7 @@ def rank_shape(config: Config, tp: int, sequence_parallel: bool, micro_batch_siz
         transformer_impl=config.kernels.transformer_impl,
         compile_pointwise=config.kernels.compile_pointwise,
         loss_chunk=config.training.cross_entropy_chunk_size,
+        fp8_blocks=config.precision.fp8_recipe == "blockwise",
         is_cuda=is_cuda,
         ep=config.parallel.expert_model_parallel_size,
         etp=config.parallel.expert_tensor_parallel_size or tp,

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.model.attention import SelfAttention, rotated
-from megapipe.model.context import LayerContext, rotate_pairs_
+from megapipe.model.context import rotate_pairs_
 from megapipe.model.core_attention import CoreAttention
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.norm import norm_element
@@ -95,8 +95,9 @@ class LatentAttention(SelfAttention):
         else:
             yield Operator("linear_kv_down_proj", lambda context, x: (x, *self._latent_and_key(x)))
         if redoes_up:
-            inner, redoes_core = Elements([*self._heads_of_latents(), self.core_element]), "core_attn" in self.recompute
-            yield Again(inner, kept=None if redoes_core else KeptAttention, give=_with_kept_attention)
+            inner = Elements([*self._heads_of_latents(), self.core_element])
+            kept = None if "core_attn" in self.recompute else KeptAttention
+            yield Again(inner, kept=kept, give=lambda context, results: replace(context, kept_attention=results))
         else:
             yield from self._heads_of_latents()
             yield from again_if("core_attn" in self.recompute, Elements([self.core_element]))
@@ -127,10 +128,6 @@ class LatentAttention(SelfAttention):
             )
         heads = LatentHeads(self.groups, config.qk_head_dim, self.head_dim, config.v_head_dim, self.value_dim)
         yield Segment("heads", heads, lambda context, like: context.rotary)
-
-
-def _with_kept_attention(context: LayerContext, kept: KeptAttention) -> LayerContext:
-    return replace(context, kept_attention=kept)
 
 
 def _latent_norm(factory: LayerFactory, config: ResolvedModelConfig, size: int) -> nn.Module:

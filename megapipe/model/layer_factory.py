@@ -72,10 +72,10 @@ class LayerFactory:
         make = ColumnParallelLinear if kind == "column" else RowParallelLinear
         return make(in_features, out_features, **common, local_out_features=local_out_features)
 
-    def gemms(self, layer: int) -> Gemms:
-        """Return the GEMMs of one linear of a layer, in 8 bits or not."""
+    def gemms(self, layer: int, num_matrices: int = 1) -> Gemms:
+        """Return the GEMMs of one linear of a layer, in 8 bits or not. num_matrices: in its weight, one an expert."""
         fp8 = self._fp8(layer)
-        return PLAIN_GEMMS if fp8 is None else Fp8Gemms(fp8, self.kernels.casts)
+        return PLAIN_GEMMS if fp8 is None else Fp8Gemms(fp8, self.kernels.casts, num_matrices)
 
     def _fp8(self, layer: int) -> PrecisionConfig | None:
         """Return the settings of fp8 in a layer, None without it; modules of multi-token prediction are as the last."""

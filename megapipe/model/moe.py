@@ -468,7 +468,8 @@ class ExpertWeights(nn.Module):
         assert config.num_experts is not None
         self.queue: WeightQueue = factory.queue
         self.slots: dict[str, GradientSlot | None] = dict.fromkeys(("weight1", "weight2", "bias1", "bias2"))
-        self.gemms: dict[str, Gemms] = {name: factory.gemms(layer) for name in ("weight1", "weight2")}
+        held = config.num_experts // experts.ep.size
+        self.gemms: dict[str, Gemms] = {name: factory.gemms(layer, held) for name in ("weight1", "weight2")}
         kernels = factory.kernels
         self.is_grouped = kernels.groups_experts
         pointwise = kernels.pointwise if kernels.compiles else None
@@ -484,7 +485,7 @@ class ExpertWeights(nn.Module):
             ]
         )
         gates = 2 if kind.is_gated else 1
-        rows = config.num_experts // experts.ep.size * (config.expert_ffn_size // experts.etp.size)
+        rows = held * (config.expert_ffn_size // experts.etp.size)
         self.weight1 = nn.Parameter(torch.empty(gates * rows, config.hidden_size, device="meta"))
         self.weight2 = nn.Parameter(torch.empty(rows, config.hidden_size, device="meta"))
         self.bias1: nn.Parameter | None = None
@@ -493,7 +494,7 @@ class ExpertWeights(nn.Module):
         self.channels = slice(experts.etp.rank * channels, (experts.etp.rank + 1) * channels)  # of bias2 on this rank
         if config.add_bias_linear:
             self.bias1 = nn.Parameter(torch.empty(gates * rows, device="meta"))
-            self.bias2 = nn.Parameter(torch.empty(config.num_experts // experts.ep.size * channels, device="meta"))
+            self.bias2 = nn.Parameter(torch.empty(held * channels, device="meta"))
 
     def _product(self, rows: Tensor | Remade, routes: Routes | GatheredRoutes, number: int) -> Tensor:
         """Return the product of linear 1 or 2."""

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,13 +85,6 @@ class RecomputedSegment:
         if not any(x.requires_grad for x in inputs):  # the parameters inside still need gradients
             inputs = (inputs[0].detach().requires_grad_(), *inputs[1:])
         return _Recomputed.apply(self, *inputs)
-
-    def then(self, linear: nn.Module, *inputs: Tensor) -> Tensor:
-        """Return linear(fn(*inputs)); a linear that can recompute its input does not save it."""
-        output = self(*inputs)
-        if not getattr(linear, "can_recompute_input", True):
-            return linear(output)
-        return linear(output, self.input_recompute(*inputs))
 
     def input_recompute(self, *inputs: Tensor) -> InputRecompute:
         """Return how the one linear that consumes the output recomputes it; after the backward it needs no inputs."""

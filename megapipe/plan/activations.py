@@ -14,7 +14,7 @@ was kept. `dry_run` counts the same with the real code.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import groupby
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.attention import Attention
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
-from megapipe.layers.table import Kept, RankShape, Table, total_bytes
+from megapipe.layers.table import Gemm, Kept, RankShape, Table, total_bytes
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
@@ -55,11 +55,11 @@ def all_layers_of(model: ModelSpec, stage: StageLayers) -> tuple[LayerSpec, ...]
     return (*layers_of(model, stage), *(layer for _, layer in predictions))
 
 
-def fp8_weights(model: ModelSpec, shape: RankShape, stage: StageLayers) -> int:
-    """Return the number of weights of a stage on one rank that are multiplied in 8 bits."""
-    predictions = model.predictions if stage.has_head else ()
-    projections = sum(each.gemm.num_weights for each, _ in predictions if each.gemm.is_fp8)
-    return projections + sum(layer.fp8_weights(shape) for layer in all_layers_of(model, stage))
+def fp8_gemms(model: ModelSpec, shape: RankShape, stage: StageLayers) -> Iterator[Gemm]:
+    """Yield the linears of a stage on one rank that multiply in 8 bits, with those of all experts."""
+    yield from (each.gemm for each, _ in (model.predictions if stage.has_head else ()) if each.gemm.is_fp8)
+    for layer in all_layers_of(model, stage):
+        yield from layer.fp8_gemms(shape)
 
 
 def layers_with_recompute(

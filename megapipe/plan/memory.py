@@ -39,12 +39,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from operator import or_
 
-from megapipe.layers.linear import COPIES
+from megapipe.layers.linear import fp8_weight_bytes
 from megapipe.layers.table import RankShape, total_bytes
 from megapipe.plan.activations import (
     all_layers_of,
     deferred_bytes,
-    fp8_weights,
+    fp8_gemms,
     group_backward,
     group_keeps,
     group_waits,
@@ -255,7 +255,8 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     copies = 0  # Transformer Engine's copies are not known
     if plan.shape.transformer_impl == "local":
         held = (plan.partition.stages[stage] for stage in stages)
-        copies = COPIES * sum(fp8_weights(plan.model, plan.shape, layers) for layers in held)
+        gemms = (gemm for layers in held for gemm in fp8_gemms(plan.model, plan.shape, layers))
+        copies = sum(fp8_weight_bytes(gemm, plan.shape) for gemm in gemms)
     return {
         "weights": num_versions * (weights * element + slack),
         "gradients": gradients * dtypes.gradient_bytes + slack,

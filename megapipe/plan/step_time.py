@@ -19,7 +19,7 @@ from typing import Any
 
 from megapipe.layers.linear import casts
 from megapipe.layers.table import ALL_REDUCE, RankShape
-from megapipe.plan.activations import fp8_weights, layer_groups, layers_of, layers_with_recompute, with_recompute
+from megapipe.plan.activations import fp8_gemms, layer_groups, layers_of, layers_with_recompute, with_recompute
 from megapipe.plan.expert_overlap import hidden_seconds
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_costs import step_flops
@@ -401,5 +401,5 @@ def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> d
 def _weight_cast_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> float:
     """Return the seconds of casting the linears' weights to fp8, once a step."""
     held = [plan.partition.stages[stage] for stage in plan.placement.stages_of(pp_rank)]
-    elements = sum(fp8_weights(plan.model, plan.shape, stage) for stage in held)
+    elements = sum(gemm.num_weights for stage in held for gemm in fp8_gemms(plan.model, plan.shape, stage))
     return casts(plan.shape).weight_once * elements / hardware.pointwise_bytes_per_second

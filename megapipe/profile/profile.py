@@ -15,13 +15,13 @@ Times are nanoseconds since the first recorded step began, on the clock of globa
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapipe.errors import DataError, MegapipeError
+from megapipe.monitor.roster import replace_file
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lower import without_pairs
 from megapipe.schedule.placement import Placement
@@ -213,11 +213,9 @@ def measured_row(
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile under a temporary name and rename it, so that a reader sees all of it or nothing."""
+    """Write a profile, of which a reader sees all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(to_json(profile), separators=(",", ":")), encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, json.dumps(to_json(profile), separators=(",", ":")).encode())
 
 
 def read_profile(path: Path) -> Profile:

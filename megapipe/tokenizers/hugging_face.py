@@ -17,14 +17,7 @@ CONFIG_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json")
 SPECIAL_TOKENS = ("eos_token", "bos_token", "pad_token", "unk_token")
 TEMPLATE_HOLDERS = ("chat_template.json", TOKENIZER_CONFIG)
 # saved together with the tokenizer if they exist: an export of the trained model uses them
-COMPANIONS = (
-    *CONFIG_FILES,
-    "added_tokens.json",
-    "chat_template.json",
-    TEMPLATE_FILE,
-    GENERATION_FILE,
-    "config.json",
-)
+COMPANIONS = (*CONFIG_FILES, "added_tokens.json", "chat_template.json", TEMPLATE_FILE, GENERATION_FILE, "config.json")
 END_FILES = (GENERATION_FILE, "config.json")  # the first one that names tokens that end a text holds
 # names of end-of-document tokens in public vocabularies: used only if no config file names one
 KNOWN_EODS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>")

@@ -169,9 +169,11 @@ def check_fp8(config: Config, device: torch.device) -> None:
     """Raise ConfigError if --fp8-format is given and the GPU has no 8-bit matrix multiplication."""
     if config.precision.fp8_format is None or config.kernels.transformer_impl != "local":
         return  # Transformer Engine checks this itself
-    why = fp8_unsupported_reason(device)
+    in_blocks = config.precision.fp8_recipe == "blockwise"
+    why = fp8_unsupported_reason(device, in_blocks)
     if why is not None:
-        raise ConfigError(f"--fp8-format {config.precision.fp8_format}: {why}; leave it out")
+        recipe = " --fp8-recipe blockwise" if in_blocks else ""
+        raise ConfigError(f"--fp8-format {config.precision.fp8_format}{recipe}: {why}; leave it out")
 
 
 def unused(config: GpuConfig, world: World) -> list[str]:

@@ -17,16 +17,9 @@ from megapipe.gpu.libraries import Apex, AttentionShape, TransformerEngine
 from megapipe.model.core_attention import fused_attention
 from megapipe.model.mlp import ACTIVATIONS, GRADIENTS, activation
 from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
-from megapipe.tensor_parallel.fp8 import (
-    E4M3,
-    E5M2,
-    Fp8Gemms,
-    Fp8Tensor,
-    cast_to_fp8,
-    fp8_matmul,
-    fp8_scale,
-    fp8_unsupported_reason,
-)
+from megapipe.tensor_parallel.fp8 import Fp8Gemms, fp8_unsupported_reason
+from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2, Fp8Tensor, fp8_matmul
+from megapipe.tensor_parallel.fp8_scales import cast_to_fp8, fp8_scale
 from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from tests.train.jobs import job, lines_of
@@ -36,8 +29,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 CARD = "cuda"
 
 
-def needs_fp8() -> None:
-    why = fp8_unsupported_reason(torch.device(CARD))
+def needs_fp8(in_blocks: bool = False) -> None:
+    why = fp8_unsupported_reason(torch.device(CARD), in_blocks)
     if why is not None:
         pytest.skip(why)
 
@@ -57,10 +50,10 @@ def test_scaled_mm_is_the_emulation(dtypes: tuple[torch.dtype, torch.dtype], out
     torch.testing.assert_close(fp8_matmul(a, b, out_dtype).float().cpu(), emulated, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 @pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
 def test_an_fp8_linear_on_a_gpu_equals_one_on_a_cpu(recipe: str, compiles: bool) -> None:
-    needs_fp8()
+    needs_fp8(recipe == "blockwise")
     torch.manual_seed(0)
     weight, bias, x, dy = (torch.randn(*shape).bfloat16() for shape in ((96, 64), (96,), (32, 2, 64), (32, 2, 96)))
     found = []

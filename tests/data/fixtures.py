@@ -11,7 +11,8 @@ import numpy as np
 
 from megapipe.config.files import DataConfig
 from megapipe.data.build_datasets import DatasetRequest
-from megapipe.data.indexed_file import IndexedFile, IndexedWriter
+from megapipe.data.indexed_file import IndexedFile
+from tests.token_files import IndexedWriter
 
 FOLDER = Path(__file__).resolve().parent.parent / "fixtures" / "megatron_data"
 RUNS = ("single_1epoch", "single_2p5epoch", "blend_weights")

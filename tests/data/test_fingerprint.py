@@ -13,7 +13,7 @@ import pytest
 from megapipe.config.files import DataConfig
 from megapipe.data.build_datasets import DatasetRequest, build_datasets
 from megapipe.data.fingerprint import Fingerprint, differences, fingerprint, has_another_order, sampled_checksum
-from megapipe.data.indexed_file import IndexedWriter
+from tests.token_files import IndexedWriter
 from tests.train.jobs import TINY, job
 
 LENGTHS = [20, 40, 31, 7, 100, 12, 55, 64, 90, 81]

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.data.indexed_file import DTYPES, IndexedFile, IndexedWriter, merge, prefixes_in, token_dtype
+from megapipe.data import indexed_file
+from megapipe.data.indexed_file import DTYPES, IndexedFile, merge, prefixes_in, token_dtype
 from megapipe.errors import ConfigError, DataError
 from tests.data.fixtures import FOLDER, write_file
+from tests.token_files import IndexedWriter
 
 
 def test_reads_uint16_file_of_megatron():
@@ -133,17 +135,19 @@ def test_missing_file_is_named(suffix, tmp_path):
         IndexedFile(tmp_path / "x")
 
 
-def test_interrupted_writer_leaves_the_old_file_and_no_other(tmp_path):
+TINY = str(FOLDER / "tiny_uint16")
+
+
+def test_an_interrupted_merge_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     write_file(tmp_path / "x", [3])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
-    def interrupted() -> None:
-        with IndexedWriter(tmp_path / "x", "u2") as writer:
-            writer.add_document([1, 2, 3, 4])
-            raise KeyboardInterrupt
+    def interrupt(*rest: object) -> None:
+        raise KeyboardInterrupt
 
+    monkeypatch.setattr(indexed_file, "write_index", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
+        merge([TINY], str(tmp_path / "x"))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -156,42 +160,21 @@ def test_crash_between_the_two_renames_leaves_no_index_beside_a_foreign_bin(tmp_
             raise KeyboardInterrupt
         replace(source, target)
 
-    writer = IndexedWriter(tmp_path / "x", "u2")
-    writer.add_document([7])
     monkeypatch.setattr(os, "replace", crash_at_index)
     with pytest.raises(KeyboardInterrupt):
-        writer.commit()
+        merge([TINY], str(tmp_path / "x"))
     with pytest.raises(DataError, match=r"no token file .*x\.idx"):
         IndexedFile(tmp_path / "x")
 
 
 def test_full_disk_is_a_data_error_and_leaves_nothing(tmp_path, monkeypatch):
-    writer = IndexedWriter(tmp_path / "x", "u2")
-    writer.add_document([1, 2])
-
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match="No space left on device"):
-        writer.commit()
+        merge([TINY], str(tmp_path / "x"))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("token", [-1, 65536])
-def test_token_that_does_not_fit_is_refused(token, tmp_path):
-    writer = IndexedWriter(tmp_path / "x", "u2")
-    with pytest.raises(DataError, match=f"token {token} does not fit into uint16"):
-        writer.add_document([1, token])
-    writer.abort()
-
-
-def test_dtype_without_a_code_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="uint32"):
-        IndexedWriter(tmp_path / "x", "u4")
-
-
-TINY = str(FOLDER / "tiny_uint16")
 
 
 def test_merge_equals_megatrons_to_the_byte(tmp_path):

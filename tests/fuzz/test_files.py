@@ -16,12 +16,13 @@ import pytest
 
 from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.index_cache import IndexCache
-from megapipe.data.indexed_file import IndexedFile, IndexedWriter
+from megapipe.data.indexed_file import IndexedFile
 from megapipe.extras.cli.report import main as report
 from megapipe.extras.cli.report import status
 from megapipe.extras.convert.snapshot import read_checkpoint
 from tests.fuzz.outcome import drawn, fault, read_or_refused, said
 from tests.harness import REPOSITORY
+from tests.token_files import IndexedWriter
 
 GOLDEN = REPOSITORY / "tests" / "golden"
 NUM_BATCHES = 5

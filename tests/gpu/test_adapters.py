@@ -265,7 +265,7 @@ def regions_of(rank: int, world_size: int, flags: str) -> list[tuple[bool, str, 
         ]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_fp8_of_transformer_engine_has_one_region_a_forward_and_shares_maxima_over_tp(
     rank_pools: Pools, recipe: str
 ) -> None:
@@ -273,9 +273,9 @@ def test_fp8_of_transformer_engine_has_one_region_a_forward_and_shares_maxima_ov
         f"{TE} --fp8-format hybrid --fp8-recipe {recipe} --tensor-model-parallel-size 2 --hidden-size 64 "
         "--ffn-hidden-size 64"
     )
-    name = {"delayed": "DelayedScaling", "tensorwise": "Float8CurrentScaling"}[recipe]
+    names = {"delayed": "DelayedScaling", "tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}
     for found in rank_pools(2).run(regions_of, f"{flags} --micro-batch-size 2"):
-        assert found == [(True, name, True)] * 2
+        assert found == [(True, names[recipe], True)] * 2
 
 
 @pytest.mark.parametrize("grid", ["dp2", "pp2"])

@@ -10,7 +10,8 @@ from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ModelConfig
 from megapipe.gpu.kernels import compiled
 from megapipe.model.mlp import ACTIVATIONS, GRADIENTS, activation
-from megapipe.tensor_parallel.fp8 import E4M3, E5M2, cast_to_fp8
+from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2
+from megapipe.tensor_parallel.fp8_scales import cast_to_fp8
 from tests.model.saved_bytes import SavedBytes
 
 

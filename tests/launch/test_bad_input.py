@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megapipe.data.indexed_file import IndexedWriter
 from megapipe.extras.cli.pretrain import main
 from tests.launch.scripts import REPOSITORY, Command, Ended, launch
 from tests.tiny import TINY_FLAGS
+from tests.token_files import IndexedWriter
 
 
 def token_file(prefix: Path) -> Path:

@@ -271,6 +271,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 2 pp 2 zb-v, no balance": (
         4,
         {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "zb-v", "moe_router_load_balancing_type": ("none",)}
+        | {"moe_aux_loss_coeff": (0.0,)}
         | ZERO,
     ),
     "ep 2 etp 2 of tp 4": (4, {"tp": 4, "ep": 2, "etp": 2, "moe_layer_freq": "[0]+[1]*3"} | SIGMOID | SHARED),

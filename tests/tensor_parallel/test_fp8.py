@@ -14,16 +14,10 @@ import megapipe.tensor_parallel.fp8 as fp8
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
 from megapipe.gpu.kernels import compiled
-from megapipe.tensor_parallel.fp8 import (
-    E4M3,
-    E5M2,
-    Fp8Gemms,
-    Fp8Tensor,
-    TensorScale,
-    cast_to_fp8,
-    fp8_matmul,
-    fp8_scale,
-)
+from megapipe.tensor_parallel import fp8_scales
+from megapipe.tensor_parallel.fp8 import Fp8Gemms
+from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2, Fp8Tensor, fp8_matmul
+from megapipe.tensor_parallel.fp8_scales import TensorScale, cast_to_fp8, fp8_scale
 from megapipe.tensor_parallel.gemms import RowGroups
 from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -158,8 +152,10 @@ def test_the_three_products_of_a_linear_round_their_operands_alone(format_: str)
 
 def test_weights_are_cast_once_per_run_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes: list[tuple[int, ...]] = []
-    original = fp8.cast_to_fp8
-    monkeypatch.setattr(fp8, "cast_to_fp8", lambda x, *rest: (shapes.append(tuple(x.shape)), original(x, *rest))[1])
+    original = fp8_scales.cast_to_fp8
+    monkeypatch.setattr(
+        fp8_scales, "cast_to_fp8", lambda x, *rest: (shapes.append(tuple(x.shape)), original(x, *rest))[1]
+    )
     layer, gemms = fp8_linear(TENSORWISE, bias=False)
     outputs = []
     for row in range(2):
@@ -167,7 +163,7 @@ def test_weights_are_cast_once_per_run_of_a_schedule(monkeypatch: pytest.MonkeyP
         for _ in range(3):
             outputs.append(layer(torch.ones(4, 1, 32, requires_grad=True)))
             outputs[-1].sum().backward()
-        assert shapes.count((16, 32)) == row + 1
+        assert shapes.count((1, 16, 32)) == row + 1
         layer.weight.data.mul_(2)
     torch.testing.assert_close(outputs[-1], 2 * outputs[0])
 
@@ -197,7 +193,7 @@ def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(monkeypatc
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend="eager", **settings))
     torch._dynamo.reset()
-    fp8.cast_variant.cache_clear()
+    fp8_scales.cast_variant.cache_clear()
     for outputs, inputs in ((32, 32), (48, 32), (32, 64), (64, 48)):
         found = []
         for compiler in (lambda function: function, compiled):
@@ -252,7 +248,7 @@ def test_products_of_rows_in_groups_are_those_of_each_group_with_rounded_operand
     """Inputs and outputs of other sizes, one of them no multiple of 128; an operand has one scale for all groups."""
     counts, (inputs, outputs) = GROUPS[name], (256, 336)
     torch.manual_seed(0)
-    gemms, groups = Fp8Gemms(TENSORWISE), RowGroups(counts, inputs_first)
+    gemms, groups = Fp8Gemms(TENSORWISE, num_matrices=4), RowGroups(counts, inputs_first)
     matrices = torch.randn(4, *((inputs, outputs) if inputs_first else (outputs, inputs)))
     matrices[1] *= 30.0  # a group without rows sets the scale of all
     weight = matrices.flatten(0, 1)
@@ -281,7 +277,7 @@ def test_products_of_rows_in_groups_are_those_of_each_group_with_rounded_operand
 
 def test_rows_in_groups_have_delayed_scales_and_a_step_without_rows_counts_as_the_one_before() -> None:
     torch.manual_seed(0)
-    gemms, weight = Fp8Gemms(DELAYED), torch.randn(2 * 32, 48)
+    gemms, weight = Fp8Gemms(DELAYED, num_matrices=2), torch.randn(2 * 32, 48)
     largest: list[tuple[float, float]] = []
     for counts in ((20, 12), (0, 0), (0, 25), (9, 9)):
         gemms.begin(trains=True)
@@ -310,16 +306,16 @@ def test_rows_in_groups_have_delayed_scales_and_a_step_without_rows_counts_as_th
 
 def test_the_matrices_of_groups_are_layouts_that_scaled_mm_takes() -> None:
     """Slices of a weight and of its transpose, and rows padded to a multiple of 16, for all of torch's own checks."""
-    gemms, weight, x = Fp8Gemms(TENSORWISE), torch.randn(3 * 64, 32), torch.randn(21, 32)
-    cast, transposed = gemms.cast_weight(weight)
-    rows = gemms._cast(gemms.x, x)[0]
-    columns = fp8.transposed_rows(rows, slice(4, 21))
+    gemms, weight, x = Fp8Gemms(TENSORWISE, num_matrices=3), torch.randn(3 * 64, 32), torch.randn(21, 32)
+    cast, transposed = (each.matrix(1) for each in gemms.cast_weight(weight))
+    (rows,) = gemms.x.cast(x)
+    columns = rows.columns(slice(4, 21))
     assert columns.values.shape == (32, 32) and columns.values.stride() == (32, 1)
     assert not columns.values[:, 17:].float().any()
-    part, scales = slice(64, 128), {"scale_a": rows.scale_inverse, "scale_b": cast.scale_inverse}
+    scales = {"scale_a": rows.scale_inverse, "scale_b": cast.scale_inverse}
     for a, b in (
-        (rows.values, cast.values[part]),
-        (torch.ones(21, 64).to(E5M2), transposed.values[:, part]),
+        (rows.values, cast.values),
+        (torch.ones(21, 64).to(E5M2), transposed.values),
         (columns.values, columns.values),
     ):
         out = torch.empty(a.shape[0], b.shape[0])

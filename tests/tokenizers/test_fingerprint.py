@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megapipe.data.indexed_file import IndexedFile, IndexedWriter, made_with, merge, tokenizer_path
+from megapipe.data.indexed_file import IndexedFile, made_with, merge, tokenizer_path
 from megapipe.errors import DataError
 from megapipe.extras.cli.data import preprocess
 from megapipe.extras.cli.inference import evaluate, generate
 from megapipe.tokenizers.hugging_face import HuggingFaceTokenizer
 from megapipe.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, described, is_same, tokenizer_fingerprint
+from tests.token_files import IndexedWriter
 from tests.tokenizers.chat_tokenizers import write_tokenizer
 from tests.train.jobs import TINY, job
 

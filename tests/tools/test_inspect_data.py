@@ -17,8 +17,9 @@ import pytest
 from megapipe.assembly.datasets import build_data
 from megapipe.checkpoint.save import Extras, save_checkpoint
 from megapipe.data.dataset import SkippedSamples
-from megapipe.data.indexed_file import IndexedFile, IndexedWriter
+from megapipe.data.indexed_file import IndexedFile
 from tests.checkpoint.layouts import WORLD
+from tests.token_files import IndexedWriter
 from tools.inspect_data import main, read_run
 
 SEQ = 16

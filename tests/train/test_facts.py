@@ -16,13 +16,13 @@ from megapipe.checkpoint.lock import Owner, SaveLock, acquire
 from megapipe.comm.meeting import Facts, Side, disagreement
 from megapipe.config.config import all_fields
 from megapipe.config.load import load_config
-from megapipe.data.indexed_file import IndexedWriter
 from megapipe.environment import Environment, read_environment
 from megapipe.extras.cli.planning import planned
 from megapipe.registry import EXTENSIONS
 from megapipe.train import facts as facts_module
 from megapipe.train.facts import FOLDERS, MAY_DIFFER, SPECIAL, _versions, facts_of
 from tests.harness import RankPool
+from tests.token_files import IndexedWriter
 from tests.train.jobs import TINY, job, job_on_rank
 
 BASE = f"{TINY} --train-iters 4"

@@ -14,11 +14,11 @@ from torch import Tensor
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.data.indexed_file import IndexedWriter
 from megapipe.train.loading import load
 from megapipe.train.state import Schedules, TrainingState
 from megapipe.train.step import train_step
 from tests.harness import RankPool
+from tests.token_files import IndexedWriter
 from tests.train.jobs import TINY, job, steps_of
 from tests.train.runs import runtime_of, save, state_of
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.data.indexed_file import IndexedWriter
 from megapipe.train.metrics import Observer, StepSummary
 from tests.data.test_source_files import other_bytes
 from tests.harness import RankPool
+from tests.token_files import IndexedWriter
 from tests.train import jobs
 from tests.train.jobs import TINY, job, job_on_rank, lines_of, steps_of
 

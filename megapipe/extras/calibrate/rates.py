@@ -44,7 +44,9 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.families import default_schedule
 from megapipe.schedule.partition import from_counts
 from megapipe.schedule.placement import loop
-from megapipe.tensor_parallel.fp8 import E4M3, Fp8Tensor, fp8_matmul, fp8_unsupported_reason
+from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
+from megapipe.tensor_parallel.fp8_matrix import E4M3, fp8_matmul
+from megapipe.tensor_parallel.fp8_scales import tensorwise
 from megapipe.tensor_parallel.random import DropoutKey
 from megapipe.topology import Topology
 
@@ -167,7 +169,7 @@ def fp8_gemms(stopwatch: Stopwatch, budget_seconds: float) -> float:
     """Return the FLOP/s of the fastest square GEMM of e4m3 operands with one scale a tensor, as linears multiply."""
 
     def make(size: int) -> Callable[[], object]:
-        a, b = (Fp8Tensor.of(torch.randn(size, size, device=stopwatch.device), E4M3) for _ in range(2))
+        a, b = (tensorwise(torch.randn(size, size, device=stopwatch.device), E4M3) for _ in range(2))
         return partial(fp8_matmul, a, b, torch.bfloat16, fast=True)
 
     return _fastest(make, stopwatch, budget_seconds)

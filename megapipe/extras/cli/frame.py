@@ -281,11 +281,7 @@ def run_on_ranks(body: Callable[[Environment], int], interrupted: str) -> int:
         return error.exit_code
     end_with_launcher(environment)
     code = guarded(
-        lambda: body(environment),
-        environment.global_rank,
-        environment.world_size,
-        interrupted,
-        teller(environment),
+        lambda: body(environment), environment.global_rank, environment.world_size, interrupted, teller(environment)
     )
     if environment.is_distributed:
         if code:

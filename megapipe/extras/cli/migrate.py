@@ -74,11 +74,7 @@ def migrated(words: Sequence[str], given: Sequence[tuple[str, str]] = (), ranks:
 
 
 def reported(
-    text: str,
-    source: str,
-    words: Sequence[str] = (),
-    given: Sequence[tuple[str, str]] = (),
-    ranks: int | None = None,
+    text: str, source: str, words: Sequence[str] = (), given: Sequence[tuple[str, str]] = (), ranks: int | None = None
 ) -> Migration:
     """Return the report of the text of a script. words: its arguments; given: variables of its environment."""
     reading = read_script(text, source, words, given)

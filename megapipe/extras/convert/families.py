@@ -68,11 +68,7 @@ NORMS_AFTER = {
     "post_self_attn_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
-NORMS_AROUND = {
-    "input_layernorm": "input_layernorm",
-    "pre_mlp_layernorm": "pre_feedforward_layernorm",
-    **NORMS_AFTER,
-}
+NORMS_AROUND = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "pre_feedforward_layernorm", **NORMS_AFTER}
 GPT2_ROWS = (
     Row("embedding.word_embeddings", ("transformer.wte",)),
     Row("embedding.position_embeddings", ("transformer.wpe",)),
@@ -299,13 +295,7 @@ _BUILT_IN = (
         activation=GEMMA_1_ACTIVATION,
     ),
     llama_family(
-        "Gemma2ForCausalLM",
-        "gemma2",
-        8192,
-        *GEMMA_2,
-        norms=NORMS_AROUND,
-        tied=True,
-        activation=GEMMA_ACTIVATION,
+        "Gemma2ForCausalLM", "gemma2", 8192, *GEMMA_2, norms=NORMS_AROUND, tied=True, activation=GEMMA_ACTIVATION
     ),
     llama_family(
         "Gemma3ForCausalLM",

@@ -76,8 +76,10 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
         whole = map_tensors(family.rows, unpadded(model), family.architecture)
         known = {HEAD, *(name for entry in whole for name in entry.theirs)}
         found = {name if name in known else family.prefix + name: tensor for name, tensor in found.items()}
-    left_out = further_names(model, found) if PREDICTED in ignored else set()
-    model = as_stored(model, found, left_out=PREDICTED in ignored)
+    further = further_names(model, found)
+    left_out = further if PREDICTED in ignored else set()
+    if PREDICTED in ignored or not further:  # transformers stores no such module, but keeps their number
+        model = replace(model, mtp_num_layers=None)
     mapped = map_tensors(family.rows, unpadded(model), family.architecture)
     wanted = {name for entry in mapped for name in entry.theirs}
     is_tied = not model.untie_embeddings_and_output_weights
@@ -105,13 +107,6 @@ def further_names(model: ModelConfig, names: Collection[str]) -> set[str]:
     """Return those names that belong to modules after the last layer of the model."""
     layers = tuple(f"model.layers.{model.num_layers + number}." for number in range(model.mtp_num_layers or 0))
     return {name for name in names if name.startswith(layers)} if layers else set()
-
-
-def as_stored(model: ModelConfig, names: Collection[str], left_out: bool) -> ModelConfig:
-    """Return the model without modules that are left out or of which no tensor is stored: transformers stores none,
-    but keeps their number.
-    """
-    return replace(model, mtp_num_layers=None) if left_out or not further_names(model, names) else model
 
 
 def copies(model: ModelConfig) -> dict[str, str]:

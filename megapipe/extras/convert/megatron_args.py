@@ -168,10 +168,7 @@ def read_positions(args: Settings) -> dict[str, Any]:
     skipped = args.get(WITHOUT_ROPE)
     kind = args.get(POSITIONS) or "learned_absolute"
     is_rotary = kind == "yarn" or (kind == "none" and args.get(LATENT))  # latent attention has its own
-    return {
-        POSITIONS: "rope" if is_rotary else kind,
-        WITHOUT_ROPE: None if skipped is None else str(skipped),
-    }
+    return {POSITIONS: "rope" if is_rotary else kind, WITHOUT_ROPE: None if skipped is None else str(skipped)}
 
 
 def write_positions(layers: Layers) -> dict[str, Any]:

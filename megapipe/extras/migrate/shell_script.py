@@ -1,7 +1,7 @@
 """A walk through a launch script up to its calls of pretrain_gpt.py. No command of the script is executed.
 
-Read are quotes, arrays, pipes, `&&`, `||`, redirections, `if`, `for`, `while`, functions and `{ ...; }`; all else is
-refused with its line.
+Read are quotes, arrays, pipes, `&&`, `||`, `if`, `for`, functions and `{ ...; }`, without redirections. All else is
+refused with its line; the user then lets bash expand the script and gives the command that it prints.
 
 Assignments, `if`, `for` over known words, functions, `eval` and `bash -c` are followed; all other commands are only
 looked at for the call. A value that only a running shell would know (`$(hostname)`, a variable that nothing sets)
@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 from megapipe.errors import ConfigError
@@ -31,15 +31,20 @@ OPEN, CLOSE = "\ue000", "\ue001"  # marks around a value that is not known witho
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 PIECES_IN_QUOTES = {"$((": "))", "$(": ")", "${": "}", "`": "`", '"': '"', OPEN: CLOSE}  # opening -> closing mark
 PIECES = {**PIECES_IN_QUOTES, "<(": ")", ">(": ")", "(": ")", '$"': '"'}
-VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])")
-ONE_QUOTED = re.compile(r"'[^']*'|\$'(?:[^'\\]|\\.)*'", re.DOTALL)
-COMMENT = re.compile(r"(?<=[\s(;])#[^\n]*")
+ATOM_IN_QUOTES = re.compile(r"\\.?|\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])", re.DOTALL)  # escapes, $NAME, 'text', # comments
+ATOM = re.compile(rf"{ATOM_IN_QUOTES.pattern}|'[^']*'|\$'(?:[^'\\]|\\.)*'|(?<=[\s(;])#[^\n]*", re.DOTALL)
 SKIPPED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
-OPERATOR = re.compile(r"(?P<redirection>\d*(?:<<<|<<|>>|>\||[<>]&|<>|[<>](?!\())|&>>?)|\n|;;&?|;&|;|&&|\|\||\|&|[&|()]")
+REDIRECTION = re.compile(r"(?:\d*(<<<|<<|>>|>\||[<>]&|<>|[<>](?!\())|&>>?)[ \t]*")
+OPERATOR = re.compile(r"\n|;;&?|;&|;|&&|\|\||\|&|[&|()]|[<>](?!\()")
+FUNCTION = re.compile(r"([A-Za-z_][\w-]*)[ \t]*\([ \t]*\)")
+SAME_AS = {"\n": ";", "&": ";", "|&": "|"}
 ENDS_WORD = frozenset(" \t\r\n;&|<>()")
-JOINTS = {"&&": "&&", "||": "||", "|": "|", "|&": "|"}
-CLOSING = ("then", "elif", "else", "fi", "do", "done", "esac", "}")
-REFUSED_WORDS = ("case", "select", "coproc", "function")
+JOINTS = ("&&", "||", "|")
+ENDS = {"if": "fi", "{": "}", "for": "done", "while": "done", "until": "done"}
+INNER = ("then", "elif", "else", "do")
+RESERVED = frozenset({*ENDS, *ENDS.values(), *INNER} - {"for"})
+NOT_READ = ("case", "select", "coproc", "function")
+TESTS = ("[", "[[", "test")
 
 
 class UnreadableError(Exception):
@@ -57,24 +62,18 @@ def refusal(line: int, what: str) -> ConfigError:
 
 
 class Token(NamedTuple):
-    """A word or an operator of a script; at its end an empty one."""
+    """A word or an operator of a script; at its end an empty operator."""
 
     text: str
     at: int
     line: int
-    is_operator: bool = True
-    redirects: bool = False
+    is_word: bool = False
 
 
 def piece_end(text: str, at: int, in_quotes: bool = False) -> int:
     """Return the end of a piece of a word: a quoted text, an expansion, or one character. Raises UnreadableError."""
-    if text[at] == "\\":
-        return at + 2
-    simple = VARIABLE.match(text, at)
-    if simple is None and not in_quotes:
-        simple = ONE_QUOTED.match(text, at) or COMMENT.match(text, at)
-    if simple is not None:
-        return simple.end()
+    if atom := (ATOM_IN_QUOTES if in_quotes else ATOM).match(text, at):
+        return atom.end()
     if text[at] == "'" and not in_quotes:
         raise UnreadableError(at, "a ' is not closed")
     pieces = PIECES_IN_QUOTES if in_quotes else PIECES
@@ -98,57 +97,137 @@ def pieces_of(word: str, in_quotes: bool = False) -> list[str]:
     return found
 
 
-def assigned_names(words: Iterable[str]) -> frozenset[str]:
-    """Return the names of the variables that some words assign."""
-    return frozenset(match[1] for match in map(ASSIGNMENT.match, words) if match)
-
-
-def tokens_of(text: str, line: int = 1) -> list[Token]:
-    """Return the words and operators of a script, without comments. line: the number of its first line.
-
-    Raises ConfigError with the line.
-    """
-    found: list[Token] = []
-    at = 0
-    while at < len(text):
-        skipped, operator = SKIPPED.match(text, at), OPERATOR.match(text, at)
-        if skipped is not None:
-            end = skipped.end()
-        elif operator is not None:
-            end = operator.end()
-            if operator[0].lstrip("0123456789") == "<<":
-                raise refusal(line, "a here-document (<<) is not read")
-            found.append(Token(operator[0], at, line, True, operator["redirection"] is not None))
-        else:
-            try:
-                end = word_end(text, at)
-            except UnreadableError as error:
-                raise refusal(line + text.count("\n", at, error.at), error.what) from None
-            found.append(Token(text[at:end], at, line, is_operator=False))
-        line += text.count("\n", at, end)
-        at = end
-    return [*found, Token("", len(text), line)]
-
-
 def word_end(text: str, start: int) -> int:
-    """Return the end of the word that begins here; `NAME=(...)` is one word."""
+    """Return the end of the word that begins here; `NAME=(...)` and `((...))` are one word."""
     at = start
     while at < len(text):
-        is_array = text[at] == "(" and ASSIGNMENT.fullmatch(text, start, at) is not None
-        if text[at] in ENDS_WORD and not is_array and text[at : at + 2] not in ("<(", ">("):
+        opens = text[at] == "(" and (ASSIGNMENT.fullmatch(text, start, at) or text.startswith("((", start, at + 2))
+        if text[at] in ENDS_WORD and not opens and text[at : at + 2] not in ("<(", ">("):
             break
         at = piece_end(text, at)
     return at
 
 
+def tokens_of(text: str, line: int = 1) -> list[Token]:
+    """Return the words and operators of a script, without comments and redirections. line: that of its first token.
+
+    Raises ConfigError with the line.
+    """
+    found: list[Token] = []
+    at, in_brackets = 0, False  # in [[ ]], where < and > compare
+    while at < len(text):
+        redirection = None if in_brackets else REDIRECTION.match(text, at)
+        try:
+            if skipped := SKIPPED.match(text, at):
+                end = skipped.end()
+            elif redirection:
+                end = word_end(text, redirection.end())
+                if redirection[1] == "<<" or end == redirection.end():
+                    is_document = redirection[1] == "<<"
+                    what = "a here-document (<<) is not read" if is_document else f"{redirection[0]} needs a file"
+                    raise refusal(line, what)
+            elif (found_operator := OPERATOR.match(text, at)) and not text.startswith("((", at):
+                end = found_operator.end()
+                found.append(Token(SAME_AS.get(found_operator[0], found_operator[0]), at, line))
+            elif function := FUNCTION.match(text, at):
+                end = function.end()
+                found.append(Token(f"{function[1]}()", at, line, is_word=True))
+            else:
+                end = word_end(text, at)
+                found.append(Token(text[at:end], at, line, is_word=True))
+                in_brackets = text[at:end] != "]]" and (in_brackets or text[at:end] == "[[")
+        except UnreadableError as error:
+            raise refusal(line + text.count("\n", at, error.at), error.what) from None
+        line += text.count("\n", at, end)
+        at = end
+    return [*found, Token("", len(text), line)]
+
+
+class Step(NamedTuple):
+    """A simple command, a reserved word, or the head of a `for` loop or a function."""
+
+    words: tuple[str, ...]
+    line: int
+    at: int  # its position in the text
+    joint: str  # the && || | before it
+
+
+def steps_of(text: str, line: int = 1) -> list[Step]:
+    """Return the steps of a text. line: the number of its first line. `[[ a && b ]]` is `{ [[ a ]] && [[ b ]]; }`."""
+    found: list[Step] = []
+    pending: list[Token] = []
+    joint = ""
+    is_grouped = False  # inside such a `{`
+    for token in tokens_of(text, line):
+        texts = [each.text for each in pending]
+        in_test = "[[" in texts[:2] and texts[-1] != "]]"
+        if token.is_word or (in_test and token.text not in ("&&", "||", "")):
+            pending += [token] if token.text != ";" else []
+            is_head = token.text in RESERVED or FUNCTION.fullmatch(token.text)
+            if len(pending) > 1 or not is_head:
+                continue
+            texts, in_test = [token.text], False
+        if in_test and token.text == "":
+            raise refusal(token.line, "]] is missing")
+        if in_test and (texts[0] == "!" or (is_grouped and (joint, token.text) == ("||", "&&"))):
+            raise refusal(token.line, f"{token.text} after ! or || in [[ ]] is not read")
+        if in_test and not is_grouped:
+            found.append(Step(("{", "[["), pending[0].line, pending[0].at, joint))
+            joint, is_grouped = "", True
+        if pending:
+            if texts[0] in NOT_READ or texts[0].startswith("("):
+                what = "a command in parentheses" if texts[0].startswith("(") else texts[0]
+                raise refusal(pending[0].line, f"{what} is not read")
+            words = (*texts, "]]") if in_test else tuple(texts)
+            found.append(Step(words, pending[0].line, pending[0].at, joint))
+        if is_grouped and not in_test:
+            found.append(Step(("}",), token.line, token.at, ""))
+            is_grouped = False
+        if not token.is_word and token.text not in ("", ";", *JOINTS):
+            what = "a command in parentheses is not read" if token.text == "(" else f"{token.text!r} begins no command"
+            raise refusal(token.line, what)
+        pending = [Token("[[", token.at, token.line)] if in_test else []
+        joint = token.text if token.text in JOINTS else ""
+    return found
+
+
+def assigned_names(words: Iterable[str]) -> frozenset[str]:
+    """Return the names of the variables that some words assign."""
+    return frozenset(match[1] for match in map(ASSIGNMENT.match, words) if match)
+
+
+def end_of(steps: Sequence[Step], at: int) -> int:
+    """Return where the command ends that begins with a step."""
+    depth, end = 0, at + (FUNCTION.fullmatch(steps[at].words[0]) is not None)
+    while end < len(steps):
+        head = steps[end].words[0]
+        depth += (head in ENDS) - (head in ENDS.values())
+        end += 1
+        if depth <= 0:
+            return end
+    raise refusal(steps[at].line, f"{ENDS.get(steps[at].words[0], '}')} is missing")
+
+
+def sections_of(steps: Sequence[Step]) -> list[tuple[Step, list[Step]]]:
+    """Return the reserved words of an `if` or a loop, each with the steps that follow it."""
+    found: list[tuple[Step, list[Step]]] = []
+    depth = 0
+    for step in steps:
+        head = step.words[0]
+        depth -= head in ENDS.values()
+        if depth == 0 or (depth == 1 and head in INNER):
+            found.append((step, []))
+        else:
+            found[-1][1].append(step)
+        depth += head in ENDS
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------------ the walk
 
-MOST_COMMANDS = 100_000
-MOST_CHARACTERS = 1_000_000  # of one value; a doubling loop would fill the memory
-DEEPEST = 30  # of eval, bash -c and functions inside each other
+MOST_WORK = 10_000_000  # characters that are assigned, and 100 for a command; a doubling loop would fill the memory
 LARGEST = 2**63
 BREAK, QUOTED = "\ue002", "\ue003"  # in an expanded text: between two words, and at a quoted part, which may be empty
-TESTS = ("[", "[[", "test")
 DECLARING = ("export", "declare", "local", "readonly", "typeset")
 READING = ("read", "readarray", "mapfile")
 REFUSED = ("break", "continue", "return", "shift", "let", "getopts", "set --", "printf -v")
@@ -261,7 +340,7 @@ def read_script(
     walk = Walk(script=name)
     walk.variables |= slurm_variables(text) | {key: [value] for key, value in given}
     try:
-        walk.follow(text, 1, arguments)
+        walk.follow(text, steps_of(text), arguments)
     except RecursionError:
         raise ConfigError(f"{name} nests expansions or commands too deeply to be read") from None
     except UnreadableError as error:
@@ -280,272 +359,122 @@ def slurm_variables(text: str) -> dict[str, list[str]]:
 
 @dataclass
 class Walk(Reading):
-    """A walk: what was found so far, and the state at one point of the script.
+    """A walk: what was found so far, and the state at one point of the script."""
 
-    Commands are followed as they are read. Where `live` is False they are only read: arms that are not taken, the
-    bodies of functions, of loops to find their end.
-    """
-
-    source: str = ""  # the text that is read: the script, or the words of eval or bash -c
-    tokens: list[Token] = field(default_factory=list)
-    at: int = 0  # the next token
-    live: bool = True
-    is_test: bool = False  # the command that was read last only tests something
+    source: str = ""  # the text that is followed
     script: str = ""  # $0
     arguments: list[str] = field(default_factory=list)  # $1, $2, ...
-    functions: dict[str, tuple[str, list[Token], int]] = field(default_factory=dict)  # text, tokens, body
+    functions: dict[str, tuple[str, Sequence[Step]]] = field(default_factory=dict)
     sources: dict[str, set[str]] = field(default_factory=dict)  # variable -> those that its value was made from
     used: set[str] = field(default_factory=set)  # names that expansions have read since it was last emptied
     outer: set[str] = field(default_factory=set)  # names that the eval, bash -c or function call around was made from
-    locals: list[dict[str, list[str] | None]] = field(default_factory=list)  # of each function: the values to restore
+    locals: dict[str, list[str] | None] = field(default_factory=dict)  # of a function: the values to restore
     target: str = ""  # the variable that is being assigned; unset in its own value it is empty: X="$X --more"
     unset_is_empty: bool = False  # in conditions
     line: int = 0
-    num_commands: int = 0
+    work: int = 0
 
     def refused(self, what: str) -> ConfigError:
         """Return the exception for a part of the present command that is not read."""
         return refusal(self.line, f"{shown(what)} is not read")
 
-    def peek(self, ahead: int = 0) -> Token:
-        """Return a token that follows."""
-        return self.tokens[min(self.at + ahead, len(self.tokens) - 1)]
+    def spend(self, amount: int) -> None:
+        """Count work. Raises ConfigError where a script takes too much of it."""
+        self.work += amount
+        if self.work > MOST_WORK:
+            raise ConfigError("the script takes too many steps to be followed; give its arguments instead")
 
-    def has_ended(self) -> bool:
-        return self.at >= len(self.tokens) - 1
-
-    def take(self, *expected: str) -> Token:
-        """Step over the next token, which must be one of those expected if there are any."""
-        token = self.peek()
-        if expected and token.text not in expected:
-            raise refusal(token.line, f"{' or '.join(expected)} is missing")
-        self.at += 1
-        return token
-
-    def skip(self, *texts: str) -> None:
-        """Step over some tokens."""
-        while self.peek().text in texts:
-            self.at += 1
-
-    def written(self, start: int) -> str:
-        """Return the text from a position up to the next token, in one line."""
-        return " ".join(self.source[start : self.peek().at].split()).rstrip("; ")
-
-    def follow(self, text: str, line: int, arguments: Sequence[str]) -> bool | None:
-        """Follow the commands of a text. line: the number of its first line."""
-        return self.inside(text, tokens_of(text, line), 0, arguments)
-
-    def inside(self, text: str, tokens: list[Token], at: int, arguments: Sequence[str], *until: str) -> bool | None:
-        """Follow commands elsewhere, with other positional arguments, up to one of some reserved words or the end."""
-        if len(self.locals) > DEEPEST:
-            raise ConfigError(f"the script nests functions, eval or bash -c more than {DEEPEST} deep")
-        before = self.source, self.tokens, self.at, self.arguments, self.outer, self.line
-        self.source, self.tokens, self.at = text, tokens, at
-        self.arguments, self.outer = list(arguments), self.outer | self.all_used()
-        self.locals.append({})
-        truth = self.commands(*until)
-        self.restore(self.locals.pop())
-        self.source, self.tokens, self.at, self.arguments, self.outer, self.line = before
+    def follow(self, text: str, steps: Sequence[Step], arguments: Sequence[str]) -> bool | None:
+        """Follow steps of a text: a script, the body of a function, the words of `eval` or `bash -c`."""
+        before = self.source, self.arguments, self.outer, self.locals, self.line
+        self.source, self.arguments, self.outer = text, list(arguments), self.outer | self.all_used()
+        self.locals = {}
+        truth = self.run(steps)
+        self.restore(self.locals)
+        self.source, self.arguments, self.outer, self.locals, self.line = before
         return truth
 
-    def commands(self, *until: str) -> bool | None:
-        """Follow commands up to one of some reserved words, which is left, or to the end.
+    def run(self, steps: Sequence[Step]) -> bool | None:
+        """Follow some steps. Returns the truth of the last command, None if it depends on running it.
 
-        Returns the truth of the last one, None if it depends on running it.
+        After `A &&` a command is followed only if A is true, after `A ||` unless A is true. A condition that is not
+        known decides nothing (`[ -f x ] || exit`); a command that is none counts as true.
         """
+        compound = {"if": self.branches, "for": self.loop, "while": self.loop, "until": self.loop}
         truth: bool | None = True
-        self.skip("\n", ";", "&")
-        while not self.has_ended() and self.peek().text not in until:
-            truth = self.chain()
-            self.skip("\n", ";", "&")
-        if until and self.has_ended():
-            raise refusal(self.peek().line, f"{' or '.join(until)} is missing")
+        is_test, at = False, 0
+        while at < len(steps):
+            step, start, at = steps[at], at, end_of(steps, at)
+            head = step.words[0]
+            truth = truth if truth is not None or is_test else True
+            if step.joint in ("", "|") or truth is (step.joint == "&&"):
+                self.spend(100)
+                self.line = step.line
+                if head in (*INNER, *ENDS.values()):
+                    raise refusal(step.line, f"{head!r} begins no command")
+                if FUNCTION.fullmatch(head):
+                    self.functions[head[:-2]] = self.source, steps[start + 2 : at - 1]
+                    truth = True
+                elif head == "{":
+                    truth = self.run(steps[start + 1 : at - 1])
+                else:
+                    truth = compound[head](steps[start:at]) if head in compound else self.simple(step.words)
+            is_test = not set(step.words[:2]).isdisjoint(TESTS)
         return truth
 
-    def block(self, live: bool, *until: str) -> bool | None:
-        """Follow commands, or only read them."""
-        before, self.live = self.live, live
-        truth = self.commands(*until)
-        self.live = before
-        return truth
-
-    def chain(self) -> bool | None:
-        """Follow commands joined by && || |: after `A &&` only if A is true, after `A ||` unless A is true.
-
-        A condition that is not known decides nothing (`[ -f x ] || exit`); a command that is none counts as true.
-        """
-        live, truth = self.live, self.command()
-        while self.peek().text in JOINTS:
-            joint = JOINTS[self.take().text]
-            self.skip("\n")
-            decided = truth if truth is not None or self.is_test else True
-            self.live = live and {"|": True, "&&": decided is True, "||": decided is False}[joint]
-            found = self.command()
-            truth = found if self.live else decided
-        self.live = live
-        return truth
-
-    def command(self) -> bool | None:
-        """Follow one command, simple or compound."""
-        token = self.peek()
-        self.num_commands += self.live
-        if self.num_commands > MOST_COMMANDS:
-            raise ConfigError(
-                f"the script has more than {MOST_COMMANDS} commands to follow; give its arguments instead"
-            )
-        if [self.peek(1).text, self.peek(2).text] == ["(", ")"] and not token.is_operator:
-            self.at += 3
-            self.skip("\n")
-            self.take("{")
-            if self.live:
-                self.functions[token.text] = self.source, self.tokens, self.at
-            self.block(False, "}")
-            self.take()
-            self.is_test = False
-            return True
-        if token.text in REFUSED_WORDS:
-            raise refusal(token.line, f"{token.text} is not read")
-        if token.text == "(":
-            raise refusal(token.line, "a command in parentheses is not read")
-        if token.text in CLOSING or (token.is_operator and not token.redirects):
-            raise refusal(token.line, f"{token.text!r} begins no command")
-        match token.text:
-            case "if":
-                truth = self.branches()
-            case "for" | "while" | "until":
-                truth = self.loop()
-            case "{":
-                self.take()
-                truth = self.commands("}")
-                self.take()
-            case _:
-                first = self.peek(1) if token.text == "!" else token
-                return self.brackets() if first.text == "[[" else self.simple(self.words(), token.line)
-        after, self.is_test = self.peek(), False
-        if self.words():  # only redirections follow
-            raise refusal(after.line, f"{after.text!r} is not expected after a compound command")
-        return truth
-
-    def names_until(self, read: Callable[[], object]) -> frozenset[str]:
-        """Return the variables that a compound command assigns, which is read and then begins again."""
-        start, self.live = self.at, False
-        read()
-        names = assigned_names(token.text for token in self.tokens[start : self.at])
-        self.at, self.live = start, True
-        return names
-
-    def branches(self) -> bool | None:
+    def branches(self, steps: Sequence[Step]) -> bool | None:
         """Follow the arm of an `if` whose condition holds."""
-        names = self.names_until(self.branches) if self.live else frozenset()
-        keyword, live = self.take(), self.live
-        result: bool | None = True
-        while keyword.text != "fi":
-            truth: bool | None = True
-            if keyword.text != "else":
+        sections = sections_of(steps)
+        names = assigned_names(word for step in steps for word in step.words)
+        for (keyword, body), (following, arm) in pairwise(sections):
+            if keyword.words[0] == "else":
+                return self.run(body)
+            if keyword.words[0] in ("if", "elif"):
                 self.used = set()
-                truth = self.block(live, "then")
-                text = self.written(keyword.at + len(keyword.text))
-                self.take()
-                if live:
-                    reason = ": it depends on running the script" if truth is None else self.unset_names()
-                    outcome = ("taken" if truth else "not taken") + reason
-                    self.decisions.append(Decision(keyword.line, text, outcome, names))
-            is_taken = live and truth is True
-            found = self.block(is_taken, *(("fi",) if keyword.text == "else" else ("elif", "else", "fi")))
-            if is_taken:  # the arms that follow are only read
-                result, live = found, False
-            keyword = self.take()
-        return result
+                truth = self.run(body)
+                reason = ": it depends on running the script" if truth is None else self.unset_names()
+                outcome = ("taken" if truth else "not taken") + reason
+                condition = self.written(keyword.at + len(keyword.words[0]), following.at)
+                self.decisions.append(Decision(keyword.line, condition, outcome, names))
+                if truth:
+                    return self.run(arm)
+        return True
+
+    def loop(self, steps: Sequence[Step]) -> bool | None:
+        """Follow the body of `for` once for each known word. What other loops assign is not known after them."""
+        (head, _), (do, body) = sections_of(steps)[:2]
+        _, name, *words = (*head.words, "")
+        names = assigned_names(word for step in steps for word in step.words) | {name}
+        words = words[1:-1] if words[:1] == ["in"] else ['"$@"']
+        condition = self.written(head.at, do.at)
+        self.used, self.unset_is_empty = set(), True
+        fields = [text for word in words for text in self.fields(word)]
+        self.unset_is_empty = False
+        if head.words[0] != "for" or name.startswith("(") or not all(map(is_known, fields)):
+            self.variables |= {name: [placeholder(f"${name}")] for name in names}
+            self.decisions.append(Decision(head.line, condition, "skipped: it depends on running it", names))
+            return None
+        if unset := self.unset_names():
+            outcome = f"followed for {count_text(len(fields), 'word')}{unset}"
+            self.decisions.append(Decision(head.line, condition, outcome, names))
+        for text in fields:
+            self.assign_text(name, text)
+            self.run(body)
+        return True
+
+    def written(self, start: int, end: int) -> str:
+        """Return a part of the text in one line."""
+        return " ".join(self.source[start:end].split()).rstrip("; ")
 
     def unset_names(self) -> str:
         """Return the variables of a condition that are not set, as the reason for its outcome; empty if all are."""
         unset = sorted(name for name in self.used if self.look_up(name) is None)
         return f": ${', $'.join(unset)} is not set in the script" if unset else ""
 
-    def loop(self) -> bool | None:
-        """Follow the body of `for` once for each known word. What other loops assign is not known after them."""
-        keyword, name = self.take(), ""
-        words: Sequence[str] | None = None
-        if keyword.text != "for":
-            self.block(False, "do")
-        elif self.peek().text == "(":
-            while not self.has_ended() and self.peek().text != "do":
-                self.take()
-        else:
-            name, words = self.take().text, ['"$@"']
-            self.skip("\n")
-            if self.peek().text == "in":
-                self.take()
-                words = self.words()
-            self.skip("\n", ";")
-        condition = self.written(keyword.at)
-        self.take("do")
-        begin = self.at
-        self.block(False, "done")
-        names = assigned_names([f"{name}=", *(token.text for token in self.tokens[begin : self.at])])
-        self.take()
-        if not self.live:
-            return None
-        after, self.used, self.unset_is_empty, self.line = self.at, set(), True, keyword.line
-        fields = None if words is None else [text for word in words for text in self.fields(word)]
-        self.unset_is_empty = False
-        if fields is None or not all(map(is_known, fields)):
-            self.variables |= {name: [placeholder(f"${name}")] for name in names}
-            self.decisions.append(Decision(keyword.line, condition, "skipped: it depends on running it", names))
-            return None
-        if unset := self.unset_names():
-            outcome = f"followed for {count_text(len(fields), 'word')}{unset}"
-            self.decisions.append(Decision(keyword.line, condition, outcome, names))
-        for text in fields:
-            self.assign_text(name, text)
-            self.at = begin
-            self.commands("done")
-        self.at = after
-        return True
-
-    def words(self) -> list[str]:
-        """Read words up to the end of the command, without redirections."""
-        found: list[str] = []
-        while self.peek().redirects or not self.peek().is_operator:
-            token = self.take()
-            if not token.redirects:
-                found.append(token.text)
-            elif self.take().is_operator:
-                raise refusal(token.line, f"{token.text} needs a file")
-        return found
-
-    def brackets(self) -> bool | None:
-        """Follow `[[ ... ]]`, with && or || a chain of tests."""
-        words: list[str] = []
-        joints = [""]
-        truth: bool | None = True
-        while "]]" not in words:
-            token = self.peek()
-            if self.has_ended():
-                raise refusal(token.line, "]] is missing")
-            self.take()
-            if token.text != "\n" and token.text not in ("&&", "||"):
-                words.append(token.text)
-            if "]]" not in words and token.text not in ("&&", "||"):
-                continue
-            if token.text in ("&&", "||") and (words[0] == "!" or (token.text == "&&" and "||" in joints)):
-                raise refusal(token.line, f"{token.text} after ! or || in [[ ]] is not read")
-            if joints[-1] == "" or truth is (joints[-1] == "&&"):
-                truth = self.simple(words if words[-1] == "]]" else [*words, "]]"], token.line)
-            if token.text in ("&&", "||"):
-                joints.append(token.text)
-                words = ["[["]
-        self.is_test = True
-        return truth
-
-    def simple(self, words: list[str], line: int) -> bool | None:
+    def simple(self, words: Sequence[str]) -> bool | None:
         """Follow a command: assign, step into a function, eval or bash -c, or look for the call."""
-        self.is_test = not set(words[:2]).isdisjoint(TESTS)
-        if not self.live:
-            return None
-        self.line = line
-        if words[:1] == ["!"]:
-            truth = self.simple(words[1:], line)
+        if words[0] == "!":
+            truth = self.simple(words[1:]) if words[1:] else None
             return None if truth is None else not truth
         prefixes = list(takewhile(ASSIGNMENT.match, words))
         words = words[len(prefixes) :]
@@ -584,7 +513,7 @@ class Walk(Reading):
                 raise self.refused(f"{words[0]} {word}")
             if words[0] == "local":
                 name = match[1] if match else word
-                self.locals[-1].setdefault(name, self.variables.get(name))
+                self.locals.setdefault(name, self.variables.get(name))
             if match:
                 self.assign(word)
         return True
@@ -599,15 +528,14 @@ class Walk(Reading):
         self.used, self.target = set(), name
         old = self.variables.get(name, []) if match[2] else []
         if source.startswith("("):
-            elements = [token.text for token in tokens_of(source[1:-1], self.line) if token.text not in ("\n", "")]
+            elements = [token.text for token in tokens_of(source[1:-1], self.line) if token.is_word]
             if any(element.startswith("[") for element in elements):
                 raise self.refused("[INDEX]= in an array")
             self.variables[name] = old + [text for element in elements for text in self.fields(element)]
         else:
             self.assign_text(name, "".join(old[:1]) + self.text(source))
         self.target = ""
-        if sum(map(len, self.variables[name])) > MOST_CHARACTERS:
-            raise ConfigError(f"the variable {name} of the script grows over {MOST_CHARACTERS} characters")
+        self.spend(sum(map(len, self.variables[name])))
         self.sources[name] = self.all_used() | (self.sources.get(name, set()) if match[2] else set())
 
     def assign_text(self, name: str, text: str) -> None:
@@ -631,15 +559,17 @@ class Walk(Reading):
         elif head in ("source", ".") and words[1:]:
             self.notes.append(f"line {self.line}: {shown(words[1])} is read by the script, but not here")
         elif head in self.functions:
-            return self.inside(*self.functions[head], words[1:], "}")
+            return self.follow(*self.functions[head], words[1:])
         elif head == "eval":
-            return self.follow(" ".join(words[1:]), self.line, self.arguments)
+            text = " ".join(words[1:])
+            return self.follow(text, steps_of(text, self.line), self.arguments)
         elif head not in SHOWING:
             shell = next((at for at, word in enumerate(words) if word in SHELLS), len(words))
             options = words[shell + 1 :]
             flag = next((at for at, word in enumerate(options) if re.fullmatch(r"-\w*c", word)), None)
             if flag is not None and all(word.startswith("-") for word in options[:flag]) and options[flag + 1 :]:
-                return self.follow(options[flag + 1], self.line, options[flag + 3 :])
+                text = options[flag + 1]
+                return self.follow(text, steps_of(text, self.line), options[flag + 3 :])
             script = next((at for at, word in enumerate(words) if SCRIPT_NAME.fullmatch(shown(word))), None)
             if script is not None:
                 before, after = tuple(words[:script]), tuple(words[script + 1 :])
@@ -778,20 +708,20 @@ class Walk(Reading):
         at = max(cuts) if (len(match[1]) == 2) == of_prefix else min(cuts)
         return value[at:] if of_prefix else value[:at]
 
-    def number(self, text: str, depth: int = 0) -> int:
+    def number(self, text: str) -> int:
         """Return the value of an arithmetic expression in whole numbers. Raises UnknownValueError."""
-        if depth > DEEPEST or not ARITHMETIC.fullmatch(text) or CHANGES.search(text):
+        if not ARITHMETIC.fullmatch(text) or CHANGES.search(text):
             raise UnknownValueError
         try:
             tree = ast.parse(f"({text.strip() or 0})".replace("&&", " and ").replace("||", " or "), mode="eval")
-            value = self.calculated(tree.body, depth)
+            value = self.calculated(tree.body)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             raise UnknownValueError from None
         if abs(value) >= LARGEST:
             raise UnknownValueError
         return value
 
-    def calculated(self, node: ast.expr, depth: int) -> int:
+    def calculated(self, node: ast.expr) -> int:
         """Return the value of a part of an expression. Operators that Python and bash read differently are unknown."""
         match node:
             case ast.Constant(value=int() as value) if not isinstance(value, bool):
@@ -799,13 +729,13 @@ class Walk(Reading):
             case ast.Name(id=name):
                 self.used.add(name)
                 if values := self.look_up(name):
-                    return self.number(values[0], depth + 1)
+                    return self.number(values[0])
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -self.calculated(operand, depth)
+                return -self.calculated(operand)
             case ast.BoolOp(op=joint, values=parts):
-                truths = [self.calculated(part, depth) != 0 for part in parts]
+                truths = [self.calculated(part) != 0 for part in parts]
                 return int(all(truths) if isinstance(joint, ast.And) else any(truths))
             case ast.BinOp(left=left, op=sign, right=right) | ast.Compare(left=left, ops=[sign], comparators=[right]):
                 if type(sign) in OPERATORS:
-                    return int(OPERATORS[type(sign)](self.calculated(left, depth), self.calculated(right, depth)))
+                    return int(OPERATORS[type(sign)](self.calculated(left), self.calculated(right)))
         raise UnknownValueError

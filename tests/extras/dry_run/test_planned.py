@@ -10,6 +10,7 @@ import pytest
 from megapipe.extras.dry_run.rank import STATE, count_rank
 from megapipe.plan.memory import rank_memory
 from tests.extras.dry_run.grids import (
+    BLOCKS,
     FP8,
     FULL,
     LLAMA,
@@ -226,6 +227,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "fp8_full": (1, FULL | FP8 | {"fp8_recipe": "tensorwise"}),
     "fp8_experts_bf16": (2, EXPERTS | FP8 | {"dtype": "bf16"}),
     "fp8_experts_sp2_pp2_zb_h1": (8, WIDE_EXPERTS | SP2 | PP2 | FP8 | {"dtype": "bf16", "pipeline_schedule": "zb-h1"}),
+    "fp8_blocks_zb_h1_sp2": (4, PP2 | SP2 | BLOCKS | {"dtype": "bf16", "pipeline_schedule": "zb-h1"}),
+    "fp8_blocks_casts_compiled": (1, BLOCKS | {"dtype": "bf16", "compile_pointwise": True}),
+    "fp8_blocks_full": (1, FULL | BLOCKS),
+    "fp8_blocks_experts_bf16": (2, EXPERTS | BLOCKS | {"dtype": "bf16"}),
+    "fp8_blocks_experts_sp2_pp2": (8, WIDE_EXPERTS | SP2 | PP2 | BLOCKS | {"dtype": "bf16"}),
     "fp8_predictions_sp2_bf16": (2, PREDICTIONS | SP2 | FP8 | {"dtype": "bf16"}),
     "documents_bf16": (1, DOCUMENTS | {"dtype": "bf16"}),
     "documents_bf16_core_attn": (1, DOCUMENTS | selective("core_attn") | {"dtype": "bf16", "micro_batch_size": 1}),

@@ -227,7 +227,7 @@ def test_variables_of_slurm_come_from_the_head_of_the_script() -> None:
     [
         ("A=1\nB='x\n", 2, "a ' is not closed"),
         ('torchrun "x', 1, 'a " is not closed'),
-        ("\n\nif true; then A=1\n", 4, "elif or else or fi is missing"),
+        ("\n\nif true; then A=1\n", 3, "fi is missing"),
         ("A=(1 2", 1, "a ( is not closed"),
         ("echo ${A", 1, "a ${ is not closed"),
         ("A=1\n)\n", 2, "')' begins no command"),

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from megapipe.tensor_parallel.fp8 import E4M3, Fp8Tensor, fp8_matmul
+from megapipe.tensor_parallel.fp8_matrix import E4M3, fp8_matmul
+from megapipe.tensor_parallel.fp8_scales import tensorwise
 
 GEMM_SIZE = {"cuda": 8192, "cpu": 512}
 GEMM_SECONDS = {"cuda": 0.4, "cpu": 0.01}
@@ -50,7 +51,7 @@ def fp8_gemm_rate(device: torch.device) -> float:
     """Return the FLOP/s of the same GEMM with e4m3 operands, one scale a tensor, as in a linear's forward: bf16
     result, fast sums."""
     size = GEMM_SIZE[device.type]
-    a, b = (Fp8Tensor.of(torch.randn(size, size, device=device), E4M3) for _ in range(2))
+    a, b = (tensorwise(torch.randn(size, size, device=device), E4M3) for _ in range(2))
     return 2.0 * size**3 / sustained_seconds(lambda: fp8_matmul(a, b, torch.bfloat16, fast=True), device)
 
 

@@ -29,3 +29,11 @@ class Float8CurrentScaling:
 
     def delayed(self) -> bool:
         return False
+
+
+@dataclass
+class Float8BlockScaling:
+    fp8_format: Format = Format.E4M3
+
+    def delayed(self) -> bool:
+        return False

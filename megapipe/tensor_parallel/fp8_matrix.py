@@ -1,0 +1,158 @@
+"""Matrices in 8 bits, with one scale (`Fp8Tensor`) or one for each block of 128 (`Fp8Blocks`), and their product.
+
+On GPUs the products are torch._scaled_mm and, of blocks, torch.nn.functional.scaled_mm. On CPUs the rounded operands
+are multiplied in fp32, which differs only in the order of sums (the scales of blocks are powers of two, with which
+fp32 multiplies exactly); this is slow and meant for tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megapipe.layers.linear import BLOCK, SCALES_MULTIPLE
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROW_MULTIPLE = 16  # of the summed dim of a GEMM
+
+
+class Fp8Rows(Protocol):
+    """Rows of several groups, in 8 bits or to be cast."""
+
+    def rows(self, rows: slice) -> Fp8Tensor:
+        """Return these rows [m, k] as an operand of a product that sums over k."""
+
+    def columns(self, rows: slice) -> Fp8Tensor:
+        """Return these rows as [k, m], an operand of a product that sums over them, with zeros behind them."""
+
+
+@dataclass(frozen=True)
+class Fp8Tensor:
+    """A matrix in 8 bits, values x scale_inverse. values: [rows, k], contiguous along k, which the GEMM sums over; of
+    weights [matrices, rows, k].
+    """
+
+    values: Tensor
+    scale_inverse: Tensor  # fp32 scalar
+
+    def rows(self, rows: slice) -> Fp8Tensor:
+        """Return some rows."""
+        return Fp8Tensor(self.values[rows], self.scale_inverse)
+
+    def columns(self, rows: slice) -> Fp8Tensor:
+        """Return these rows of [n, k] as [k, m], filled with zeros to a multiple of ROW_MULTIPLE."""
+        count = rows.stop - rows.start
+        columns = self.values.new_zeros(self.values.shape[1], count + -count % ROW_MULTIPLE)
+        columns[:, :count].copy_(self.values[rows].t())
+        return Fp8Tensor(columns, self.scale_inverse)
+
+    def matrix(self, index: int) -> Fp8Tensor:
+        """Return one matrix of a weight."""
+        return Fp8Tensor(self.values[index], self.scale_inverse)
+
+    def emulated_product(self, other: Fp8Tensor) -> Tensor:
+        """Return self [m, k] times other [n, k] transposed, in fp32, without a kernel for 8 bits."""
+        product = torch.mm(self.values.float(), other.values.float().t())
+        return product * (self.scale_inverse * other.scale_inverse)
+
+    def product(
+        self, other: Fp8Tensor, dtype: torch.dtype, bias: Tensor | None, fast: bool, out: Tensor | None
+    ) -> Tensor:
+        """Return self [m, k] times other [n, k] transposed on a GPU; arguments as in `fp8_matmul`."""
+        if out is not None and out.is_meta:  # torch has no such kernel
+            return out
+        return torch._scaled_mm(
+            self.values,
+            other.values.t(),
+            scale_a=self.scale_inverse,
+            scale_b=other.scale_inverse,
+            bias=bias,
+            out_dtype=dtype,
+            use_fast_accum=fast,
+            **({} if out is None else {"out": out}),
+        )
+
+
+@dataclass(frozen=True)
+class Fp8Blocks(Fp8Tensor):
+    """A matrix in 8 bits with a scale for each 1 x 128 elements along k or, of weights, for each 128 x 128.
+
+    values: [rows, k], where zeros fill k up to a multiple of 128. scale_inverse: powers of two in fp32, in the layout
+    that torch.nn.functional.scaled_mm reads transposed: [k / 128, rows], or [rows / 128, k / 128] with ones behind each
+    row up to a multiple of 4; of weights with the number of matrices in front.
+    """
+
+    is_square: bool = False  # blocks are 128 x 128
+
+    def matrix(self, index: int) -> Fp8Blocks:
+        return Fp8Blocks(self.values[index], self.scale_inverse[index], self.is_square)
+
+    def dequantized(self) -> Tensor:
+        """Return the matrix in fp32, exactly: values [rows, k]."""
+        wide = self.values.float()
+        rows, size = wide.shape
+        scales = self.scale_inverse.t()
+        if self.is_square:
+            scales = self.scale_inverse[:, : size // BLOCK].repeat_interleave(BLOCK, 0)[:rows]
+        wide.unflatten(1, (-1, BLOCK)).mul_(scales.unsqueeze(-1))
+        return wide
+
+    def emulated_product(self, other: Fp8Tensor) -> Tensor:
+        assert isinstance(other, Fp8Blocks)
+        return torch.mm(self.dequantized(), other.dequantized().t())
+
+    def product(
+        self, other: Fp8Tensor, dtype: torch.dtype, bias: Tensor | None, fast: bool, out: Tensor | None
+    ) -> Tensor:
+        # the kernel has no fast sums; DeepSeek-V3's recipe excludes them
+        assert isinstance(other, Fp8Blocks)
+        rows, width = self.values.shape[0], other.values.shape[0]
+        if self.values.is_meta:  # torch's own function for them refuses partial blocks
+            product = self.values.new_empty(rows, width, dtype=dtype)
+        else:
+            product = self._scaled_mm(other, dtype, bias)[:rows]
+        return product if out is None else out.copy_(product)
+
+    def _scaled_mm(self, other: Fp8Blocks, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        """Return the product on a GPU, with zeros behind its rows up to a multiple of 4."""
+        scaling, values, scales = functional.ScalingType, self.values, self.scale_inverse
+        if spare := -values.shape[0] % SCALES_MULTIPLE:
+            values = functional.pad(values.view(torch.uint8), (0, 0, 0, spare)).view(values.dtype)
+            scales = functional.pad(scales, (0, spare))
+        return functional.scaled_mm(
+            values,
+            other.values.t(),
+            scales.t(),
+            scaling.BlockWise1x128,
+            other.scale_inverse.t(),
+            scaling.BlockWise128x128 if other.is_square else scaling.BlockWise1x128,
+            bias=bias,
+            output_dtype=dtype,
+        )
+
+
+def fp8_matmul(
+    a: Fp8Tensor,
+    b: Fp8Tensor,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    *,
+    fast: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return a [m, k] times b [n, k] transposed, plus bias [n]: [m, n]. Rows of b need not be adjacent in memory.
+
+    fast: sums may be kept in less than fp32 for some terms, as is usual in forwards. out: where to, without a bias.
+    """
+    if not a.values.is_cuda:
+        product = a.emulated_product(b).to(out_dtype)
+        if out is not None:
+            return out.copy_(product)
+        return product if bias is None else product.add_(bias)
+    fused_bias = bias if out_dtype in (torch.bfloat16, torch.float16) else None  # the kernel adds no fp32 bias
+    product = a.product(b, out_dtype, fused_bias, fast, out)
+    return product if bias is None or bias is fused_bias else product.add_(bias)

@@ -1,0 +1,301 @@
+"""Casts to 8 bits, and where their scales come from: `TensorScale` and `BlockScales`, one for an operand of a linear.
+
+A tensor t is cast to round(t s) with s = largest number of the format / (2^margin amax). By tensor, amax is max |t|
+(recipe tensorwise), or comes from this tensor's history over previous steps (delayed; tensorwise in the first step), so
+that s is the same for all microbatches of a step and recomputed values have the same bits. By blocks (blockwise), amax
+is that of 128 elements along the summed dim or, of weights, of 128 x 128, and s is rounded down to a power of two.
+
+On CUDA a cast is compiled, with its transpose and (delayed) its amax: as a chain of kernels it would move more bytes
+than fp8 saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.comm.collectives import all_reduce
+from megapipe.comm.groups import Group
+from megapipe.config.model import PrecisionConfig
+from megapipe.layers.linear import BLOCK, SCALES_MULTIPLE, blocks_of
+from megapipe.tensor_parallel.fp8_matrix import Fp8Blocks, Fp8Rows, Fp8Tensor
+
+EXPONENT_BITS = 0x7F800000  # of fp32
+LARGEST_SCALE = 2.0**126  # its inverse is the smallest normal number of fp32
+
+
+def fp8_scale(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
+    """Return the factor that maps amax to the format's largest number / 2^margin; 1 for a tensor of zeros.
+
+    A non-finite amax gives a non-finite scale, so that an overflow shows in the gradients.
+    """
+    largest = torch.finfo(dtype).max / 2.0**margin
+    return torch.where(amax > 0, largest / amax, torch.ones_like(amax) + 0 * amax)
+
+
+def block_scale(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
+    """Return `fp8_scale` rounded down to a power of two, at most 2^126, and NaN for a non-finite amax."""
+    scale = fp8_scale(amax, dtype, margin).clamp(max=LARGEST_SCALE)
+    return scale.view(torch.int32).bitwise_and(EXPONENT_BITS).view(torch.float32) + 0 * amax
+
+
+def cast_to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x scale in an 8-bit format, saturating at its largest number (a delayed scale can be too large)."""
+    largest = torch.finfo(dtype).max
+    # in place: one fp32 copy, not three
+    return x.to(torch.float32, copy=True).mul_(scale).clamp_(-largest, largest).to(dtype)
+
+
+def tensorwise(x: Tensor, dtype: torch.dtype) -> Fp8Tensor:
+    """Cast x [rows, k] with the scale from its largest element."""
+    scale = fp8_scale(_amax(x), dtype)
+    return Fp8Tensor(cast_to_fp8(x, scale, dtype), scale.reciprocal())
+
+
+def cast_tensor(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, measures: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return x [..., rows, k] in 8 bits, its transpose [..., k, rows], and its amax in fp32, each if asked for.
+
+    Compiled it is one pass. Hopper's matrix units take the summed dim last, hence the transpose.
+    """
+    values = cast_to_fp8(x, scale, dtype)
+    transposed = values.mT.contiguous() if columns else None
+    return values if rows else None, transposed, _amax(x) if measures else None
+
+
+def cast_blocks(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, margin: int) -> tuple[Tensor, ...]:
+    """Return x [rows, k] with a scale for each 1 x 128 and, or, its transpose [k, rows] likewise: values and inverse
+    scales of each, in the layout of `Fp8Blocks`.
+    """
+    made: list[Tensor] = []
+    for matrix in (x,) * rows + (x.t(),) * columns:
+        count, size = matrix.shape
+        wide = matrix.new_zeros(count, blocks_of(size) * BLOCK, dtype=torch.float32)
+        wide[:, :size].copy_(matrix)
+        blocks = wide.unflatten(1, (-1, BLOCK))
+        scales = block_scale(_amax(blocks, -1), dtype, margin)
+        blocks.mul_(scales.unsqueeze(-1))
+        made += [wide.to(dtype), scales.reciprocal().t().contiguous()]
+    return tuple(made)
+
+
+def cast_squares(x: Tensor, dtype: torch.dtype, margin: int) -> tuple[Tensor, ...]:
+    """Return the matrices x [matrices, m, n] with a scale for each 128 x 128, and their transposes with the same
+    scales: values and inverse scales of each, in the layout of `Fp8Blocks`.
+    """
+    matrices, m, n = x.shape
+    wide = x.new_zeros(matrices, blocks_of(m) * BLOCK, blocks_of(n) * BLOCK, dtype=torch.float32)
+    wide[:, :m, :n].copy_(x)
+    blocks = wide.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+    scales = block_scale(_amax(blocks, (2, 4)), dtype, margin)
+    blocks.mul_(scales[:, :, None, :, None])
+    values, inverse = wide.to(dtype), scales.reciprocal()
+    of_both: list[Tensor] = []
+    for each, scale in ((values[:, :m], inverse), (values.mT[:, :n], inverse.mT)):
+        rows, size = scale.shape[1:]
+        padded = scale.new_ones(matrices, rows, size + -size % SCALES_MULTIPLE)
+        padded[:, :, :size].copy_(scale)
+        of_both += [each.contiguous(), padded]
+    return tuple(of_both)
+
+
+def _amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
+    return torch.linalg.vector_norm(x, torch.inf, dim, dtype=torch.float32)
+
+
+@cache
+def cast_variant(function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+    """Return a cast with these options, as a function with a separate code object.
+
+    torch.compile keeps 8 graphs for a code object, and with fullgraph a ninth is an error: options, shapes and strides
+    of all linears would be more.
+    """
+
+    def cast(x: Tensor, *scale: Tensor) -> Any:
+        return function(x, *scale, *options)
+
+    return FunctionType(cast.__code__.replace(), globals(), function.__name__, None, cast.__closure__)
+
+
+Compiler = Callable[[Any], Any]
+
+
+class TensorScale:
+    """The scale of one operand of one linear. compiler: of its casts.
+
+    Its state stays in fixed device memory (CUDA graphs update it), and the host never waits for it.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, precision: PrecisionConfig, compiler: Compiler = lambda function: function
+    ) -> None:
+        self.dtype, self._margin = dtype, precision.fp8_margin
+        self._kernel = cache(lambda *options: compiler(cast_variant(cast_tensor, dtype, *options)))
+        self._length = precision.fp8_amax_history_len if precision.fp8_recipe == "delayed" else 0
+        self._uses_maximum = precision.fp8_amax_compute_algo == "max"
+        self._trains = True
+        self._history: list[Tensor] = []  # amax of past steps, newest first
+        self._seen: Tensor | None = None  # amax of this step so far
+        self.delayed: Tensor | None = None  # the scale from the history
+        self.delayed_inverse: Tensor | None = None
+
+    @property
+    def has_history(self) -> bool:
+        """True if scales come from the amax of earlier steps."""
+        return self._length > 0
+
+    def begin(self, trains: bool) -> None:
+        """Start a run of a schedule. trains: what it casts enters the history."""
+        self._trains = trains
+        if trains:
+            self.step()
+
+    @torch.no_grad()
+    def cast(
+        self,
+        x: Tensor,
+        *,
+        rows: bool = True,
+        columns: bool = False,
+        common: Tensor | None = None,
+        records: bool = True,
+    ) -> list[Fp8Tensor]:
+        """Cast x to [rows, k] and, or, to [k, rows]. common: the scale, if x is a part of a tensor (`common`).
+
+        records: x enters the history in training.
+        """
+        records, measures, scale, inverse = records and self._trains, False, common, None
+        if scale is None and self.delayed is not None:
+            scale, inverse, measures = self.delayed, self.delayed_inverse, records and self.has_history
+        elif scale is None:
+            scale = self.scale_for(x, records)
+        *made, amax = self._kernel(rows, columns, measures)(x, scale)
+        if measures:
+            self.record(amax)
+        inverse = scale.reciprocal() if inverse is None else inverse
+        return [Fp8Tensor(values, inverse) for values in made if values is not None]
+
+    def cast_weight(self, matrices: Tensor, kept: list[Fp8Tensor] | None) -> list[Fp8Tensor]:
+        """Cast [matrices, m, n] as it is, and transposed, with one scale. kept: an earlier result, overwritten."""
+        cast = self.cast(matrices, columns=True)
+        if kept is None:
+            inverse = cast[0].scale_inverse.clone()
+            return [Fp8Tensor(each.values, inverse) for each in cast]
+        for old, new in zip(kept, cast, strict=True):
+            old.values.copy_(new.values)
+        kept[0].scale_inverse.copy_(cast[0].scale_inverse)
+        return kept
+
+    def groups(self, x: Tensor, records: bool = True) -> Fp8Rows:
+        """Cast the rows of all groups with one scale."""
+        return self.cast(x.contiguous(), records=records)[0]
+
+    def common(self, x: Tensor, group: Group | None) -> Tensor | None:
+        """Return the scale for the parts of x; None if it is known from earlier steps. group: as in `scale_for`."""
+        return self.scale_for(x, self._trains, group) if self.delayed is None else None
+
+    def scale_for(self, x: Tensor, records: bool, group: Group | None = None) -> Tensor:
+        """Return the scale for x, an fp32 scalar. records: x enters the history, if scales are delayed.
+
+        group: x is this rank's slice; without a delayed scale, the ranks of the group agree on the largest element.
+        """
+        records = records and self.has_history
+        if self.delayed is not None and not records:
+            return self.delayed
+        amax = _amax(x)
+        if self.delayed is None and group is not None:
+            all_reduce(amax, group, "max")
+        if records:
+            self.record(amax)
+        return fp8_scale(amax, self.dtype, self._margin) if self.delayed is None else self.delayed
+
+    def record(self, amax: Tensor) -> None:
+        """Add the amax of a tensor of this step."""
+        if self._seen is None:
+            self._seen = torch.zeros_like(amax)
+        torch.maximum(self._seen, amax, out=self._seen)
+
+    def step(self) -> None:
+        """Finish a step: move what it saw into the history and update the delayed scale.
+
+        A step that saw nothing but zeros, or nothing (experts without rows), counts as the one before.
+        """
+        if self._seen is None:
+            return
+        seen = torch.where(self._seen == 0, self._history[0], self._seen) if self._history else self._seen.clone()
+        self._history = [seen, *self._history][: self._length]
+        self._seen.zero_()
+        amax = torch.stack(self._history).amax() if self._uses_maximum else self._history[0]
+        scale = fp8_scale(amax, self.dtype, self._margin)
+        inverse = scale.reciprocal()
+        self.delayed = scale if self.delayed is None else self.delayed.copy_(scale)
+        self.delayed_inverse = inverse if self.delayed_inverse is None else self.delayed_inverse.copy_(inverse)
+
+
+class BlockScales:
+    """The scales of one operand of one linear, one for each block of each tensor, without a state.
+
+    Powers of two are Transformer Engine's default, and what DeepSeek-V3 takes for tensors that it casts along both dims
+    (arXiv:2412.19437, 3.3.3): scaling rounds nothing, and fp32 multiplies scaled values exactly.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, precision: PrecisionConfig, compiler: Compiler = lambda function: function
+    ) -> None:
+        self._options = dtype, precision.fp8_margin
+        self._kernel = cache(lambda *options: compiler(cast_variant(*options)))
+
+    def begin(self, trains: bool) -> None:
+        """Start a run of a schedule."""
+
+    @torch.no_grad()
+    def cast(
+        self,
+        x: Tensor,
+        *,
+        rows: bool = True,
+        columns: bool = False,
+        common: Tensor | None = None,
+        records: bool = True,
+    ) -> list[Fp8Tensor]:
+        """Cast x to [rows, k] and, or, to [k, rows], each with scales of its own."""
+        dtype, margin = self._options
+        made = self._kernel(cast_blocks, dtype, rows, columns, margin)(x)
+        return [Fp8Blocks(*pair) for pair in zip(made[::2], made[1::2], strict=True)]
+
+    def cast_weight(self, matrices: Tensor, kept: list[Fp8Tensor] | None) -> list[Fp8Tensor]:
+        """Cast [matrices, m, n] as it is, and transposed. kept: an earlier result, overwritten."""
+        made = self._kernel(cast_squares, *self._options)(matrices)
+        cast: list[Fp8Tensor] = [Fp8Blocks(*pair, is_square=True) for pair in zip(made[::2], made[1::2], strict=True)]
+        for old, new in zip(kept or (), cast, strict=kept is not None):
+            old.values.copy_(new.values)
+            old.scale_inverse.copy_(new.scale_inverse)
+        return cast if kept is None else kept
+
+    def groups(self, x: Tensor, records: bool = True) -> Fp8Rows:
+        """Cast the rows of each group when they are used: no block holds rows of two."""
+        return _RowsByBlocks(x, self)
+
+    def common(self, x: Tensor, group: Group | None) -> None:
+        """Return None: blocks are scaled alike in a part of a tensor."""
+
+
+@dataclass(frozen=True)
+class _RowsByBlocks:
+    """Rows of groups, to be cast by `scales`."""
+
+    x: Tensor
+    scales: BlockScales
+
+    def rows(self, rows: slice) -> Fp8Tensor:
+        return self.scales.cast(self.x[rows])[0]
+
+    def columns(self, rows: slice) -> Fp8Tensor:
+        return self.scales.cast(self.x[rows], rows=False, columns=True)[0]

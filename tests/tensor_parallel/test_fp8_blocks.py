@@ -1,0 +1,270 @@
+"""fp8 with a scale for each block of 128: casts and products against a definition written out block by block."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import megapipe.tensor_parallel.fp8 as fp8
+from megapipe.comm.groups import Group
+from megapipe.config.model import PrecisionConfig
+from megapipe.gpu.kernels import compiled
+from megapipe.tensor_parallel import fp8_scales
+from megapipe.tensor_parallel.fp8 import Fp8Gemms
+from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2, Fp8Blocks
+from megapipe.tensor_parallel.fp8_scales import BlockScales, block_scale
+from megapipe.tensor_parallel.gemms import RowGroups
+from megapipe.tensor_parallel.gradients import GradientSlot
+from megapipe.tensor_parallel.linear import ColumnParallelLinear
+
+BLOCKWISE = PrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")
+OF_SUMS = 64  # `closeness` of sums in fp32, in any order; rounding in other blocks is above 1000
+HYBRID = PrecisionConfig(fp8_format="hybrid", fp8_recipe="blockwise")
+
+
+def rounded(x: Tensor, dtype: torch.dtype, height: int, width: int) -> Tensor:
+    """Return x [m, n] as a product sees it, with a power of two for each block of height x width."""
+    result = torch.empty(x.shape, dtype=torch.float64)
+    for i in range(0, x.shape[0], height):
+        for j in range(0, x.shape[1], width):
+            block = x[i : i + height, j : j + width].double()
+            largest = block.abs().max().item()
+            exponent = math.floor(math.log2(torch.finfo(dtype).max / largest)) if largest else 0
+            result[i : i + height, j : j + width] = (block * 2.0**exponent).to(dtype).double() / 2.0**exponent
+    return result
+
+
+def spread(*shape: int) -> Tensor:
+    """Return numbers of very different sizes: an outlier costs only its block precision."""
+    return torch.randn(*shape) * torch.randn(*shape).mul(2.0).exp()
+
+
+def closeness(found: Tensor, wanted: Tensor, terms: Tensor) -> float:
+    """Return the largest difference in units of fp32's rounding of the absolute values of the summed terms."""
+    return float(((found.double() - wanted).abs() / (terms * 2.0**-24 + 1e-30)).max())
+
+
+@pytest.mark.parametrize("precision", [BLOCKWISE, HYBRID], ids=["e4m3", "hybrid"])
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(256, 384, 256), (272, 336, 400)], ids=["whole", "partial"])
+def test_the_three_products_of_a_linear_are_those_of_operands_rounded_in_blocks(
+    precision: PrecisionConfig, tokens: int, inputs: int, outputs: int
+) -> None:
+    torch.manual_seed(0)
+    gemms, weight, x, dy = Fp8Gemms(precision), spread(outputs, inputs), spread(tokens, inputs), spread(tokens, outputs)
+    of_gradients = E4M3 if precision is BLOCKWISE else E5M2
+    w8 = rounded(weight, E4M3, 128, 128)
+    x8, dy8 = rounded(x, E4M3, 1, 128), rounded(dy, of_gradients, 1, 128)
+    x8_tokens, dy8_tokens = rounded(x, E4M3, 128, 1), rounded(dy, of_gradients, 128, 1)
+    bias = torch.randn(outputs)
+    found = [
+        gemms.forward(x, weight, None),
+        gemms.forward(x, weight, bias) - bias,
+        gemms.input_gradient(dy, weight, then_weight=True),
+        gemms.weight_gradient(dy, x),
+        gemms.weight_gradient(dy, x),  # not after an input gradient: casts the gradient itself
+    ]
+    wanted = [(x8, w8.t())] * 2 + [(dy8, w8)] + [(dy8_tokens.t(), x8_tokens)] * 2
+    for result, (a, b) in zip(found, wanted, strict=True):
+        assert closeness(result, a @ b, a.abs() @ b.abs()) < OF_SUMS
+    slot = GradientSlot(torch.ones(outputs, inputs))
+    gemms.add_weight_gradient(slot, dy, x)
+    assert torch.equal(slot.main_grad, 1.0 + found[-1])
+    assert not torch.equal(x8, x8_tokens)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 10**6), exponent=st.integers(-120, 100), dtype=st.sampled_from([E4M3, E5M2]))
+def test_a_scale_is_the_largest_power_of_two_that_does_not_overflow(
+    seed: int, exponent: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(seed)
+    amax = torch.rand(64) * 2.0**exponent
+    amax[0], amax[1] = torch.finfo(dtype).max * 2.0**exponent, 1.75 * 2.0**exponent * (1 + 2.0**-23)
+    largest, scale = torch.finfo(dtype).max, block_scale(amax, dtype)
+    assert (scale.log2() == scale.log2().round()).all() and scale[0] == 2.0**-exponent
+    assert (amax.double() * scale <= largest).all()
+    assert ((amax.double() * scale * 2 > largest) | (scale == 2.0**126)).all()
+
+
+def test_tiny_and_empty_blocks_have_finite_scales_and_a_nonfinite_value_spoils_its_block_alone() -> None:
+    x = torch.zeros(3, 384)
+    x[0, :2] = torch.tensor([1e-44, -1e-38])
+    x[1, 130], x[2, 3] = float("inf"), float("nan")
+    (cast,) = BlockScales(E4M3, BLOCKWISE).cast(x)
+    assert isinstance(cast, Fp8Blocks)
+    back = cast.dequantized()
+    assert back[0].isfinite().all() and back[0, 1] == pytest.approx(-1e-38, rel=0.07)
+    finite = torch.ones(3, 3, dtype=torch.bool)
+    finite[1, 1] = finite[2, 0] = False
+    assert torch.equal(back.unflatten(1, (3, 128)).isfinite().all(2), finite)
+    (ones,) = BlockScales(E4M3, BLOCKWISE).cast(torch.ones(2, 384))
+    assert torch.equal(fp8.fp8_matmul(cast, ones, torch.float32).isfinite().all(1), torch.tensor([True, False, False]))
+
+
+GROUPS = {"some_without_rows": (256, 0, 300, 17), "the_last_alone": (0, 0, 0, 272), "no_rows": (0, 0, 0, 0)}
+
+
+@pytest.mark.parametrize("inputs_first", [False, True], ids=["out_in", "in_out"])
+@pytest.mark.parametrize("then_input", [True, False], ids=["whole", "split"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_no_block_holds_rows_or_weights_of_two_groups(name: str, then_input: bool, inputs_first: bool) -> None:
+    counts, (inputs, outputs) = GROUPS[name], (256, 336)
+    torch.manual_seed(0)
+    gemms, groups = Fp8Gemms(BLOCKWISE, num_matrices=4), RowGroups(counts, inputs_first)
+    matrices = spread(4, *((inputs, outputs) if inputs_first else (outputs, inputs)))
+    matrices[1] *= 1000.0
+    weight, x, dy = matrices.flatten(0, 1), spread(sum(counts), inputs), spread(sum(counts), outputs)
+    slot = GradientSlot(torch.zeros_like(weight))
+    y = gemms.forward_groups(x, weight, groups)
+    if then_input:
+        gemms.add_weight_gradient_groups(slot, dy, x, groups, then_input=True)
+    dx = gemms.input_gradient_groups(dy, weight, groups)
+    if not then_input:
+        gemms.add_weight_gradient_groups(slot, dy, x, groups)
+    assert y.shape == dy.shape and dx.shape == x.shape
+    assert not slot.main_grad.view_as(matrices)[1].any()
+    for group, rows in groups.slices():
+        w8 = rounded(matrices[group], E4M3, 128, 128)
+        w8 = w8.t() if inputs_first else w8
+        of_weight = slot.main_grad.view_as(matrices)[group]
+        pairs = (
+            (y[rows], rounded(x[rows], E4M3, 1, 128), w8.t()),
+            (dx[rows], rounded(dy[rows], E4M3, 1, 128), w8),
+            (
+                of_weight.t() if inputs_first else of_weight,
+                rounded(dy[rows], E4M3, 128, 1).t(),
+                rounded(x[rows], E4M3, 128, 1),
+            ),
+        )
+        for found, a, b in pairs:
+            assert closeness(found, a @ b, a.abs() @ b.abs()) < OF_SUMS
+
+
+def test_weights_are_cast_once_per_run_into_fixed_memory() -> None:
+    torch.manual_seed(0)
+    gemms, weight, x = Fp8Gemms(BLOCKWISE), torch.randn(256, 336), torch.randn(32, 336)
+    first = gemms.forward(x, weight, None)
+    addresses = [(each.values.data_ptr(), each.scale_inverse.data_ptr()) for each in gemms.cast_weight(weight)]
+    weight.mul_(4)
+    assert torch.equal(gemms.forward(x, weight, None), first)
+    gemms.begin(trains=True)
+    assert torch.equal(gemms.forward(x, weight, None), 4 * first)
+    assert [(e.values.data_ptr(), e.scale_inverse.data_ptr()) for e in gemms.cast_weight(weight)] == addresses
+
+
+def test_chunks_of_rows_are_multiplied_with_the_scales_of_the_whole() -> None:
+    torch.manual_seed(0)
+    gemms, weight, x = Fp8Gemms(BLOCKWISE), torch.randn(256, 336), spread(4, 96, 336)
+    whole = gemms.forward(x, weight, None)
+    product, out = gemms.forward_chunks(x, weight, None, None), torch.empty(4, 96, 256)
+    for part in (slice(0, 40), slice(40, 96)):
+        product(x[:, part], out[:, part])
+    torch.testing.assert_close(out, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [256, 272], ids=["multiples_of_128", "cut_blocks"])
+def test_a_slice_of_a_linear_has_the_scales_of_the_whole_where_cuts_fall_on_blocks(width: int) -> None:
+    """Column- and row-parallel halves: their products are slices of, or sum to, those of the whole linear."""
+    torch.manual_seed(0)
+    weight, x, dy = spread(2 * width, 2 * width), spread(64, 2 * width), spread(64, 2 * width)
+    whole = Fp8Gemms(BLOCKWISE)
+    y, dx, dw = whole.forward(x, weight, None), whole.input_gradient(dy, weight), whole.weight_gradient(dy, x)
+    halves = slice(0, width), slice(width, 2 * width)
+    columns = torch.cat([Fp8Gemms(BLOCKWISE).forward(x, weight[half], None) for half in halves], 1)
+    rows = sum(Fp8Gemms(BLOCKWISE).forward(x[:, half], weight[:, half], None).double() for half in halves)
+    summed = sum(Fp8Gemms(BLOCKWISE).input_gradient(dy[:, half], weight[half]).double() for half in halves)
+    terms = (x.abs().double() @ weight.abs().double().t(), dy.abs().double() @ weight.abs().double())
+    differences = [closeness(columns, y.double(), terms[0]), closeness(y, rows, terms[0])]
+    differences.append(closeness(dx, summed, terms[1]))
+    if width % 128 == 0:
+        assert max(differences) < OF_SUMS
+        assert torch.equal(Fp8Gemms(BLOCKWISE).weight_gradient(dy[:, halves[0]], x), dw[halves[0]])
+    else:
+        assert min(differences) > 1000  # other blocks round otherwise
+
+
+def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linears and experts of several shapes; traced with fullgraph, not compiled."""
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend="eager", **settings))
+    torch._dynamo.reset()
+    fp8_scales.cast_variant.cache_clear()
+    for outputs, inputs in ((32, 32), (48, 160), (128, 64), (256, 48)):
+        found = []
+        for compiler in (lambda function: function, compiled):
+            torch.manual_seed(0)
+            weight, experts, results = torch.randn(outputs, inputs), torch.randn(3 * outputs, inputs), []
+            gemms, grouped = Fp8Gemms(HYBRID, compiler), Fp8Gemms(HYBRID, compiler, 3)
+            for counts in ((30, 0, 2), (1, 130, 5), (17, 3, 128)):
+                x, dy = torch.randn(sum(counts), inputs), torch.randn(sum(counts), outputs)
+                groups, slot = RowGroups(counts, inputs_first=False), GradientSlot(torch.zeros_like(experts))
+                results += [gemms.forward(x, weight, None), gemms.input_gradient(dy, weight, then_weight=True)]
+                results += [gemms.weight_gradient(dy, x), grouped.forward_groups(x, experts, groups)]
+                grouped.add_weight_gradient_groups(slot, dy, x, groups, then_input=True)
+                results += [slot.main_grad, grouped.input_gradient_groups(dy, experts, groups)]
+            found.append(results)
+        assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "lacks"),
+    [
+        ((9, 0), "12.9", None),
+        ((9, 0), "12.8", "CUDA 12.8"),
+        ((10, 0), "13.0", "only Hopper"),
+        ((8, 9), "12.9", "only Hopper"),
+    ],
+    ids=["hopper", "old_cuda", "blackwell", "ada"],
+)
+def test_blocks_are_refused_where_there_is_no_product_of_them(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cuda: str, lacks: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(fp8, "has_triton", lambda: True)
+    monkeypatch.setattr(fp8.shutil, "which", lambda _: "cc")
+    why = fp8.fp8_unsupported_reason(torch.device("cuda"), in_blocks=True)
+    assert fp8.fp8_unsupported_reason(torch.device("cuda")) is None
+    assert why is None if lacks is None else lacks in str(why) and "--fp8-recipe tensorwise" in str(why)
+
+
+@pytest.mark.parametrize("rows", [256, 37], ids=["whole", "padded"])
+def test_the_layouts_are_those_that_torchs_kernel_asks_for(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """The shapes and strides that torch's own check demands, on tensors without values."""
+    seen: list[tuple[int, ...]] = []
+    scaled_mm = torch.nn.functional.scaled_mm
+
+    def checked(*arguments: Any, **options: Any) -> Tensor:
+        without_values = (each.to("meta") if isinstance(each, Tensor) else each for each in arguments)
+        result = scaled_mm(*without_values, **options)
+        seen.append(tuple(result.shape))
+        return torch.zeros(result.shape, dtype=result.dtype)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", checked)
+    scales = BlockScales(E4M3, BLOCKWISE)
+    cast, columns = scales.cast(torch.randn(rows, 384), columns=True)
+    for weight in scales.cast_weight(torch.randn(2, 640, 384), None):
+        a = cast if weight.values.shape[2] == 384 else scales.cast(torch.randn(rows, 640))[0]
+        assert a.product(weight.matrix(1), torch.bfloat16, None, True, None).shape == (rows, weight.values.shape[1])
+    (other,) = scales.cast(torch.randn(rows, 512), rows=False, columns=True)
+    assert columns.product(other, torch.float32, None, False, None).shape == (384, 512)
+    assert seen == [(-(-rows // 4) * 4, 640), (-(-rows // 4) * 4, 384), (384, 512)]
+
+
+def test_a_column_parallel_linear_trains_with_blocks() -> None:
+    gemms = Fp8Gemms(BLOCKWISE)
+    layer = ColumnParallelLinear(160, 256, bias=True, tp=Group.alone("tp"), sequence_parallel=False, gemms=gemms)
+    layer.weight, layer.bias = nn.Parameter(torch.randn(256, 160)), nn.Parameter(torch.randn(256))
+    x, dy = torch.randn(16, 2, 160, requires_grad=True), torch.randn(16, 2, 256)
+    layer(x).backward(dy)
+    rows, of_outputs = x.detach().flatten(0, 1), dy.flatten(0, 1)
+    wanted = rounded(of_outputs, E4M3, 128, 1).t() @ rounded(rows, E4M3, 128, 1)
+    torch.testing.assert_close(layer.weight.grad.double(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer.bias.grad, of_outputs.sum(0))  # not a product: not rounded
