@@ -273,6 +273,18 @@ class MoE:
         width = self.gates * shape.tokens * self.shared.gemms(shape.tp)[1].inputs * shape.element
         return inner + outer, shape.hidden_bytes(self.model.hidden_size) + width
 
+    def _weighing_bytes(self, shape: RankShape, results: int) -> int:
+        """Return what the backward of the weighted sum of results makes: results by token, copies of gradients and
+        their products with weights, which are wider at first; in parts also what the residual sum makes.
+        """
+        made = 3 * results
+        if shape.in_parts or shape.element < shape.wide:
+            made += results * shape.wide // shape.element
+        if shape.in_parts:
+            weights = self.model.moe_router_topk * shape.own_tokens * shape.wide
+            made += 2 * (shape.hidden_bytes(self.model.hidden_size) + weights)
+        return made
+
     def _routed_operations(self, shape: RankShape, norm_made: int) -> Iterator[Operation]:
         """Yield the operations from the router to the weighted sum of the results. norm_made: bytes of the norm's
         output that a backward recomputes.
@@ -328,12 +340,8 @@ class MoE:
             flops=2.0 * (activated // element) * size,
             recompute_modules=modules,
         )
-        # results by token, copies of gradients and their products with weights, which are wider at first
-        moved, results = gathered, outer if self.gathers else rows_bytes
-        moved += 3 * results + (results * shape.wide // element if shape.in_parts or element < shape.wide else 0)
-        if shape.in_parts:  # and the residual sum's
-            moved += 2 * (hidden + topk * tokens * shape.wide)
-        combine = Backward(behind + moved, total_bytes(outputs_kept))
+        made = gathered + self._weighing_bytes(shape, outer if self.gathers else rows_bytes)
+        combine = Backward(behind + made, total_bytes(outputs_kept))
         yield Operation("combine", tuple(outputs_kept), backward=combine)
 
     def _shared_operations(self, shape: RankShape, norm_made: int) -> Iterator[Operation]:
