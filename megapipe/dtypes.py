@@ -1,4 +1,7 @@
-"""The one table of dtypes: their names in the configuration, in torch and in safetensors files, and their sizes."""
+"""The one table of dtypes: their names in the configuration, in torch and in safetensors files, and their sizes.
+
+Also the blocks of 8-bit matrices whose elements share a scale.
+"""
 
 from __future__ import annotations
 
@@ -28,3 +31,11 @@ DTYPES = {
 }
 TENSOR_DTYPES = {name: dtype for name, dtype in DTYPES.items() if name != FP8}  # of weights, activations, checkpoints
 ELEMENT_BYTES = {dtype.name: dtype.num_bytes for dtype in DTYPES.values()}
+
+BLOCK = 128  # elements along a dim that share a scale of 8-bit blocks
+SCALES_MULTIPLE = 4  # of the scales of blocks in a row: fp32 rows that start at multiples of 16 bytes, as kernels want
+
+
+def blocks_of(count: int) -> int:
+    """Return how many blocks hold `count` elements; the last one may be partial."""
+    return -(-count // BLOCK)

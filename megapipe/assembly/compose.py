@@ -1,4 +1,4 @@
-"""What is done to a model on its way to a training step, in order; each step is independent of those after it.
+"""The steps from a model to the stages that train, in order; each is independent of those after it.
 
     1  cut        a stage has its layers, the first one the embedding, the last one the head   schedule/partition.py
     2  tp         this rank's slices of linears, embedding and loss; sequence parallelism      tensor_parallel/

@@ -14,18 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.dtypes import BLOCK, SCALES_MULTIPLE, blocks_of
 from megapipe.layers.table import ALL_REDUCE, Collectives, Gemm, RankShape
 from megapipe.sharding.spec import Init, ParamSpec, Slicing
 
 COPIES = 2  # of a weight, one byte an element: as it is, and transposed
 WIDE = 4  # bytes of fp32
-BLOCK = 128  # elements along a dim that share a scale of 8-bit blocks
-SCALES_MULTIPLE = 4  # of the scales of blocks in a row: fp32 rows that start at multiples of 16 bytes, as kernels want
-
-
-def blocks_of(count: int) -> int:
-    """Return how many blocks hold `count` elements; the last one may be partial."""
-    return -(-count // BLOCK)
 
 
 def output_std(model: ModelConfig) -> float:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megapipe.layers.linear import BLOCK, SCALES_MULTIPLE
+from megapipe.dtypes import BLOCK, SCALES_MULTIPLE
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW_MULTIPLE = 16  # of the summed dim of a GEMM

@@ -23,7 +23,7 @@ from torch import Tensor
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
-from megapipe.layers.linear import BLOCK, SCALES_MULTIPLE, blocks_of
+from megapipe.dtypes import BLOCK, SCALES_MULTIPLE, blocks_of
 from megapipe.tensor_parallel.fp8_matrix import Fp8Blocks, Fp8Rows, Fp8Tensor
 
 EXPONENT_BITS = 0x7F800000  # of fp32
