@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
     load(Path(sys.argv[1]))
 
+import gc
 import json
 import time
 import traceback
@@ -386,6 +387,7 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
             built.append(TrainingRuntime(*arguments))
             if plan.config.kernels.compile_blocks == "on":
                 said = compile_blocks(built[-1], answers, graphs)
+                gc.collect()  # what compiling leaves in circles is no memory of the step
             return built[-1]
 
         dry_run.TrainingRuntime = build  # type: ignore[misc, assignment]
