@@ -98,7 +98,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set `config.ledger_parts`, the parts that run."""
     asked = config.getoption("--ledger-part")
     part = ledger.part_of_commit()[0] if asked is None and config.getoption("run_all") else asked
-    config.ledger_parts = range(ledger.PARTS) if part == "all" else [] if part is None else [int(part)]  # type: ignore[attr-defined]
+    parts = range(ledger.PARTS) if part == "all" else [] if part is None else [int(part)]
+    config.ledger_parts = parts  # type: ignore[attr-defined]
 
 
 def phase_of(path: Path) -> str:

@@ -155,7 +155,8 @@ class Case:
     def digest(self) -> str:
         """The value that changes with the flags, or with the end that is stated."""
         flags = [BY_NAME[name].flags for name in self.features]
-        text = "\n".join([BASE, SIZES, SMALL_SIZES, *flags, *ENDS.get(self.features, ())])  # type: ignore[call-overload]
+        ends = ENDS.get(self.features, ())  # type: ignore[call-overload]
+        text = "\n".join([BASE, SIZES, SMALL_SIZES, *flags, *ends])
         return f"{zlib.crc32(text.encode()):08x}"
 
 

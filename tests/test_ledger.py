@@ -50,7 +50,8 @@ GOOD = ("zero1", "window", "grad overlap", "chunked loss")
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give the test of the cases those of the chosen parts."""
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", chosen(metafunc.config.ledger_parts), ids=lambda case: case.name)  # type: ignore[attr-defined]
+        cases = chosen(metafunc.config.ledger_parts)  # type: ignore[attr-defined]
+        metafunc.parametrize("case", cases, ids=lambda case: case.name)
 
 
 @pytest.fixture(scope="module")

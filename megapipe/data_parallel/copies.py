@@ -49,7 +49,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CopyDifference:
     """Copies that differ in one group of ranks."""
 
     group: str
@@ -101,7 +101,7 @@ class Copies:
         return differs
 
     @torch.no_grad()
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[CopyDifference]:
         """Return the differences in this rank's groups by parameter, equal on all ranks of a group."""
         found = []
         for group in self._groups:
@@ -119,7 +119,7 @@ class Copies:
                 has_majority = 2 * count > group.size
                 suspects = tuple(rank for rank in group.ranks if by_rank[rank] != most or not has_majority)
                 names = tuple(copies[i][0] for i in differing)
-                found.append(Difference(group.name, group.ranks, suspects, names, place))
+                found.append(CopyDifference(group.name, group.ranks, suspects, names, place))
         return found
 
     def _flat(self, is_expert: bool) -> Iterator[Tensor]:

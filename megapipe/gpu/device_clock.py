@@ -15,7 +15,7 @@ import torch
 
 from megapipe.comm.trace import Tracer
 from megapipe.monitor.heartbeat import Heartbeat
-from megapipe.profile.profile import Clock, Reading, RoundTrip, reading
+from megapipe.profile.profile import Clock, ClockReading, RoundTrip, reading
 from megapipe.schedule.action import Op, stage_action
 
 PHASE_LEVEL, ACTION_LEVEL = 1, 2
@@ -110,7 +110,7 @@ class EventClock:
             return moment
         return self._clock.to_local(self._nanoseconds(self._base, moment.event))
 
-    def _reading(self) -> Reading:
+    def _reading(self) -> ClockReading:
         trips = []
         for _ in range(READINGS + 1):
             sent = self._now()

@@ -15,19 +15,19 @@ from functools import cached_property
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ATTENTIONS, AttentionKind
 from megapipe.layers.linear import (
-    Linear,
+    LinearTable,
     collectives,
     column_gradient_bytes,
     output_std,
     row_gradient_bytes,
     weight_gradient_bytes,
 )
-from megapipe.layers.norm import Norm, branch_norms, residual_stream
+from megapipe.layers.norm import NormTable, branch_norms, residual_stream
 from megapipe.layers.packing import is_explicit
 from megapipe.layers.table import (
     MASK_BYTES,
+    AttentionWork,
     Backward,
-    CoreAttention,
     Gemm,
     Kept,
     Operation,
@@ -36,12 +36,12 @@ from megapipe.layers.table import (
     ring_bytes,
     total_bytes,
 )
-from megapipe.sharding.sequence import Block, SequencePart, SequenceSlice, Visibility
-from megapipe.sharding.spec import Fused, Heads, Init, ParamSpec, QueryGroups
+from megapipe.sharding.sequence import KeyBlock, SequencePart, SequenceSlice, Visibility
+from megapipe.sharding.spec import Fused, HeadChannels, Init, ParamSpec, QueryGroups
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
+class AttentionTable:
     """The attention branch of one transformer layer, its norms included."""
 
     model: LayerConfig
@@ -49,12 +49,12 @@ class Attention:
     cp_comm_type: str = "p2p"  # how it reaches the keys of other cp ranks
 
     @cached_property
-    def norms(self) -> tuple[Norm | None, Norm | None]:
+    def norms(self) -> tuple[NormTable | None, NormTable | None]:
         """The norms of the branch's input and of its output."""
         return branch_norms(self.model, "input_layernorm", "post_self_attn_layernorm")
 
     @cached_property
-    def qk_norms(self) -> tuple[Norm, ...]:
+    def qk_norms(self) -> tuple[NormTable, ...]:
         """The norms of q and of k; none without --qk-layernorm."""
         model = self.model
         if not model.qk_layernorm:
@@ -63,7 +63,7 @@ class Attention:
         if model.qk_layernorm_scope == "projection":
             q, k = model.num_attention_heads * q, model.num_query_groups * k
         sizes = (("q", q), ("k", k))
-        return tuple(Norm.of(model, f"self_attention.{name}_layernorm", size) for name, size in sizes)
+        return tuple(NormTable.of(model, f"self_attention.{name}_layernorm", size) for name, size in sizes)
 
     @cached_property
     def is_explicit(self) -> bool:
@@ -81,14 +81,14 @@ class Attention:
         heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels
         rows, slicing = (heads + 2 * groups) * channels, QueryGroups(heads, groups, channels)
         has_bias, std = model.add_bias_linear, model.init_method_std
-        qkv = Linear(f"{name}.linear_qkv", rows, hidden, slicing, has_bias or model.add_qkv_bias, std)
-        projection = Linear(f"{name}.linear_proj", hidden, heads * channels, Fused(1), has_bias, output_std(model))
+        qkv = LinearTable(f"{name}.linear_qkv", rows, hidden, slicing, has_bias or model.add_qkv_bias, std)
+        projection = LinearTable(f"{name}.linear_proj", hidden, heads * channels, Fused(1), has_bias, output_std(model))
         before, after = self.norms
         yield from before.parameters(prefix, layer, sequence_parallel) if before is not None else ()
         yield from qkv.parameters(layer, sequence_parallel)
         if self.qk_norms and model.qk_layernorm_scope == "projection":  # cut over tp like the heads
             for norm, count in zip(self.qk_norms, (heads, groups), strict=True):
-                yield norm.weight(prefix, layer, Heads(count, channels))
+                yield norm.weight(prefix, layer, HeadChannels(count, channels))
         else:
             for norm in self.qk_norms:  # one weight for all heads, of which each tp rank sees its own
                 yield from norm.parameters(prefix, layer, partial_gradient=True)
@@ -248,7 +248,7 @@ class Attention:
             for rank in range(self._ring(shape))
         )
 
-    def _blocks(self, shape: RankShape, rank: int = 0) -> Iterator[Block]:
+    def _blocks(self, shape: RankShape, rank: int = 0) -> Iterator[KeyBlock]:
         """Yield the blocks of the queries of a rank of the ring."""
         seen = self.visibility(shape, rank)
         return (block for source in range(seen.part.ranks) for block in seen.blocks(source))
@@ -412,7 +412,7 @@ class Attention:
         for element_bytes in matrices:
             yield Kept("attention probabilities", squares, element_bytes, in_attention_time=True)
 
-    def _core(self, shape: RankShape) -> CoreAttention:
+    def _core(self, shape: RankShape) -> AttentionWork:
         """Return the cost of core attention.
 
         Fused kernels skip what a causal mask hides, and recompute the probabilities in the backward: five products for
@@ -421,12 +421,12 @@ class Attention:
         heads = self._heads(shape)
         if not self._is_written_out(shape):
             keys = self.visibility(shape).mean_keys
-            return CoreAttention(4.0 * shape.tokens * keys * heads * self.model.kv_channels, 0.0, 2.5)
+            return AttentionWork(4.0 * shape.tokens * keys * heads * self.model.kv_channels, 0.0, 2.5)
         squares = float(self._squares(shape))
         dropped = 2.0 * shape.element + 1.0 if self.model.attention_dropout > 0 else 0.0  # read, write, and the mask
         backward = 2.0 if self.registered is None else 3.0  # it computes the forward again
         flops = 4.0 * squares * self.model.kv_channels
-        return CoreAttention(flops, squares * (4.0 * shape.element + dropped), backward)
+        return AttentionWork(flops, squares * (4.0 * shape.element + dropped), backward)
 
     def _core_gradient_bytes(self, shape: RankShape) -> int:
         """Return what core attention's backward makes: the gradients of q, k and v apart and then side by side;

@@ -14,7 +14,7 @@ POSITION_EMBEDDING = "embedding.position_embeddings.weight"
 
 
 @dataclass(frozen=True)
-class Embedding:
+class EmbeddingTable:
     """The first part of a model."""
 
     model: ResolvedModelConfig

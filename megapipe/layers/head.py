@@ -8,7 +8,7 @@ from functools import cached_property
 
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.layers.linear import collectives, column_gradient_bytes, weight_gradient_bytes
-from megapipe.layers.norm import Norm
+from megapipe.layers.norm import NormTable
 from megapipe.layers.table import Backward, Gemm, Kept, Operation, RankShape, Table, total_bytes
 from megapipe.sharding.spec import Fused, Init, ParamSpec
 
@@ -22,14 +22,14 @@ def loss_block_bytes(is_cuda: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadTable:
     """The final norm, the output layer and the loss. Tied, the output layer uses the word embedding's table."""
 
     model: ResolvedModelConfig
 
     @cached_property
-    def norm(self) -> Norm:
-        return Norm.of(self.model, "decoder.final_layernorm")
+    def norm(self) -> NormTable:
+        return NormTable.of(self.model, "decoder.final_layernorm")
 
     def parameters(self, sequence_parallel: bool) -> Iterator[ParamSpec]:
         """Yield the final norm and, untied, the output layer's weight."""

@@ -1,7 +1,7 @@
 """Multi-head latent attention: x + norm(proj(core_attention(q, k, v))), with q, k and v projected up from latents of
 the tokens and one rotated key for all heads (DeepSeek-V2, arXiv:2405.04434).
 
-Core attention and its options are those of `Attention`; values are padded to the width of keys, with context
+Core attention and its options are those of `AttentionTable`; values are padded to the width of keys, with context
 parallelism after they are exchanged.
 """
 
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megapipe.layers.attention import Attention
+from megapipe.layers.attention import AttentionTable
 from megapipe.layers.linear import (
-    Linear,
+    LinearTable,
     collectives,
     column_gradient_bytes,
     output_std,
     row_gradient_bytes,
     weight_gradient_bytes,
 )
-from megapipe.layers.norm import Norm, residual_stream
+from megapipe.layers.norm import NormTable, residual_stream
 from megapipe.layers.table import (
     ALL_REDUCE,
     MASK_BYTES,
@@ -39,21 +39,21 @@ from megapipe.sharding.spec import Fused, Init, ParamSpec, Replicated
 
 
 @dataclass(frozen=True, eq=False)
-class LatentAttention(Attention):
+class LatentAttentionTable(AttentionTable):
     """The branch of one transformer layer with latent attention, its norms included."""
 
     @cached_property
-    def qk_norms(self) -> tuple[Norm, ...]:
+    def qk_norms(self) -> tuple[NormTable, ...]:
         """Nothing: --qk-layernorm norms the latents."""
         return ()
 
     @cached_property
-    def latent_norms(self) -> dict[str, Norm]:
+    def latent_norms(self) -> dict[str, NormTable]:
         """The norms of the latents 'q' and 'kv', where there are latents and --qk-layernorm."""
         model = self.model
         ranks = {"q": model.q_lora_rank, "kv": model.kv_lora_rank}
         return {
-            name: Norm.of(model, f"self_attention.{name}_layernorm", rank)
+            name: NormTable.of(model, f"self_attention.{name}_layernorm", rank)
             for name, rank in ranks.items()
             if rank is not None and model.qk_layernorm
         }
@@ -85,7 +85,7 @@ class LatentAttention(Attention):
             )
 
         def up(which: str, width: int, rank: int) -> Iterator[ParamSpec]:
-            return Linear(f"{name}.{which}", heads * width, rank, Fused(0), False, std).parameters(layer, False)
+            return LinearTable(f"{name}.{which}", heads * width, rank, Fused(0), False, std).parameters(layer, False)
 
         def norm(which: str) -> Iterator[ParamSpec]:
             found = self.latent_norms.get(which)
@@ -102,7 +102,9 @@ class LatentAttention(Attention):
         yield from norm("kv")
         yield from up("linear_kv_up_proj", model.qk_head_dim + model.v_head_dim, model.kv_lora_rank)
         values = heads * model.v_head_dim
-        projection = Linear(f"{name}.linear_proj", hidden, values, Fused(1), model.add_bias_linear, output_std(model))
+        projection = LinearTable(
+            f"{name}.linear_proj", hidden, values, Fused(1), model.add_bias_linear, output_std(model)
+        )
         yield from projection.parameters(layer, sequence_parallel)
         yield from after.parameters(prefix, layer, sequence_parallel) if after is not None else ()
 

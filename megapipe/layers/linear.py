@@ -28,7 +28,7 @@ def output_std(model: ModelConfig) -> float:
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearTable:
     """The parameters of one linear: weight [outputs, inputs], cut over tp as `slicing` says, and perhaps a bias."""
 
     name: str

@@ -9,14 +9,14 @@ from functools import cached_property
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS, ActivationKind
 from megapipe.layers.linear import (
-    Linear,
+    LinearTable,
     collectives,
     column_gradient_bytes,
     output_std,
     row_gradient_bytes,
     weight_gradient_bytes,
 )
-from megapipe.layers.norm import Norm, branch_norms, residual_stream
+from megapipe.layers.norm import NormTable, branch_norms, residual_stream
 from megapipe.layers.table import MASK_BYTES, Backward, Gemm, Kept, Operation, RankShape, Table, total_bytes
 from megapipe.sharding.spec import Fused, ParamSpec
 
@@ -27,14 +27,14 @@ def backward_tensors(model: LayerConfig) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class DenseMLP:
+class MLPTable:
     """The MLP branch of one transformer layer, its norms included."""
 
     model: LayerConfig
     is_fp8: bool  # its linears multiply in 8 bits
 
     @cached_property
-    def norms(self) -> tuple[Norm | None, Norm | None]:
+    def norms(self) -> tuple[NormTable | None, NormTable | None]:
         """The norms of the branch's input and of its output."""
         return branch_norms(self.model, "pre_mlp_layernorm", "post_mlp_layernorm")
 
@@ -52,8 +52,8 @@ class DenseMLP:
         """Yield the parameters of layer number `layer`, in model order."""
         model, hidden, gates, name = self.model, self.model.hidden_size, self.gates, f"{prefix}mlp"
         ffn, has_bias, std = model.ffn_hidden_size, model.add_bias_linear, model.init_method_std
-        fc1 = Linear(f"{name}.linear_fc1", gates * ffn, hidden, Fused(0, gates), has_bias, std)
-        fc2 = Linear(f"{name}.linear_fc2", hidden, ffn, Fused(1), has_bias, output_std(model))
+        fc1 = LinearTable(f"{name}.linear_fc1", gates * ffn, hidden, Fused(0, gates), has_bias, std)
+        fc2 = LinearTable(f"{name}.linear_fc2", hidden, ffn, Fused(1), has_bias, output_std(model))
         before, after = self.norms
         yield from before.parameters(prefix, layer, sequence_parallel) if before is not None else ()
         yield from fc1.parameters(layer, sequence_parallel)

@@ -12,18 +12,18 @@ from functools import cache, cached_property
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.model import PrecisionConfig
-from megapipe.layers.attention import Attention
-from megapipe.layers.embedding import Embedding
-from megapipe.layers.head import Head
-from megapipe.layers.latent_attention import LatentAttention
+from megapipe.layers.attention import AttentionTable
+from megapipe.layers.embedding import EmbeddingTable
+from megapipe.layers.head import HeadTable
+from megapipe.layers.latent_attention import LatentAttentionTable
 from megapipe.layers.linear import fp8_layers
-from megapipe.layers.mlp import DenseMLP
-from megapipe.layers.moe import MoE
-from megapipe.layers.prediction import Prediction
+from megapipe.layers.mlp import MLPTable
+from megapipe.layers.moe import MoETable
+from megapipe.layers.prediction import PredictionTable
 from megapipe.layers.table import Gemm, RankShape, Table
 from megapipe.sharding.spec import Owner, ParamSpec
 
-Part = Attention | DenseMLP | MoE
+Part = AttentionTable | MLPTable | MoETable
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +41,12 @@ class LayerSpec:
         return self.parts[0].model.hidden_size
 
     @cached_property
-    def attention(self) -> Attention | None:
-        return next((part for part in self.parts if isinstance(part, Attention)), None)
+    def attention(self) -> AttentionTable | None:
+        return next((part for part in self.parts if isinstance(part, AttentionTable)), None)
 
     @cached_property
-    def mlp(self) -> DenseMLP | None:
-        return next((part for part in self.parts if isinstance(part, DenseMLP)), None)
+    def mlp(self) -> MLPTable | None:
+        return next((part for part in self.parts if isinstance(part, MLPTable)), None)
 
     def attention_flops(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token."""
@@ -58,12 +58,12 @@ class LayerSpec:
 
     def linears(self, tp: int) -> tuple[Gemm, ...]:
         """Return those of its linears that tp cuts and every token goes through: all but the router and its experts."""
-        cut = (part.shared if isinstance(part, MoE) else part for part in self.parts)
+        cut = (part.shared if isinstance(part, MoETable) else part for part in self.parts)
         return tuple(gemm for part in cut if part is not None for gemm in part.gemms(tp))
 
     def fp8_gemms(self, shape: RankShape) -> tuple[Gemm, ...]:
         """Return its linears on one rank that multiply in 8 bits, with those of all experts."""
-        mixtures = (part for part in self.parts if isinstance(part, MoE))
+        mixtures = (part for part in self.parts if isinstance(part, MoETable))
         experts = (gemm for part in mixtures for gemm in part.num_experts // shape.ep * part.expert_gemms(shape.etp))
         return tuple(gemm for gemm in (*self.linears(shape.tp), *experts) if gemm.is_fp8)
 
@@ -89,14 +89,14 @@ def layer_table(layer: LayerSpec, shape: RankShape) -> LayerTable:
 class ModelSpec:
     """A model: embedding, layers, head, and modules of multi-token prediction, each with its transformer layer."""
 
-    embedding: Embedding
+    embedding: EmbeddingTable
     layers: tuple[LayerSpec, ...]
-    head: Head
-    predictions: tuple[tuple[Prediction, LayerSpec], ...] = ()
+    head: HeadTable
+    predictions: tuple[tuple[PredictionTable, LayerSpec], ...] = ()
 
     @cached_property
     def has_experts(self) -> bool:
-        return any(isinstance(part, MoE) for layer in self.kinds for part in layer.parts)
+        return any(isinstance(part, MoETable) for layer in self.kinds for part in layer.parts)
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
@@ -116,22 +116,22 @@ def model_spec(
         for number, (layer, kind) in enumerate(zip(layer_configs(model), kinds, strict=True))
     )
     last, last_in_fp8 = layer_configs(model)[-1], model.num_layers - 1 in in_fp8
-    predictions = tuple(Prediction(model, number, last_in_fp8) for number in range(model.mtp_num_layers or 0))
+    predictions = tuple(PredictionTable(model, number, last_in_fp8) for number in range(model.mtp_num_layers or 0))
     return ModelSpec(
-        Embedding(model),
+        EmbeddingTable(model),
         tuple(layers),
-        Head(model),
+        HeadTable(model),
         tuple((prediction, alike(last, last_in_fp8, kinds[-1])) for prediction in predictions),
     )
 
 
 def _layer_spec(layer: LayerConfig, is_fp8: bool, cp_comm_type: str) -> LayerSpec:
-    parts: list[Attention | LatentAttention] = []
+    parts: list[AttentionTable | LatentAttentionTable] = []
     if layer.has_attention and layer.multi_latent_attention:
-        parts = [LatentAttention(layer, is_fp8, cp_comm_type)]
+        parts = [LatentAttentionTable(layer, is_fp8, cp_comm_type)]
     elif layer.has_attention:
-        parts = [Attention(layer, is_fp8, cp_comm_type)]
-    branch = MoE(layer, is_fp8) if layer.num_experts is not None else DenseMLP(layer, is_fp8)
+        parts = [AttentionTable(layer, is_fp8, cp_comm_type)]
+    branch = MoETable(layer, is_fp8) if layer.num_experts is not None else MLPTable(layer, is_fp8)
     return LayerSpec((*parts, *([branch] if layer.has_mlp else [])), is_fp8)
 
 
@@ -146,7 +146,7 @@ def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool, etp: i
 
     def of_layer(layer: LayerSpec, prefix: str, number: int) -> Iterator[ParamSpec]:
         for part in layer.parts:
-            if isinstance(part, MoE):
+            if isinstance(part, MoETable):
                 yield from part.parameters(prefix, number, sequence_parallel, etp)
             else:
                 yield from part.parameters(prefix, number, sequence_parallel)
@@ -173,7 +173,7 @@ def model_states(model: ResolvedModelConfig) -> tuple[ParamSpec, ...]:
         state
         for layer, prefix, number in layers
         for part in layer.parts
-        if isinstance(part, MoE)
+        if isinstance(part, MoETable)
         for state in part.states(prefix, number)
     )
 

@@ -16,9 +16,9 @@ from typing import Any
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.linear import Linear, fp8_group_bytes, output_std
-from megapipe.layers.mlp import DenseMLP, backward_tensors
-from megapipe.layers.norm import Norm, branch_norms, residual_stream
+from megapipe.layers.linear import LinearTable, fp8_group_bytes, output_std
+from megapipe.layers.mlp import MLPTable, backward_tensors
+from megapipe.layers.norm import NormTable, branch_norms, residual_stream
 from megapipe.layers.table import (
     MASK_BYTES,
     Backward,
@@ -31,7 +31,7 @@ from megapipe.layers.table import (
     ring_bytes,
     total_bytes,
 )
-from megapipe.sharding.spec import Experts, Fused, Init, ParamSpec
+from megapipe.sharding.spec import ExpertRows, Fused, Init, ParamSpec
 
 INDEX_BYTES = 8  # int64
 
@@ -54,22 +54,22 @@ def rows_of_capacity(model: LayerConfig, tokens: Any) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class MoE:
+class MoETable:
     """The branch of one transformer layer with a router, experts and perhaps shared experts, its norms included."""
 
     model: LayerConfig
     is_fp8: bool  # experts and shared experts multiply in 8 bits
 
     @cached_property
-    def norms(self) -> tuple[Norm | None, Norm | None]:
+    def norms(self) -> tuple[NormTable | None, NormTable | None]:
         """The norms of the branch's input and of its output."""
         return branch_norms(self.model, "pre_mlp_layernorm", "post_mlp_layernorm")
 
     @cached_property
-    def shared(self) -> DenseMLP | None:
+    def shared(self) -> MLPTable | None:
         """The shared experts: one MLP without norms."""
         width = self.model.moe_shared_expert_intermediate_size
-        return None if width is None else DenseMLP(replace(self.model, ffn_hidden_size=width), self.is_fp8)
+        return None if width is None else MLPTable(replace(self.model, ffn_hidden_size=width), self.is_fp8)
 
     @property
     def num_experts(self) -> int:
@@ -98,7 +98,7 @@ class MoE:
         if has_bias:
             is_partial = sequence_parallel
             yield ParamSpec(f"{name}.router.bias", (count,), layer, weight_decay=False, partial_gradient=is_partial)
-        inner, outer, experts = Experts(count, self.gates, etp), Experts(count, 1, etp), f"{name}.experts"
+        inner, outer, experts = ExpertRows(count, self.gates, etp), ExpertRows(count, 1, etp), f"{name}.experts"
         rows, init = count * self.gates * width, Init("normal", last)
         yield ParamSpec(f"{experts}.weight1", (rows, hidden), layer, inner, first, matrix="outputs x inputs")
         yield ParamSpec(f"{experts}.weight2", (count * width, hidden), layer, outer, init, matrix="inputs x outputs")
@@ -108,9 +108,9 @@ class MoE:
         if self.shared is not None:
             shared, name = self.shared.model.ffn_hidden_size, f"{name}.shared_experts"
             gates, std = self.gates, model.init_method_std
-            fc1 = Linear(f"{name}.linear_fc1", gates * shared, hidden, Fused(0, gates), has_bias, std)
+            fc1 = LinearTable(f"{name}.linear_fc1", gates * shared, hidden, Fused(0, gates), has_bias, std)
             yield from fc1.parameters(layer, sequence_parallel)
-            fc2 = Linear(f"{name}.linear_fc2", hidden, shared, Fused(1), has_bias, last)
+            fc2 = LinearTable(f"{name}.linear_fc2", hidden, shared, Fused(1), has_bias, last)
             yield from fc2.parameters(layer, sequence_parallel)
             if model.moe_shared_expert_gate:
                 shape = (1, hidden)

@@ -11,10 +11,10 @@ from megapipe.layers.table import Backward, Kept, Operation, RankShape
 from megapipe.sharding.spec import Init, Owner, ParamSpec, Replicated, Slicing
 
 
-def branch_norms(model: LayerConfig, before: str, after: str) -> tuple[Norm | None, Norm | None]:
+def branch_norms(model: LayerConfig, before: str, after: str) -> tuple[NormTable | None, NormTable | None]:
     """Return the norms of a residual branch's input and output, of these names, where the layer has them."""
     names = (before if model.norm_position != "after" else None, after if model.norm_position != "before" else None)
-    first, last = (None if name is None else Norm.of(model, name) for name in names)
+    first, last = (None if name is None else NormTable.of(model, name) for name in names)
     return first, last
 
 
@@ -27,7 +27,7 @@ def residual_stream(shape: RankShape, hidden_size: int) -> Operation:
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormTable:
     """A norm over `size` channels. zero_centered: the weight is stored as gamma - 1."""
 
     name: str
@@ -36,7 +36,7 @@ class Norm:
     zero_centered: bool
 
     @classmethod
-    def of(cls, model: ModelConfig, name: str, size: int | None = None) -> Norm:
+    def of(cls, model: ModelConfig, name: str, size: int | None = None) -> NormTable:
         """Return a norm of the model's kind; size: the hidden size if None."""
         return cls(
             name, size or model.hidden_size, NORMALIZATIONS[model.normalization], model.layernorm_zero_centered_gamma

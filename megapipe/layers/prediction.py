@@ -18,16 +18,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.layers.embedding import Embedding
-from megapipe.layers.head import Head
+from megapipe.layers.embedding import EmbeddingTable
+from megapipe.layers.head import HeadTable
 from megapipe.layers.linear import weight_gradient_bytes
-from megapipe.layers.norm import Norm
+from megapipe.layers.norm import NormTable
 from megapipe.layers.table import Backward, Gemm, Kept, Operation, RankShape, Table
 from megapipe.sharding.spec import Init, ParamSpec
 
 
 @dataclass(frozen=True, eq=False)
-class Prediction:
+class PredictionTable:
     """The parts of a module around its transformer layer: two norms and eh_proj before it; norm, output layer, loss.
 
     number: of the module, from 0.
@@ -52,9 +52,9 @@ class Prediction:
         return self.model.num_layers + self.number
 
     @cached_property
-    def norms(self) -> tuple[Norm, Norm, Norm]:
+    def norms(self) -> tuple[NormTable, NormTable, NormTable]:
         """The norms of the embedding, of the hidden states, and of the layer's output."""
-        embedding, hidden, final = (Norm.of(self.model, name) for name in ("enorm", "hnorm", "final_layernorm"))
+        embedding, hidden, final = (NormTable.of(self.model, name) for name in ("enorm", "hnorm", "final_layernorm"))
         return embedding, hidden, final
 
     @property
@@ -86,7 +86,7 @@ class Prediction:
         hidden, splits = shape.hidden_bytes(self.model.hidden_size), shape.splits_backward
         embedding, previous, _ = self.norms
         vectors = shape.own_tokens * self.model.hidden_size
-        lookup = Embedding(self.model).table(shape).operations[0]
+        lookup = EmbeddingTable(self.model).table(shape).operations[0]
         waits = 3 * hidden if splits else 0  # eh_proj's input and the gradient of its output
         norm_backward = Backward(
             2 * hidden + hidden + max(embedding.gradient_bytes(shape), previous.gradient_bytes(shape))
@@ -112,4 +112,4 @@ class Prediction:
     def head_table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank after the layer: always with a loss mask."""
         masked = replace(shape, documents=replace(shape.documents, loss_mask=True))
-        return Head(self.model).table(masked)
+        return HeadTable(self.model).table(masked)

@@ -188,7 +188,7 @@ class Gemm:
 
 
 @dataclass(frozen=True)
-class CoreAttention:
+class AttentionWork:
     """The cost of softmax(q k^T) v."""
 
     flops: float
@@ -211,7 +211,7 @@ class Operation:
     name: str
     keeps: tuple[Kept, ...] = ()
     gemm: Gemm | None = None
-    attention: CoreAttention | None = None
+    attention: AttentionWork | None = None
     collectives: Collectives = Collectives()
     recompute_modules: tuple[str, ...] = ()  # of --recompute-modules: recomputing one of them runs this again
     flops: float = 0.0  # of the experts' products, which are no `gemm`

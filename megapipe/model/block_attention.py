@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megapipe.sharding.sequence import Block
+from megapipe.sharding.sequence import KeyBlock
 from megapipe.tensor_parallel.gemms import at_least_fp32
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -30,7 +30,7 @@ class MaskedBlock(NamedTuple):
     mask: [1 or b, 1, queries, keys]; None: what the block says. empty: queries without a key, [1 or b, 1, queries].
     """
 
-    block: Block
+    block: KeyBlock
     mask: Tensor | None = None
     empty: Tensor | None = None
 

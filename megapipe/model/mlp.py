@@ -99,6 +99,14 @@ def _compiled_activation(name: str, compiler: Callable[[Pointwise], Pointwise]) 
     return lambda x: _WithGradient.apply(x, forward, backward)
 
 
+def _multiply_into(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """Set out, a slice, to x y in one kernel, or in two where torch.compile traces, which takes no slice as `out`."""
+    if torch.compiler.is_compiling():
+        out.copy_(x.mul_(y))
+    else:
+        torch.mul(x, y, out=out)
+
+
 class _Gated(torch.autograd.Function):
     """act(gate) * up, with the gradients of gate and up written side by side into one tensor."""
 
@@ -115,7 +123,7 @@ class _Gated(torch.autograd.Function):
         gate, up = gate_up.chunk(2, dim=-1)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, dim=-1)
-        grad_up.copy_(ctx.act(gate).mul_(grad))
+        _multiply_into(grad_up, ctx.act(gate), grad)
         grad_gate.copy_(ctx.act_backward(grad * up, gate))
         return grads, None, None
 
@@ -179,7 +187,7 @@ class BentGate:
         gate, up = self._bent(gate_up)
         grads = torch.empty_like(gate_up)
         grad_gate, grad_up = grads.chunk(2, dim=-1)
-        grad_up.copy_(act(gate).mul_(grad))
+        _multiply_into(grad_up, act(gate), grad)
         grad_gate.copy_(act_backward(up.mul_(grad), gate))
         if self.limit is not None:
             gate, up = gate_up.chunk(2, dim=-1)

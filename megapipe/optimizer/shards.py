@@ -19,7 +19,7 @@ from megapipe.sharding.state_dtypes import CHUNK, MASTER, REMAINDER
 
 
 @dataclass(frozen=True)
-class Run:
+class UpdateRange:
     """Elements [start, stop) of a shard that are updated with the same rates, and zero padding, which stays zero."""
 
     start: int
@@ -207,13 +207,13 @@ class Shard:
             start = position - self.start
             yield slice(start, start + piece.box.num_elements), piece
 
-    def _find_runs(self) -> Iterator[Run]:
+    def _find_runs(self) -> Iterator[UpdateRange]:
         """Yield the longest runs of neighbouring parameters with the same rates."""
         held = (slot for slot in self.bucket.slots if max(slot.start, self.start) < min(slot.stop, self.stop))
         for rates, slots in groupby(held, key=lambda slot: (slot.spec.weight_decay, slot.spec.decoupled_lr)):
             run = list(slots)
             start, stop = max(run[0].start, self.start), min(run[-1].stop, self.stop)
-            yield Run(start - self.start, stop - self.start, *rates)
+            yield UpdateRange(start - self.start, stop - self.start, *rates)
 
     def _count_elements(self) -> None:
         """Find the ranges that this rank counts."""

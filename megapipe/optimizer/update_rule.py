@@ -15,7 +15,7 @@ from torch import Tensor
 from megapipe.config.training import OptimizerConfig
 from megapipe.optimizer.narrow import Scales
 from megapipe.optimizer.schedule import Rates
-from megapipe.optimizer.shards import Chunk, Run, Shard
+from megapipe.optimizer.shards import Chunk, Shard, UpdateRange
 from megapipe.sharding.state_dtypes import MASTER
 
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "meta")
@@ -38,7 +38,7 @@ class UpdateRule:
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[Shard], library: AdamLibrary | None = None) -> None:
         self.num_steps = 0
-        self._runs: list[tuple[Tensor, Shard, Run]] = []  # with the run's master weights
+        self._runs: list[tuple[Tensor, Shard, UpdateRange]] = []  # with the run's master weights
         kinds: dict[tuple[bool, bool], list[Tensor]] = {}  # (weight_decay, decoupled_lr) -> master weights of its runs
         for shard in shards:
             for run in shard.runs:

@@ -21,7 +21,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.attention import Attention
+from megapipe.layers.attention import AttentionTable
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
 from megapipe.layers.table import Gemm, Kept, RankShape, Table, total_bytes
 from megapipe.plan.recompute_choice import layer_recompute
@@ -186,7 +186,7 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
     return {what: size for what, size in total.items() if size}
 
 
-def attentions(model: ModelSpec, stage: StageLayers) -> list[Attention]:
+def attentions(model: ModelSpec, stage: StageLayers) -> list[AttentionTable]:
     """Return the attentions of a stage's layers that differ."""
     kinds = dict.fromkeys(layer.attention for layer in all_layers_of(model, stage))
     return [attention for attention in kinds if attention is not None]

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megapipe.layers.attention import Attention
+from megapipe.layers.attention import AttentionTable
 from megapipe.layers.model import LayerSpec
-from megapipe.layers.moe import MoE
+from megapipe.layers.moe import MoETable
 from megapipe.plan.activations import with_recompute
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_time import OpSeconds, expert_links, head_seconds, layer_seconds, ring_link
@@ -53,9 +53,9 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
         for kind in plan.model.kinds
     }
     every = [timed for layer in plan.model.layers for timed in kinds[layer]]
-    attention = [seconds for part, seconds in every if isinstance(part, Attention)]
-    experts = [seconds for part, seconds in every if isinstance(part, MoE)]
-    dense = [seconds for part, seconds in every if not isinstance(part, Attention | MoE)]
+    attention = [seconds for part, seconds in every if isinstance(part, AttentionTable)]
+    experts = [seconds for part, seconds in every if isinstance(part, MoETable)]
+    dense = [seconds for part, seconds in every if not isinstance(part, AttentionTable | MoETable)]
     # half of the messages go to the experts, half come back
     head = head_seconds(plan.model, shape, hardware, tp_link)
     for _, layer in plan.model.predictions:
@@ -65,7 +65,7 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
     forward, backward = way
     link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
     return PlannedExperts(
-        has_experts=tuple(any(isinstance(part, MoE) for part in layer.parts) for layer in plan.model.layers),
+        has_experts=tuple(any(isinstance(part, MoETable) for part in layer.parts) for layer in plan.model.layers),
         attention=_mean(attention),
         dense_mlp=_mean(dense),
         expert_mlp=_mean(experts),
@@ -124,7 +124,7 @@ def _gained(plan: RunPlan, hardware: Hardware, num_microbatches: int) -> float:
     return max(0.0, blocking.makespan_seconds - overlapping.makespan_seconds)
 
 
-def _alone(layer: LayerSpec, part: Attention | MoE | object) -> LayerSpec:
+def _alone(layer: LayerSpec, part: AttentionTable | MoETable | object) -> LayerSpec:
     """Return a layer of one part."""
     return LayerSpec(tuple(each for each in layer.parts if each is part), layer.is_fp8)
 

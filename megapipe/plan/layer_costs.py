@@ -25,7 +25,7 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
-from megapipe.layers.moe import MoE
+from megapipe.layers.moe import MoETable
 from megapipe.layers.rank_shape import comm_chunks
 from megapipe.layers.table import RankShape
 from megapipe.plan.recompute_choice import layer_recompute
@@ -80,7 +80,7 @@ def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int
     """
     if recompute.recompute_granularity == "full":
         return gemm_flops(layer) if recompute.recompute_keep_attention else layer_flops(layer, seq_length, causal)
-    experts = [part for part in layer.parts if isinstance(part, MoE)]
+    experts = [part for part in layer.parts if isinstance(part, MoETable)]
     attention = layer.attention
     of_module = {
         "core_attn": layer.attention_flops(seq_length, causal),

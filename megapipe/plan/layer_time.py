@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from megapipe.dtypes import FP8
-from megapipe.layers.attention import Attention
+from megapipe.layers.attention import AttentionTable
 from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
-from megapipe.layers.moe import INDEX_BYTES, MoE
-from megapipe.layers.table import ALL_REDUCE, Collectives, CoreAttention, Documents, Gemm, RankShape, ring_bytes
+from megapipe.layers.moe import INDEX_BYTES, MoETable
+from megapipe.layers.table import ALL_REDUCE, AttentionWork, Collectives, Documents, Gemm, RankShape, ring_bytes
 from megapipe.plan.activations import without_recompute
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.run_plan import RunPlan
@@ -108,7 +108,7 @@ class ExpertLinks:
         return max(share and share * num_bytes / link.bytes_per_second + link.latency_seconds for share, link in ways)
 
 
-def expert_message_seconds(part: MoE, shape: RankShape, links: ExpertLinks) -> tuple[float, float]:
+def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks) -> tuple[float, float]:
     """Return the seconds of moving a microbatch's rows to the ranks of their experts, or back, in one direction; and
     those of exchanging the numbers of rows first, which only a forward does.
 
@@ -153,7 +153,7 @@ def layer_seconds(
     table, gemms = layer_table(layer, plain), layer.linears(shape.tp)
     columns = [gemm for gemm in gemms if gemm.is_column and not gemm.is_replicated]
     rows = [gemm for gemm in gemms if not gemm.is_column]
-    mixtures = [part for part in layer.parts if isinstance(part, MoE)]
+    mixtures = [part for part in layer.parts if isinstance(part, MoETable)]
     gemm = sum(map(clock.gemm, gemms)) + sum(map(clock.routed, mixtures))
 
     def casts_of(op: Op) -> float:
@@ -197,7 +197,7 @@ def layer_seconds(
 
 
 def _context_seconds(
-    part: Attention, shape: RankShape, links: ContextLinks, computed: tuple[float, float, float]
+    part: AttentionTable, shape: RankShape, links: ContextLinks, computed: tuple[float, float, float]
 ) -> tuple[float, float, float]:
     """Return what messages over cp add to attention in a forward, a backward and a recompute: those of a ring run under
     it, the others do not. computed: seconds of attention there.
@@ -273,24 +273,24 @@ class _Clock:
         moved = operand * (tokens * gemm.inputs + gemm.num_weights) + 2.0 * tokens * gemm.outputs
         return max(compute, moved / hardware.memory_bytes_per_second)
 
-    def routed(self, part: MoE) -> float:
+    def routed(self, part: MoETable) -> float:
         """Return the seconds of one product for all rows with the router, and with the experts of this rank."""
         held, rows, shape = *self._experts(part), self.shape
         of_each = sum(self.gemm(gemm, rows) for gemm in part.expert_gemms(shape.etp))
         router = Gemm(part.model.hidden_size, part.num_experts, True)
         return self.gemm(router, shape.own_tokens) + held * of_each
 
-    def expert_casts(self, op: Op, part: MoE) -> float:
+    def expert_casts(self, op: Op, part: MoETable) -> float:
         """Return the seconds of the casts to fp8 for the experts of this rank, in F, I or W."""
         held, rows = self._experts(part)
         return held * self.casts(op, part.expert_gemms(self.shape.etp), rows)
 
-    def _experts(self, part: MoE) -> tuple[int, int]:
+    def _experts(self, part: MoETable) -> tuple[int, int]:
         """Return the number of experts on this rank, and the rows of each."""
         held = part.num_experts // self.shape.ep
         return held, max(1, part.model.moe_router_topk * self.shape.own_tokens * self.shape.etp // held)
 
-    def attention(self, core: CoreAttention) -> float:
+    def attention(self, core: AttentionWork) -> float:
         """Return the seconds of core attention's forward."""
         hardware = self.hardware
         return (
@@ -386,7 +386,7 @@ def _recomputed(
             messages = clock.gather if operation.gemm.is_column else clock.reduction
             again["tp"] += messages(operation.gemm)
     if shape.recomputes("moe"):  # its messages are those of the backward once more
-        mixtures = [part for part in layer.parts if isinstance(part, MoE)]
+        mixtures = [part for part in layer.parts if isinstance(part, MoETable)]
         again["gemm"] += sum(map(clock.routed, mixtures))
         again["pointwise"] += sum(clock.expert_casts(Op.F, part) for part in mixtures)
     # core attention's results are already part of its time

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from megapipe.layers.moe import MoE
+from megapipe.layers.moe import MoETable
 from megapipe.layers.table import Operation, RankShape, total_bytes
 from megapipe.plan.activations import (
     deferred_bytes,
@@ -62,7 +62,7 @@ def _operations(plan: RunPlan, parts: Parts, site: int, shape: RankShape) -> lis
     found: list[Operation] = []
     for each in plan.model.layers[layer].parts:
         table = each.table(shape)
-        if not isinstance(each, MoE):
+        if not isinstance(each, MoETable):
             is_first = each is plan.model.layers[layer].attention
             found += table.operations if is_first == (part is Part.ATTENTION) else ()
             continue

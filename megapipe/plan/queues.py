@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
-from megapipe.schedule.dependencies import NEEDS, TRAVELS, Channel, channel_of
+from megapipe.schedule.dependencies import NEEDS, TRAVELS, ChannelPath, channel_of
 from megapipe.schedule.lifetimes import NO_MOVES, Moves, Unit
 from megapipe.schedule.lower import without_pairs
 from megapipe.schedule.schedule import Schedule, gc_paused
@@ -37,7 +37,7 @@ SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.UPDATE: 0.0}  # of com
 BY_USE, BY_POOL = "use", "pool"
 MAPPINGS = (BY_USE, BY_POOL)
 
-Stream = str | int | Channel
+Stream = str | int | ChannelPath
 
 
 class Enqueued(NamedTuple):
@@ -47,7 +47,7 @@ class Enqueued(NamedTuple):
     name: str  # for messages: 2F0, 2RECV_F0, tp
     after: int | None = None  # index of the entry of this rank after which the awaited event was recorded
     seconds: float = 0.0
-    message: tuple[Channel, int] | None = None  # a send or receive: channel, number on it
+    message: tuple[ChannelPath, int] | None = None  # a send or receive: channel, number on it
     is_receive: bool = False
 
 
@@ -126,8 +126,8 @@ class _RankProgram:
         self.num_directions = len(self.placement.directions)
         self.stages = self.placement.stages_of(pp_rank) if stage_streams else ()
         self.program = Program()
-        self.in_flight: defaultdict[Channel, deque[int]] = defaultdict(deque)
-        self.numbers: defaultdict[Channel, int] = defaultdict(int)
+        self.in_flight: defaultdict[ChannelPath, deque[int]] = defaultdict(deque)
+        self.numbers: defaultdict[ChannelPath, int] = defaultdict(int)
         self.received: dict[Action, int] = {}
         self.halves_left = 0
         self.copies = _OffloadCopies(self.program, traffic, traffic.moves[pp_rank] if traffic.moves else NO_MOVES)
@@ -268,7 +268,7 @@ def queue_map(
     taken: dict[int | None, int] = defaultdict(int)
     numbers: dict[Stream, int] = {}
     for stream in streams:
-        kind = "pp" if isinstance(stream, Channel) else str(stream).split()[0]
+        kind = "pp" if isinstance(stream, ChannelPath) else str(stream).split()[0]
         pool = None if stream == CURRENT else HIGH if kind in high_priority else 0  # None: the default stream
         index = taken[pool] % POOL_STREAMS
         taken[pool] += 1
@@ -340,7 +340,7 @@ class _Machine:
         self.clocks = [[0.0] * len(queues) for queues in self.queues]
         self.ready = [(rank, queue) for rank, queues in enumerate(self.queues) for queue in range(len(queues))]
         self.waiting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # (rank, entry) -> queues of the rank
-        self.half: dict[tuple[Channel, int], tuple[int, int]] = {}  # a message's first end: (rank, entry)
+        self.half: dict[tuple[ChannelPath, int], tuple[int, int]] = {}  # a message's first end: (rank, entry)
 
     def blocker(self, rank: int, index: int) -> int | None:
         """Return the entry whose end an entry waits for; None if it can start."""
@@ -395,7 +395,7 @@ class _Machine:
 
 def _creation_order(stream: Stream) -> tuple[int, str]:
     """Return the key by which a rank's streams are created: the channels are connected before the first step."""
-    if isinstance(stream, Channel):
+    if isinstance(stream, ChannelPath):
         return 1, f"{stream.boundary:06} {stream.direction} {stream.kind.value}"
     return (0 if stream == CURRENT else 2), str(stream)
 

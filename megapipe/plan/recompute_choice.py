@@ -21,9 +21,9 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.attention import Attention
+from megapipe.layers.attention import AttentionTable
 from megapipe.layers.model import LayerSpec, layer_table
-from megapipe.layers.moe import MoE
+from megapipe.layers.moe import MoETable
 from megapipe.layers.table import Operation, RankShape, total_bytes
 
 ELEMENTWISE_FLOPS = 8.0  # for each element that a norm or an activation computes again; only orders steps without GEMMs
@@ -104,7 +104,7 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
     is_own = shape.transformer_impl == "local"  # Transformer Engine keeps the inputs of its linears anyway
     cores, norms = [(), ("core_attn",)], ((), ("layernorm",)) if is_own else ((),)
     mlps: tuple[tuple[str, ...], ...] = ((), ("activation",), ("mlp",)) if is_own else ((), ("mlp",))
-    mixture = next((part for part in layer.parts if isinstance(part, MoE)), None)
+    mixture = next((part for part in layer.parts if isinstance(part, MoETable)), None)
     if mixture is not None:
         mlps = ((), ("moe_act",), ("moe",))
         mlps += () if mixture.shared is None else (("shared_experts",), ("moe_act", "shared_experts"))
@@ -122,7 +122,7 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
     return found
 
 
-def _can_keep_results(attention: Attention, layer: LayerSpec, shape: RankShape) -> bool:
+def _can_keep_results(attention: AttentionTable, layer: LayerSpec, shape: RankShape) -> bool:
     """Return True if a recompute of attention can use the results of a fused kernel."""
     model = attention.model
     if shape.attention_impl == "te" or (shape.dtype == "fp64" and shape.is_cuda):

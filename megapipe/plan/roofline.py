@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from megapipe.errors import ConfigError
 from megapipe.formatting import text_table
-from megapipe.layers.attention import Attention
+from megapipe.layers.attention import AttentionTable
 from megapipe.layers.head import loss_block_bytes
-from megapipe.layers.mlp import DenseMLP
+from megapipe.layers.mlp import MLPTable
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import CommChunks
 from megapipe.plan.hardware import GIGA, Hardware
@@ -139,7 +139,7 @@ def layer_work(plan: RunPlan, hardware: Hardware, forms: Forms) -> tuple[PartWor
     return tuple(rows)
 
 
-def _parts(layer: LayerSpec) -> tuple[Attention, DenseMLP]:
+def _parts(layer: LayerSpec) -> tuple[AttentionTable, MLPTable]:
     assert layer.attention is not None and layer.mlp is not None
     return layer.attention, layer.mlp
 

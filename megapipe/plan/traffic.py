@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, layer_table
-from megapipe.layers.moe import INDEX_BYTES, MoE
+from megapipe.layers.moe import INDEX_BYTES, MoETable
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
 from megapipe.plan.activations import all_layers_of, end_tables, layers_with_recompute, split, with_recompute
 from megapipe.plan.muon import muon_work
@@ -99,7 +99,7 @@ def layer_expert_bytes(plan: RunPlan, layer: LayerSpec, recompute: RecomputeConf
     recompute = recompute or plan.shape.recompute
     shape = with_recompute(plan.shape, recompute)
     whole, rows = int(recompute.recompute_granularity == "full"), int(shape.recomputes("moe"))
-    parts = (part.sent_bytes(shape) for part in layer.parts if isinstance(part, MoE))
+    parts = (part.sent_bytes(shape) for part in layer.parts if isinstance(part, MoETable))
     return {name: (1 + whole) * forward + (1 + rows) * back for sent in parts for name, (forward, back) in sent.items()}
 
 
@@ -155,7 +155,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     loads = 0.0  # of all experts, summed once a step for their biases
     if plan.config.model.moe_router_enable_expert_bias:
         layers = [layer for stage in held for layer in all_layers_of(plan.model, plan.partition.stages[stage])]
-        states = sum(part.num_experts for layer in layers for part in layer.parts if isinstance(part, MoE))
+        states = sum(part.num_experts for layer in layers for part in layer.parts if isinstance(part, MoETable))
         loads = ALL_REDUCE * ring_bytes(states * INDEX_BYTES, plan.topology.num_replicas)
     if plan.model.has_experts:
         experts.update({"expert_replicas": of_replicas["expert_replicas"], "etp": muon.get("etp", 0.0)})

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.formatting import milliseconds, range_text
-from megapipe.profile.profile import Link, MeasuredStep, PipelineSteps, Profile
+from megapipe.profile.profile import LinkTime, MeasuredStep, PipelineSteps, Profile
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, Action, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.machine import NEVER, ScheduleWalk
@@ -243,7 +243,7 @@ def op_times(comparisons: Sequence[Comparison]) -> list[OpTime]:
     return [OpTime("+".join(map(str, stages)), op, fmean(values), pstdev(values)) for (stages, op), values in ordered]
 
 
-def message_costs(schedule: Schedule, links: Sequence[Link]) -> Costs:
+def message_costs(schedule: Schedule, links: Sequence[LinkTime]) -> Costs:
     """Return costs of the messages alone.
 
     There is one latency for all links, the smallest; the excess of a slower link is added to its transfer time.

@@ -36,7 +36,7 @@ class RoundTrip(NamedTuple):
     back_ns: int
 
 
-class Reading(NamedTuple):
+class ClockReading(NamedTuple):
     """The offset of another clock from the local one, at a local time.
 
     The true offset is within offset_ns +- error_ns, however unequal the two directions of the round trip were.
@@ -47,11 +47,11 @@ class Reading(NamedTuple):
     error_ns: int
 
 
-def reading(round_trips: Sequence[RoundTrip]) -> Reading:
+def reading(round_trips: Sequence[RoundTrip]) -> ClockReading:
     """Return the offset by the shortest round trip, which is wrong by at most half of it."""
     best = min(round_trips, key=lambda trip: trip.back_ns - trip.sent_ns)
     middle = (best.sent_ns + best.back_ns) // 2
-    return Reading(middle, best.remote_ns - middle, (best.back_ns - best.sent_ns + 1) // 2)
+    return ClockReading(middle, best.remote_ns - middle, (best.back_ns - best.sent_ns + 1) // 2)
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Clock:
     apart by some 10 us a second. None, None: the same clock, which ranks of one machine share.
     """
 
-    before: Reading | None = None
-    after: Reading | None = None
+    before: ClockReading | None = None
+    after: ClockReading | None = None
 
     @property
     def error_ns(self) -> int:
@@ -123,7 +123,7 @@ class PipelineSteps:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkTime:
     """The time of a message between two idle pipeline ranks: latency_seconds (of an empty one) + transfer_seconds."""
 
     pp_ranks: tuple[int, int]
@@ -148,7 +148,7 @@ class Profile:
     about: dict[str, Any]  # the run, for readers
     schedules: dict[int, Schedule]  # by number of microbatches
     message_bytes: int  # of one activation
-    links: tuple[Link, ...]
+    links: tuple[LinkTime, ...]
     clocks: tuple[ClockOffset, ...]
     pipelines: tuple[PipelineSteps, ...] = field(repr=False)
 
@@ -277,7 +277,7 @@ def from_json(found: dict[str, Any]) -> Profile:
         found["about"],
         schedules,
         found["messages"]["bytes"],
-        tuple(Link(**link | {"pp_ranks": tuple(link["pp_ranks"])}) for link in found["messages"]["links"]),
+        tuple(LinkTime(**link | {"pp_ranks": tuple(link["pp_ranks"])}) for link in found["messages"]["links"]),
         tuple(ClockOffset(**clock) for clock in found["clocks"]),
         tuple(pipelines),
     )

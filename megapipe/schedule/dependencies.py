@@ -84,7 +84,7 @@ TRAVELS: dict[ValueKind, tuple[Op, Op, int]] = {
 }
 
 
-class Channel(NamedTuple):
+class ChannelPath(NamedTuple):
     """An in-order path of activations or gradients over the boundary between stage `boundary` and `boundary` + 1.
 
     Never keyed by a pair of ranks: with two ranks and several chunks the previous and the next rank are the same, and a
@@ -104,12 +104,12 @@ class Channel(NamedTuple):
         return f"{self.kind.value}s of stage {source} -> {target}{direction}"
 
 
-def channel_of(action: Action, num_directions: int = 1) -> Channel:
+def channel_of(action: Action, num_directions: int = 1) -> ChannelPath:
     """Return the channel of a SEND or RECV action."""
     if action.microbatch is None or action.op not in _BOUNDARY:
         raise ValueError(f"{action} is not a message")
     kind, offset = _BOUNDARY[action.op]
-    return Channel(kind, action.stage + offset, action.microbatch % num_directions)
+    return ChannelPath(kind, action.stage + offset, action.microbatch % num_directions)
 
 
 _BOUNDARY = {

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op, with_slices
-from megapipe.schedule.dependencies import MAKES, NEEDS, Channel, Value, ValueKind, channel_of
+from megapipe.schedule.dependencies import MAKES, NEEDS, ChannelPath, Value, ValueKind, channel_of
 from megapipe.schedule.schedule import Schedule, rows_text
 
 # The model: stage s multiplies its input by an integer weight; with slices, the sum of the inputs of this slice and of
@@ -90,9 +90,9 @@ class _Step:
         self.reduced: list[list[tuple[int, Counter[int]]]] = [[] for _ in ranks]
         self._positions = [0 for _ in ranks]
         self._values: list[dict[Value, int]] = [{} for _ in ranks]  # made there, or received
-        self._posted: list[dict[Value, tuple[Channel, int]]] = [{} for _ in ranks]  # the n-th message of a channel
-        self._num_posted: Counter[Channel] = Counter()
-        self._sent: defaultdict[Channel, list[int]] = defaultdict(list)
+        self._posted: list[dict[Value, tuple[ChannelPath, int]]] = [{} for _ in ranks]  # the n-th message of a channel
+        self._num_posted: Counter[ChannelPath] = Counter()
+        self._sent: defaultdict[ChannelPath, list[int]] = defaultdict(list)
         self._read: list[dict[Unit, int]] = [{} for _ in ranks]  # what the weight multiplied in F
         self._left: list[dict[Unit, int]] = [{} for _ in ranks]  # output gradients that I leaves for W
         self._sums: Counter[tuple[int, Op, int, int]] = Counter()  # over the slices so far: rank, op, stage, microbatch

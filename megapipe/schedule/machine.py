@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, SHARDING_OPS, Action, Op
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, Channel, Value, ValueKind, channel_of
+from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, ChannelPath, Value, ValueKind, channel_of
 from megapipe.schedule.schedule import Schedule
 
 NEVER = -1.0
@@ -77,7 +77,7 @@ class ScheduleWalk:
         self.issued: Counter[tuple[int, int, Op]] = Counter()  # by rank, stage and op
         self.without_weights: dict[int, int] = {}  # stuck rank -> stage whose gather another rank has not issued
         # per channel
-        self.channels: list[Channel] = []
+        self.channels: list[ChannelPath] = []
         self.hops = self._resolve_hops()
         self.depths = [sys.maxsize if send_depth is None else send_depth] * len(self.channels)
         self.sent = [0] * len(self.channels)
@@ -143,7 +143,7 @@ class ScheduleWalk:
 
         The first and last stages have entries that no checked schedule uses.
         """
-        index: dict[Channel, int] = {}
+        index: dict[ChannelPath, int] = {}
         hops: dict[Op, list[list[_Hop]]] = {}
         for kind, (send, receive, _) in TRAVELS.items():
             for op, ((_, offset),) in ((send, NEEDS[send]), (receive, MAKES[receive])):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.dependencies import Channel, channel_of
+from megapipe.schedule.dependencies import ChannelPath, channel_of
 from megapipe.schedule.lifetimes import Held, lifetimes, peak_live_chunks
 from megapipe.schedule.machine import ScheduleWalk
 from megapipe.schedule.schedule import Schedule, gc_paused
@@ -224,7 +224,7 @@ def unhindered_send_depth(schedule: Schedule) -> int:
     """
     timeline = simulate(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0))
     # (seconds, order at the same time, change)
-    changes: defaultdict[Channel, list[tuple[float, int, int]]] = defaultdict(list)
+    changes: defaultdict[ChannelPath, list[tuple[float, int, int]]] = defaultdict(list)
     for row, starts, ends in zip(schedule.rows, timeline.starts, timeline.ends, strict=True):
         for action, start, end in zip(row, starts, ends, strict=True):
             if action.op in SEND_OPS:  # a send that starts as another ends counts as concurrent

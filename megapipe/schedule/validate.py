@@ -25,7 +25,7 @@ from megapipe.schedule.action import (
     with_slices,
 )
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.dependencies import MAKES, NEEDS, SLICE_NEEDS, TRAVELS, Channel, Value, channel_of
+from megapipe.schedule.dependencies import MAKES, NEEDS, SLICE_NEEDS, TRAVELS, ChannelPath, Value, channel_of
 from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import ScheduleWalk
@@ -42,14 +42,14 @@ class ValidationReport:
     schedule: Schedule
     # for each channel of a lowered schedule, the sends that must be allowed in flight without a posted receive; 0:
     # blocking sends suffice. The largest is the least depth that suffices if all channels get the same.
-    least_send_depth: Mapping[Channel, int]
+    least_send_depth: Mapping[ChannelPath, int]
 
     @property
     def num_actions(self) -> int:
         return sum(map(len, self.schedule.rows))
 
     @cached_property
-    def most_posted(self) -> Mapping[Channel, int]:
+    def most_posted(self) -> Mapping[ChannelPath, int]:
         """The most receives of each channel that are posted and not yet used."""
         if not self.schedule.is_lowered:
             return {}

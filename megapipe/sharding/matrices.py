@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megapipe.sharding.buffers import Bucket, Slot
-from megapipe.sharding.spec import Experts, Fused, Interval, ParamSpec, QueryGroups
+from megapipe.sharding.spec import ExpertRows, Fused, Interval, ParamSpec, QueryGroups
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def matrices_of(spec: ParamSpec, splits_qkv: bool = True) -> tuple[Matrix, ...]:
         kinds = ((0, queries), (queries, queries + width), (queries + width, queries + 2 * width))
         return tuple(Matrix(spec, tuple(range(start + low, start + high) for start in starts)) for low, high in kinds)
     parts = 1
-    if isinstance(slicing, Experts):
+    if isinstance(slicing, ExpertRows):
         parts = slicing.count * slicing.parts
     elif isinstance(slicing, Fused) and slicing.dim == 0:
         parts = slicing.parts
@@ -89,7 +89,7 @@ def matrices_of(spec: ParamSpec, splits_qkv: bool = True) -> tuple[Matrix, ...]:
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPiece:
     """Elements of a matrix in one shard: `start` in the stage's buffer, `at` in the rank's rows of the matrix."""
 
     start: int
@@ -113,7 +113,7 @@ class OwnedMatrix:
         """The shape of this rank's part."""
         return sum(rows.count for rows in self.rows), self.slot.shape[1]
 
-    def parts(self, replica: int, num_shards: int) -> Iterator[Part]:
+    def parts(self, replica: int, num_shards: int) -> Iterator[MatrixPiece]:
         """Yield what the shard of a replica holds of this rank's rows; all of them if num_shards is 1."""
         low, high = self.bucket.shard(replica if num_shards > 1 else 0, num_shards)
         width, at = self.slot.shape[1], 0
@@ -121,7 +121,7 @@ class OwnedMatrix:
             first = self.slot.start + rows.start * width
             start, stop = max(low, first), min(high, first + rows.count * width)
             if start < stop:
-                yield Part(start, stop - start, at + start - first)
+                yield MatrixPiece(start, stop - start, at + start - first)
             at += rows.count * width
 
 

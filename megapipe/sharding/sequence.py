@@ -75,7 +75,7 @@ class SequencePart:
 WHOLE_SEQUENCE = SequencePart()
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """A rectangle of the matrix of queries and keys, in indices of the queries and of the keys of two ranks.
 
     kind: every query sees every key ('all'); query i sees the keys 0 .. i ('causal'); or a mask is needed ('masked').
@@ -168,7 +168,7 @@ class Visibility:
 
         return tuple((rank - step) % ranks for step in range(ranks) if step == 0 or is_needed(step))
 
-    def blocks(self, source: int = 0) -> tuple[Block, ...]:
+    def blocks(self, source: int = 0) -> tuple[KeyBlock, ...]:
         """Return the blocks of the keys of a rank that the queries see; () if nothing.
 
         In the blocks of the rank's own keys, each query comes first in one that holds its own key.
@@ -177,28 +177,28 @@ class Visibility:
 
 
 @cache
-def _blocks(seen: Visibility, source: int) -> tuple[Block, ...]:
+def _blocks(seen: Visibility, source: int) -> tuple[KeyBlock, ...]:
     blocks = (_causal_blocks if seen.window is None else _limited_blocks)(seen, source)
     if not seen.has_documents:
         return tuple(block for block, _ in blocks)
     return tuple(block._replace(kind="masked", can_be_empty=not holds_own) for block, holds_own in blocks)
 
 
-def _causal_blocks(seen: Visibility, source: int) -> list[tuple[Block, bool]]:
+def _causal_blocks(seen: Visibility, source: int) -> list[tuple[KeyBlock, bool]]:
     """Return the blocks of queries without a window, each with True if it holds the own key of every query."""
     ranks, rank, stop = seen.part.ranks, seen.part.rank, seen.place.stop // seen.part.ranks
     length = seen.place.length // ranks
     before, half = stop - length, length // 2  # keys of earlier slices, which all queries see
     if source == rank:
-        found = [Block((0, length), (before, stop), "causal"), Block((0, length), (0, before), "all")]
+        found = [KeyBlock((0, length), (before, stop), "causal"), KeyBlock((0, length), (0, before), "all")]
     elif source < rank:  # both chunks see the first chunk of the keys, neither sees the second
-        found = [Block((0, length), (0, before + half), "all")]
+        found = [KeyBlock((0, length), (0, before + half), "all")]
     else:
-        found = [Block((0, half), (0, before), "all"), Block((half, length), (0, stop), "all")]
+        found = [KeyBlock((0, half), (0, before), "all"), KeyBlock((half, length), (0, stop), "all")]
     return [(block, block.kind == "causal") for block in found if block.keys[1] > block.keys[0]]
 
 
-def _limited_blocks(seen: Visibility, source: int) -> list[tuple[Block, bool]]:
+def _limited_blocks(seen: Visibility, source: int) -> list[tuple[KeyBlock, bool]]:
     """Return the blocks of queries with a window, as `_causal_blocks` does."""
     blocks, first_query = [], 0
     for queries in seen.query_runs:
@@ -209,7 +209,7 @@ def _limited_blocks(seen: Visibility, source: int) -> list[tuple[Block, bool]]:
             seeing = range(max(queries.start, reached.start), min(queries.stop, seen.last_query(reached.stop - 1) + 1))
             if reached and seeing:
                 is_whole = reached.stop - 1 <= seeing.start and seen.first_key(seeing.stop - 1) <= reached.start
-                block = Block(
+                block = KeyBlock(
                     _shifted(seeing, first_query - queries.start),
                     _shifted(reached, first_key - keys.start),
                     "all" if is_whole else "masked",

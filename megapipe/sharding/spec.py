@@ -89,7 +89,7 @@ class QueryGroups:
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadChannels:
     """Channels of `count` heads, head_dim each, cut like the heads; with fewer than tp, neighbours share one."""
 
     count: int
@@ -108,7 +108,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertRows:
     """The stacked rows of `count` experts, cut over ep x etp ranks: rank ep_rank x etp + etp_rank holds count / ep
     experts, of each of the `parts` tensors stacked in an expert ([gate; up] of SwiGLU) 1 / etp of the rows.
 
@@ -130,7 +130,7 @@ class Experts:
         return tuple(Interval(start, start + width, (rank,)) for start in starts)
 
 
-Slicing = Replicated | Fused | QueryGroups | Heads | Experts
+Slicing = Replicated | Fused | QueryGroups | HeadChannels | ExpertRows
 Owner = int | Literal["embedding", "head"]
 
 
@@ -177,7 +177,7 @@ class ParamSpec:
     @property
     def is_expert(self) -> bool:
         """True if ep x etp cut the parameter in place of tp, so that other ranks are its replicas."""
-        return isinstance(self.slicing, Experts)
+        return isinstance(self.slicing, ExpertRows)
 
     @property
     def num_elements(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce, gather_objects
 from megapipe.data.content import SourceFiles
-from megapipe.data_parallel.copies import Copies, Difference
+from megapipe.data_parallel.copies import Copies, CopyDifference
 from megapipe.errors import DataError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE, READING
 from megapipe.monitor.process import host
@@ -23,7 +23,7 @@ from megapipe.train.watch import rank_text
 
 FLAG = "--check-weight-hash-across-dp-replicas-interval"
 MOST_NAMES, MOST_DIFFERENCES = 3, 4  # listed one by one
-Findings = tuple[str, tuple[Difference, ...], tuple[str, ...]]  # host, differences, names of stale parameters
+Findings = tuple[str, tuple[CopyDifference, ...], tuple[str, ...]]  # host, differences, names of stale parameters
 
 
 class CopiesCheck:
@@ -103,7 +103,7 @@ def _message(step: int, of_ranks: Sequence[Findings], topology: Topology) -> str
     )
 
 
-def _difference_text(difference: Difference) -> str:
+def _difference_text(difference: CopyDifference) -> str:
     place, ranks = difference.place, difference.ranks
     shown = list(zip(ranks, place.bits, strict=True))[:MOST_DIFFERENCES]
     values = ", ".join(f"{bits} on rank {rank}" for rank, bits in shown)

@@ -22,11 +22,11 @@ from megapipe.profile.difference import profile_text, summarize
 from megapipe.profile.profile import (
     Clock,
     ClockOffset,
-    Link,
+    ClockReading,
+    LinkTime,
     MeasuredStep,
     PipelineSteps,
     Profile,
-    Reading,
     RoundTrip,
     measured_row,
     profile_name,
@@ -72,8 +72,8 @@ class PipelineProfiler:
         self._events = EventClock(runtime.device, now=now) if self._active and runtime.device.type == "cuda" else None
         self._recorded: list[RecordedStep] = []
         self._began: int | None = None  # start of the current step
-        self._clocks: dict[int, Reading] = {}  # on rank 0, by global rank: readings at the start
-        self._links: tuple[Link, ...] = ()
+        self._clocks: dict[int, ClockReading] = {}  # on rank 0, by global rank: readings at the start
+        self._links: tuple[LinkTime, ...] = ()
 
     def before(self, step: int) -> None:
         """Begin to record before a step (the first is 0) of the span; a run resumed inside the span starts there."""
@@ -124,7 +124,7 @@ class PipelineProfiler:
             unique = sorted({link for some in links for link in some}, key=lambda link: link.pp_ranks)
             self._write(recorded, unique, after)
 
-    def _write(self, recorded: list[list[RecordedStep]], links: list[Link], after: dict[int, Reading]) -> None:
+    def _write(self, recorded: list[list[RecordedStep]], links: list[LinkTime], after: dict[int, ClockReading]) -> None:
         """Write the profile and its trace, on rank 0. recorded: by global rank."""
         clocks = {rank: Clock(self._clocks.get(rank), after.get(rank)) for rank in self._ranks}
         profile = self._profile(recorded, links, clocks)
@@ -141,7 +141,7 @@ class PipelineProfiler:
         some = "" if len(clocks) == world else f"; the first {len(clocks)} of {world} ranks"
         self._say(f"{text}\n  written to {path} and {trace_path(path).name} (for ui.perfetto.dev){some}")
 
-    def _profile(self, recorded: list[list[RecordedStep]], links: list[Link], clocks: dict[int, Clock]) -> Profile:
+    def _profile(self, recorded: list[list[RecordedStep]], links: list[LinkTime], clocks: dict[int, Clock]) -> Profile:
         plan, counts = self._runtime.plan, {step.num_microbatches for step in recorded[0]}
         schedules = {n: schedule_as_run(plan.schedule(n), self._runtime.engine(n).row) for n in counts}
         origin = min(
@@ -174,7 +174,7 @@ class PipelineProfiler:
             notes.append(ClockOffset(rank, offset_ns, error_ns, clock.is_shared))
         return Profile(self._about(), schedules, plan.sent_bytes, tuple(links), tuple(notes), tuple(pipelines))
 
-    def _read_clocks(self) -> dict[int, Reading]:
+    def _read_clocks(self) -> dict[int, ClockReading]:
         """Return on rank 0, for every recorded rank with another clock, how far its clock is ahead of rank 0's."""
         world, found = self._runtime.groups.world, {}
         # a rank whose system does not say is not known to share a clock with any other
@@ -188,7 +188,7 @@ class PipelineProfiler:
                     found[rank] = read
         return found
 
-    def _time_links(self) -> tuple[Link, ...]:
+    def _time_links(self) -> tuple[LinkTime, ...]:
         """Time messages between pipeline ranks; returns the links that this rank is to report."""
         runtime, pp, links = self._runtime, self._runtime.groups.pp, []
         directions = runtime.plan.placement.directions
@@ -199,7 +199,7 @@ class PipelineProfiler:
                 trips = round_trips(pp, low, high, ROUND_TRIPS, runtime.device, size, self._now)
                 seconds.append(median((back - sent) / 2e9 for sent, _, back in trips) if trips else 0.0)
             if pp.rank == low and runtime.coordinates.tp_rank == runtime.coordinates.dp_rank == 0:
-                links.append(Link((low, high), seconds[0], max(0.0, seconds[1] - seconds[0])))
+                links.append(LinkTime((low, high), seconds[0], max(0.0, seconds[1] - seconds[0])))
         return tuple(links)
 
     def _about(self) -> dict[str, object]:

@@ -1086,6 +1086,10 @@ def test_every_rule_is_broken_by_a_case() -> None:
             "--optimizer sgd --adam-beta1 0.8 --adam-eps 1e-6",
             "--adam-beta1 0.8 and --adam-eps 1.0e-06 without --optimizer adam or muon: only AdamW reads it",
         ),
+        (
+            "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --fp8-amax-history-len 16",
+            "--fp8-amax-history-len without --fp8-recipe delayed: scales come from the tensors of the same step",
+        ),
         ("--sample-tokens 5", "--sample-tokens 5 without --sample-prompts: no text is written"),
         ("--sgd-momentum 0.5", "--sgd-momentum 0.5 without --optimizer sgd: only SGD reads it"),
         ("--split 90,5,5", '--split "90,5,5" without --data-path: nothing else is divided'),

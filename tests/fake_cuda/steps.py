@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
     load(Path(sys.argv[1]))
 
+import gc
 import json
 import time
 import traceback
@@ -55,7 +56,8 @@ from tests.fake_cuda.mistakes import mistake
 PACKAGE = Path(__file__).parents[2] / "megapipe"
 DEVICE = torch.device("cuda", 0)
 KERNELS = torch.library.Library("aten", "IMPL")
-PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # position of the first operand
+# position of the first operand
+PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "_scaled_mm_v2": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 OVERWRITES = ("copy_", "zero_", "fill_")
 SPARSE = ("gather", "scatter_add_", "index_put_", "embedding")
 NOT_KERNELS = ("empty", "empty_strided", "empty_like", "new_empty", "detach", "record_stream")
@@ -109,8 +111,38 @@ class ShapesOnly(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_mm_v2.default:
+            return product_of_blocks(*args, **kwargs or {})
         with disable_fake_tensor_cache(self) if func.overloadpacket is torch.ops.aten.set_ else nullcontext():
             return super().dispatch(func, types, args, kwargs or {})
+
+
+def product_of_blocks(
+    a: Tensor,
+    b: Tensor,
+    scale_a: list[Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *options: Any,
+) -> Tensor:
+    """Return a [m, k] times b [k, n] by CUDA's rules for scales of blocks (ATen/native/cuda/ScaledBlas.cpp): blocks may
+    be partial there, while torch's function for tensors without values refuses them.
+    """
+    blocks = -(-a.shape[1] // 128)
+    aligned = blocks + -blocks % 4
+    for (scale,), (recipe,), count in ((scale_a, recipe_a, a.shape[0]), (scale_b, recipe_b, b.shape[1])):
+        is_square = recipe == F.ScalingType.BlockWise128x128.value
+        shape = (aligned, -(-count // 128)) if is_square else (count, blocks)
+        strides = (1, aligned if is_square else count)
+        assert scale.shape == shape and scale.dtype == torch.float32, (scale.shape, shape)
+        assert scale.stride() == strides or (shape[1] == 1 and scale.stride() == (1, 1)), (scale.stride(), strides)
+    assert a.is_contiguous() and b.t().is_contiguous() and a.shape[1] % 16 == b.shape[1] % 16 == 0
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
 class Answers(TorchFunctionMode):
@@ -355,6 +387,7 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
             built.append(TrainingRuntime(*arguments))
             if plan.config.kernels.compile_blocks == "on":
                 said = compile_blocks(built[-1], answers, graphs)
+                gc.collect()  # what compiling leaves in circles is no memory of the step
             return built[-1]
 
         dry_run.TrainingRuntime = build  # type: ignore[misc, assignment]

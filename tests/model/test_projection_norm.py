@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megapipe.comm.groups import Group
 from megapipe.model.norm import ProjectionNorm
-from megapipe.sharding.spec import Heads, ParamSpec
+from megapipe.sharding.spec import HeadChannels, ParamSpec
 from tests.harness import RankPool
 from tests.model.grids import BATCH, SEQ, local_slice, model_config
 
@@ -45,7 +45,7 @@ def one_rank(rank: int, world_size: int, heads: int, zero_centered: bool) -> Res
 
     A shared head's output gradient is a part on each rank, as from the rank's own query heads.
     """
-    spec = ParamSpec("weight", (heads * HEAD_DIM,), 0, Heads(heads, HEAD_DIM))
+    spec = ParamSpec("weight", (heads * HEAD_DIM,), 0, HeadChannels(heads, HEAD_DIM))
     (interval,) = spec.intervals(rank, world_size)
     x, grad, weight = (
         local_slice(spec, t.movedim(-1, 0), rank, world_size).movedim(0, -1) for t in whole_tensors(heads)
@@ -67,7 +67,7 @@ def test_tp_ranks_equal_one_process(
     rank_pools: Callable[[int], RankPool], tp: int, heads: int, zero_centered: bool
 ) -> None:
     expected = run(*whole_tensors(heads), Group.alone("tp"), zero_centered)
-    spec = ParamSpec("weight", (heads * HEAD_DIM,), 0, Heads(heads, HEAD_DIM))
+    spec = ParamSpec("weight", (heads * HEAD_DIM,), 0, HeadChannels(heads, HEAD_DIM))
     for rank, found in enumerate(rank_pools(tp).run(one_rank, heads, zero_centered)):
         for mine, whole in zip(found, expected, strict=True):
             share = local_slice(spec, whole.movedim(-1, 0), rank, tp).movedim(0, -1)

@@ -29,12 +29,12 @@ from megapipe.plan.queues import (
     why_it_hangs,
 )
 from megapipe.schedule.action import Op
-from megapipe.schedule.dependencies import Channel, ValueKind
+from megapipe.schedule.dependencies import ChannelPath, ValueKind
 from megapipe.schedule.families import build_forward_only, build_lowered
 from megapipe.schedule.lifetimes import Moves, StageGroups, plan_moves
 from megapipe.schedule.schedule import Schedule
 
-CHANNELS = (Channel(ValueKind.ACT, 0), Channel(ValueKind.GRAD, 0), Channel(ValueKind.ACT, 1))
+CHANNELS = (ChannelPath(ValueKind.ACT, 0), ChannelPath(ValueKind.GRAD, 0), ChannelPath(ValueKind.ACT, 1))
 
 
 def literal(programs: tuple[Program, ...], connections: int, seed: int) -> bool:
@@ -82,7 +82,7 @@ def literal(programs: tuple[Program, ...], connections: int, seed: int) -> bool:
 def random_programs(draw: st.DrawFn) -> tuple[Program, ...]:
     """Draw two ranks that exchange messages on three channels in any order, with kernels and waits between them."""
     programs = (Program(), Program())
-    numbers: dict[tuple[int, Channel], int] = {}
+    numbers: dict[tuple[int, ChannelPath], int] = {}
     for rank, program in enumerate(programs):
         for channel in draw(st.permutations(CHANNELS * 2)):
             if draw(st.booleans()):
@@ -157,7 +157,7 @@ def test_a_tensor_parallel_group_hangs_where_one_of_its_ranks_does(connections: 
                         channel, number = work.message
                         work = work._replace(message=(channel._replace(direction=10 + copy), number))
                     elif work.stream == TP and work.after is None:
-                        work = work._replace(message=(Channel(ValueKind.WGRAD, rank), sums))
+                        work = work._replace(message=(ChannelPath(ValueKind.WGRAD, rank), sums))
                         sums += 1
                     works.append(work)
                 twice.append(dataclasses.replace(program, works=works))
@@ -167,7 +167,7 @@ def test_a_tensor_parallel_group_hangs_where_one_of_its_ranks_does(connections: 
 
 
 def test_more_communicators_than_streams_in_torchs_pool_share_streams() -> None:
-    streams: list[Stream] = [CURRENT, *(Channel(ValueKind.ACT, boundary) for boundary in range(34))]
+    streams: list[Stream] = [CURRENT, *(ChannelPath(ValueKind.ACT, boundary) for boundary in range(34))]
     numbers = [number for number, _ in queue_map(streams, None, BY_USE, ("pp",)).values()]
     assert len(set(numbers)) == 33 and numbers[1:3] == numbers[33:]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megapipe.profile.difference import replay
-from megapipe.profile.profile import ClockOffset, Link, MeasuredRow, MeasuredStep, PipelineSteps, Profile
+from megapipe.profile.profile import ClockOffset, LinkTime, MeasuredRow, MeasuredStep, PipelineSteps, Profile
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import build_lowered
@@ -81,7 +81,7 @@ def profile_of(
     """Build the profile of one pipeline, with the given message times between idle ranks."""
     ranks = tuple(range(schedule.num_ranks))
     links = tuple(
-        Link((rank, (rank + 1) % len(ranks)), latency_seconds, transfer_seconds) for rank in ranks if len(ranks) > 1
+        LinkTime((rank, (rank + 1) % len(ranks)), latency_seconds, transfer_seconds) for rank in ranks if len(ranks) > 1
     )
     clocks = tuple(ClockOffset(rank, 0, 0, True) for rank in ranks)
     about = {"schedule": schedule.name, "device": "cpu"}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, Op
-from megapipe.schedule.dependencies import Channel, ValueKind
+from megapipe.schedule.dependencies import ChannelPath, ValueKind
 from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import linear, loop
@@ -102,7 +102,7 @@ def test_receives_posted_ahead_make_1f1b_safe_with_blocking_sends():
 def test_the_report_names_every_channel_by_boundary_and_kind():
     report = validate(build_lowered("interleaved", 2, 2, 4))
     assert set(report.least_send_depth) == {
-        Channel(kind, boundary) for kind in (ValueKind.ACT, ValueKind.GRAD) for boundary in range(3)
+        ChannelPath(kind, boundary) for kind in (ValueKind.ACT, ValueKind.GRAD) for boundary in range(3)
     }
     assert "6 channels" in str(report)
     assert "activations of stage 0 -> 1" in map(str, report.least_send_depth)

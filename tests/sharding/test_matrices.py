@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megapipe.sharding.buffers import layout_buffers
 from megapipe.sharding.matrices import matrices_of, share_out
-from megapipe.sharding.spec import Experts, Fused, ParamSpec, QueryGroups, Replicated
+from megapipe.sharding.spec import ExpertRows, Fused, ParamSpec, QueryGroups, Replicated
 
 SIZES = st.integers(1, 4)
 
@@ -22,8 +22,8 @@ def parameters(draw: st.DrawFn) -> tuple[list[ParamSpec], int, int]:
     if draw(st.booleans()):
         count = ep * draw(SIZES)
         specs = [
-            ParamSpec("w1", (count * 2 * 4 * tp, columns), 0, Experts(count, 2, tp), matrix="outputs x inputs"),
-            ParamSpec("w2", (count * 4 * tp, columns), 0, Experts(count, 1, tp), matrix="inputs x outputs"),
+            ParamSpec("w1", (count * 2 * 4 * tp, columns), 0, ExpertRows(count, 2, tp), matrix="outputs x inputs"),
+            ParamSpec("w2", (count * 4 * tp, columns), 0, ExpertRows(count, 1, tp), matrix="inputs x outputs"),
         ]
         return specs, ep * tp, tp
     groups = draw(st.sampled_from((1, 2, 4)))

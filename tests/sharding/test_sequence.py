@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from megapipe.model.context import masked_blocks, visible, whole_mask
-from megapipe.sharding.sequence import Block, SequencePart, SequenceSlice, Visibility
+from megapipe.sharding.sequence import KeyBlock, SequencePart, SequenceSlice, Visibility
 
 
 @st.composite
@@ -105,7 +105,7 @@ def test_masks_of_blocks_are_parts_of_the_whole_mask(seen: Visibility, has_docum
 
 def test_a_ring_sees_earlier_slices_whole_and_its_own_slice_as_without_slices() -> None:
     last = Visibility.of(SequenceSlice((8, 16), 1), part=SequencePart(1, 2))
-    assert last.blocks(1) == (Block((0, 4), (4, 8), "causal"), Block((0, 4), (0, 4), "all"))
-    assert last.blocks(0) == (Block((0, 4), (0, 6), "all"),)
+    assert last.blocks(1) == (KeyBlock((0, 4), (4, 8), "causal"), KeyBlock((0, 4), (0, 4), "all"))
+    assert last.blocks(0) == (KeyBlock((0, 4), (0, 6), "all"),)
     first = replace(last, part=SequencePart(0, 2))
-    assert first.blocks(1) == (Block((0, 2), (0, 4), "all"), Block((2, 4), (0, 8), "all"))
+    assert first.blocks(1) == (KeyBlock((0, 2), (0, 4), "all"), KeyBlock((2, 4), (0, 8), "all"))

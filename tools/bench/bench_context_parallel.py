@@ -27,7 +27,7 @@ from megapipe.config.config import resolve_model
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ModelConfig
 from megapipe.environment import Environment
-from megapipe.layers.attention import Attention
+from megapipe.layers.attention import AttentionTable
 from megapipe.layers.table import RankShape
 from megapipe.model.block_attention import FusedBlocks
 from megapipe.model.context import masked_blocks
@@ -118,7 +118,7 @@ def sent_megabytes(kind: str, own: argparse.Namespace) -> float:
     model = ModelConfig(num_layers=1, hidden_size=64, kv_channels=own.kv_channels, vocab_size=8, **sizes)
     layer = layer_configs(resolve_model(model, 1))[0]
     shape = RankShape(1, own.seq_length // own.cp, "fp32", cp=own.cp)
-    return sum(sum(sent.values()) for sent in Attention(layer, False, kind).sent_bytes(shape)) / 1e6
+    return sum(sum(sent.values()) for sent in AttentionTable(layer, False, kind).sent_bytes(shape)) / 1e6
 
 
 def main(words: list[str]) -> int:

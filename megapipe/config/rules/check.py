@@ -58,6 +58,7 @@ def remarks(config: Config) -> Iterator[str]:
         if need.without:
             yield f"{' and '.join(flags)} without {need.flag}: {need.without}"
     yield from gpu.own_kernels(config)
+    yield from gpu.unused_history(config)
 
 
 def unmet_needs(config: Config) -> Iterator[tuple[Need, list[str]]]:

@@ -130,6 +130,19 @@ def fp8(config: Config) -> Iterator[str]:
         yield "--fp8-format with --dtype fp64: fp64 is for verification, and fp8 would limit its precision; use --bf16"
 
 
+def unused_history(config: Config) -> list[str]:
+    """Return a remark if settings of delayed scales have no effect, as in Megatron."""
+    precision = config.precision
+    if precision.fp8_format is None or precision.fp8_recipe == "delayed":
+        return []
+    flags = chosen(
+        ("--fp8-amax-history-len", precision.fp8_amax_history_len != 1),
+        ("--fp8-amax-compute-algo", precision.fp8_amax_compute_algo != "most_recent"),
+    )
+    rule = "without --fp8-recipe delayed: scales come from the tensors of the same step"
+    return [f"{' and '.join(flags)} {rule}"] if flags else []
+
+
 @of_each_kind
 def fp8_sizes(config: Config, layer: LayerConfig) -> Iterator[str]:
     """Yield the sizes of GEMMs that fp8 cannot multiply."""

@@ -18,7 +18,7 @@ import torch
 
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
-from megapipe.extras.calibrate.rates import NETWORK, NODE, Found, MeasuredLink, Rates
+from megapipe.extras.calibrate.rates import NETWORK, NODE, Found, MeasuredLink, MeasuredRates
 from megapipe.extras.doctor.host import resources
 from megapipe.plan.hardware import GIB, GIGA, Hardware, Link, hardware_of, read_hardware
 
@@ -65,7 +65,9 @@ def machine_of(found: Found, environment: Environment) -> Machine:
     return Machine(device_name, memory, on_node, found.dtype, tuple(header))
 
 
-def hardware_measured(name: str | None, machine: Machine, rates: Rates, links: Sequence[MeasuredLink]) -> Hardware:
+def hardware_measured(
+    name: str | None, machine: Machine, rates: MeasuredRates, links: Sequence[MeasuredLink]
+) -> Hardware:
     """Return the content of the file. name: None for the device's name."""
     peak = rates.flops[machine.dtype]
     row = hardware_of(machine.device_name)

@@ -108,7 +108,7 @@ PEAKS, SHARES, ATTENTION, MEMORY, POINTWISE = 0.35, 0.40, 0.07, 0.09, 0.09
 
 
 @dataclass(frozen=True)
-class Rates:
+class MeasuredRates:
     """The measured rates; all but `flops` in one dtype."""
 
     flops: Mapping[str, float]  # of the fastest GEMM by configuration dtype, and of "fp8" where a GPU has it
@@ -118,7 +118,7 @@ class Rates:
     pointwise: float  # bytes/s, read and written
 
 
-def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
+def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> MeasuredRates:
     """Measure this rank's device in about so many seconds; slow devices measure fewer sizes. dtype: of training."""
     bench = _Bench(SIZES[stopwatch.device.type], TORCH_DTYPES[dtype], stopwatch)
     gemms = bench.linears(SHARES * seconds)
@@ -128,7 +128,7 @@ def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
     if stopwatch.device.type == "cuda" and fp8_unsupported_reason(stopwatch.device) is None:
         flops[FP8] = fp8_gemms(stopwatch, each)
     flops[dtype] = max(flops[dtype], *gemms.values())  # shares are relative to the fastest GEMM of all
-    return Rates(
+    return MeasuredRates(
         flops,
         gemms,
         attention=bench.attention(ATTENTION * seconds),
@@ -137,12 +137,12 @@ def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> Rates:
     )
 
 
-def slowest(found: Sequence[Rates]) -> Rates:
+def slowest(found: Sequence[MeasuredRates]) -> MeasuredRates:
     """Return the smallest of each rate over several ranks, since a step waits for the slowest; sizes and dtypes that
     some rank lacks are left out.
     """
     flops, gemms = _least([rates.flops for rates in found]), _least([rates.gemms for rates in found])
-    return Rates(
+    return MeasuredRates(
         flops, gemms, *(min(getattr(rates, name) for rates in found) for name in ("attention", "memory", "pointwise"))
     )
 
@@ -268,7 +268,7 @@ class Found:
 
     device: torch.device
     dtype: str
-    rates: Rates  # of the slowest rank
+    rates: MeasuredRates  # of the slowest rank
     links: tuple[MeasuredLink, ...]
     hosts: tuple[str, ...]  # by global rank
     seconds: float  # that the measurement took

@@ -25,7 +25,7 @@ from megapipe.extras.convert.snapshot import DTYPES, EXPERT_BIAS, LazyTensor, Sn
 from megapipe.extras.convert.tables import Layout, Settings, latent_keys, latent_queries, unpadded
 from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import pieces
-from megapipe.sharding.spec import Experts, Fused, ParamSpec
+from megapipe.sharding.spec import ExpertRows, Fused, ParamSpec
 
 TRACKER, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
 MOMENTS = "exp_avg", "exp_avg_sq"
@@ -225,14 +225,14 @@ def local_slice(spec: ParamSpec, parts: Sequence[Tensor], rank: int) -> Tensor:
 
     rank: ep_rank x etp + etp_rank. A bias of linear_fc2 is whole on all ranks of etp there, and cut here.
     """
-    assert isinstance(spec.slicing, Experts)
+    assert isinstance(spec.slicing, ExpertRows)
     stack, etp = torch.stack(tuple(parts)), spec.slicing.etp
     return from_stack(spec, stack.chunk(etp, 1)[rank % etp] if spec.name.endswith("bias2") else stack)
 
 
 def local_parts(spec: ParamSpec, whole: Tensor, rank: int, ep: int) -> tuple[Tensor, ...]:
     """Return the tensors of a rank's experts, the inverse of `local_slice`. whole: that of all experts."""
-    assert isinstance(spec.slicing, Experts)
+    assert isinstance(spec.slicing, ExpertRows)
     etp, num_local = spec.slicing.etp, spec.slicing.count // ep
     if spec.name.endswith("bias2"):
         return whole.chunk(spec.slicing.count)[rank // etp * num_local :][:num_local]
@@ -260,7 +260,7 @@ class Member:
         local, slicing = self.spec.local_shape(rank, ranks), self.spec.slicing
         if self.expert is None:
             return local
-        assert isinstance(slicing, Experts)
+        assert isinstance(slicing, ExpertRows)
         rows, *others = stacked_shape(self.spec, local, slicing.count // (ranks // slicing.etp))[1:]
         return (rows * (slicing.etp if self.spec.name.endswith("bias2") else 1), *others)
 
@@ -274,7 +274,7 @@ def members(specs: Iterable[ParamSpec], ep: int, is_grouped: bool) -> list[Membe
             found += [Member(spec) for spec in same]
             continue
         linears = [[spec for spec in same if spec.name.endswith(number)] for number in "12"]  # weight, bias
-        assert isinstance(same[0].slicing, Experts)
+        assert isinstance(same[0].slicing, ExpertRows)
         numbers = range(same[0].slicing.count // ep)
         if is_grouped:
             found += [Member(spec, number) for linear in linears for number in numbers for spec in linear]

@@ -44,7 +44,7 @@ from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, model_states
 from megapipe.sharding.boxes import Box
-from megapipe.sharding.spec import Experts, ParamSpec
+from megapipe.sharding.spec import ExpertRows, ParamSpec
 
 if TYPE_CHECKING:
     from megapipe.comm.torch_checkpoint import LazyStack
@@ -351,7 +351,7 @@ def _lazy(folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec)
     """Return one of our tensors, unread. layer: its place in a stack of all layers."""
     shape = found = entry.shape if layer is None else entry.shape[1:]
     slicing = spec.slicing
-    wanted = megatron.stacked_shape(spec, spec.shape, slicing.count) if isinstance(slicing, Experts) else spec.shape
+    wanted = megatron.stacked_shape(spec, spec.shape, slicing.count) if isinstance(slicing, ExpertRows) else spec.shape
     if spec.true_rows is not None:  # a vocabulary may have padding, which is dropped
         found = (min(wanted[0], shape[0]), *shape[1:])
     if found != wanted:
@@ -506,7 +506,7 @@ def _stacked(run: MegatronRun, tensors: Mapping[str, LazyTensor]) -> dict[str, L
             continue
         tensor, layer = tensors[spec.name], layers[spec.owner] if isinstance(spec.owner, int) else None
         name = megatron.stacked_name(megatron.their_name(spec.name, layer, run.transformer_engine, is_dist=True))
-        if isinstance(spec.slicing, Experts):
+        if isinstance(spec.slicing, ExpertRows):
             count = spec.slicing.count
             shape = megatron.stacked_shape(spec, spec.shape, count)
             tensor = tensor.map(partial(megatron.to_stack, spec, count=count), shape)

@@ -55,7 +55,7 @@ from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, model_states, stage_parameters
 from megapipe.sharding.boxes import pieces
-from megapipe.sharding.spec import Experts, ParamSpec
+from megapipe.sharding.spec import ExpertRows, ParamSpec
 
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -170,7 +170,7 @@ def _of_experts(chunks: Sequence[Chunk], key: str, spec: ParamSpec, name: str) -
 
     Raises CheckpointError.
     """
-    assert isinstance(spec.slicing, Experts)
+    assert isinstance(spec.slicing, ExpertRows)
     wanted, parts = spec.slicing.count // (len(chunks) // spec.slicing.etp), list[list[Tensor]]()
     for rank, chunk in enumerate(chunks):
         names = chunk.expert_names.get(name, [])

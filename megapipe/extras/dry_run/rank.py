@@ -38,7 +38,7 @@ from megapipe.train.step import train_step
 
 
 @dataclass(frozen=True)
-class Kind:
+class RankKind:
     """Ranks with the same shapes and the same row of the schedule."""
 
     ranks: tuple[int, ...]  # global, ascending
@@ -76,7 +76,7 @@ def audit_grid(plan: RunPlan) -> int:
     return num_groups
 
 
-def kinds_of_ranks(plan: RunPlan) -> tuple[Kind, ...]:
+def kinds_of_ranks(plan: RunPlan) -> tuple[RankKind, ...]:
     """Return the kinds of all ranks, ordered by their first ranks; dp and cp make no difference to a step."""
     topology, schedule = plan.topology, plan.schedule(plan.batch.num_microbatches)
     behaviour: dict[tuple[int, int], Hashable] = {}  # by pp_rank and tp_rank: what such a rank does and holds
@@ -95,7 +95,7 @@ def kinds_of_ranks(plan: RunPlan) -> tuple[Kind, ...]:
     for rank, place in all_coordinates(topology):
         found.setdefault(behaviour[place.pp_rank, place.tp_rank], []).append(rank)
     return tuple(
-        Kind(tuple(ranks), tuple(sorted({topology.coordinates(rank).pp_rank for rank in ranks})))
+        RankKind(tuple(ranks), tuple(sorted({topology.coordinates(rank).pp_rank for rank in ranks})))
         for ranks in found.values()
     )
 

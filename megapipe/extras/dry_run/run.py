@@ -11,7 +11,7 @@ from megapipe.comm.bootstrap import choose_backend
 from megapipe.comm.groups import Traffic
 from megapipe.data.batch import Batch
 from megapipe.errors import ConfigError
-from megapipe.extras.dry_run.rank import STATE, Kind, RankCount, audit_grid, count_rank, kinds_of_ranks
+from megapipe.extras.dry_run.rank import STATE, RankCount, RankKind, audit_grid, count_rank, kinds_of_ranks
 from megapipe.formatting import bytes_text, ranges_text, text_table
 from megapipe.plan.memory import RankMemory, all_rank_memory, step_memory
 from megapipe.plan.run_plan import RunPlan
@@ -66,7 +66,7 @@ def dry_run(plan: RunPlan, rank: int | None = None) -> int:
     return 0
 
 
-def counted_text(plan: RunPlan, counts: Sequence[tuple[Kind, RankCount]], device: str) -> Iterator[str]:
+def counted_text(plan: RunPlan, counts: Sequence[tuple[RankKind, RankCount]], device: str) -> Iterator[str]:
     """Yield a line for every counted rank, then the items and messages of the fullest one."""
     kernels = "CUDA" if device == "cuda" else "CPU"
     yield f"  counted  storages alive at the peak of a step, as {kernels} kernels keep them; not counted: {NOT_COUNTED}"
@@ -92,7 +92,7 @@ def _planned(plan: RunPlan, count: RankCount) -> RankMemory:
     return step_memory(plan, plan.topology.coordinates(count.global_rank).pp_rank, plan.batch.num_microbatches)
 
 
-def _items(plan: RunPlan, kind: Kind, count: RankCount) -> Iterator[str]:
+def _items(plan: RunPlan, kind: RankKind, count: RankCount) -> Iterator[str]:
     memory, full = _planned(plan, count), plan.batch.num_microbatches
     enough = f"; {count.num_run} of {full} microbatches run, enough for every memory state"
     run = "" if count.num_run == full else enough

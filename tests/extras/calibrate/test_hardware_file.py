@@ -21,7 +21,7 @@ from megapipe.extras.calibrate.rates import (
     WARM_UPS,
     Found,
     MeasuredLink,
-    Rates,
+    MeasuredRates,
     Stopwatch,
     fitted,
     link_trials,
@@ -43,7 +43,7 @@ MODEL = {
     "--vocab-size": "512",
     "--global-batch-size": "8",
 }
-RATES = Rates({"fp32": 8e10, "bf16": 4e11}, {64: 2e10, 256: 6e10, 1024: 8e10}, 1e10, 2e10, 5e9)
+RATES = MeasuredRates({"fp32": 8e10, "bf16": 4e11}, {64: 2e10, 256: 6e10, 1024: 8e10}, 1e10, 2e10, 5e9)
 MACHINE = Machine("Some Processor", 8 << 30, 2, "fp32", ("measured by: a test", "of nothing"))
 
 
@@ -155,8 +155,8 @@ def test_a_gpu_of_the_table_gets_its_links_where_none_was_measured() -> None:
 
 
 def test_the_slowest_rank_counts_for_what_all_have_measured() -> None:
-    other = Rates({"fp32": 9e10}, {64: 1e10, 256: 7e10}, 2e10, 1e10, 6e9)
-    assert slowest([RATES, other]) == Rates({"fp32": 8e10}, {64: 1e10, 256: 6e10}, 1e10, 1e10, 5e9)
+    other = MeasuredRates({"fp32": 9e10}, {64: 1e10, 256: 7e10}, 2e10, 1e10, 6e9)
+    assert slowest([RATES, other]) == MeasuredRates({"fp32": 8e10}, {64: 1e10, 256: 6e10}, 1e10, 1e10, 5e9)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megapipe.data_parallel.store import Sharing
 from megapipe.data_parallel.stores import Stores
 from megapipe.extras.verify import parity
 from megapipe.extras.verify.compare import gradient_pieces
-from megapipe.layers.norm import Norm
+from megapipe.layers.norm import NormTable
 from megapipe.model import norm, ring_attention
 from megapipe.model.microbatch import SliceKeys
 from megapipe.pipeline.engine import Engine
@@ -53,12 +53,12 @@ def projection_norm_without_tp_sum(patch: pytest.MonkeyPatch, rank: int) -> None
 
 
 def _forget_partial_gradient(patch: pytest.MonkeyPatch, which: str) -> None:
-    make = Norm.parameters
+    make = NormTable.parameters
 
-    def planted(self: Norm, prefix: str, owner: Any, partial_gradient: bool) -> Any:
+    def planted(self: NormTable, prefix: str, owner: Any, partial_gradient: bool) -> Any:
         return make(self, prefix, owner, partial_gradient and not self.name.endswith(which))
 
-    patch.setattr(Norm, "parameters", planted)
+    patch.setattr(NormTable, "parameters", planted)
 
 
 def key_value_head_without_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
