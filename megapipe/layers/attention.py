@@ -226,9 +226,11 @@ class AttentionTable:
         return 0 if shape.documents.attention_mask or shape.documents.borders else self._mask_bytes(shape)
 
     def document_mask_bytes(self, shape: RankShape, is_replayed: bool) -> int:
-        """Return the bytes of a microbatch's mask [b, 1, s, s]; written out, only a replay keeps it."""
+        """Return the bytes of a microbatch's mask [b, 1, s, s]; written out, only a replay keeps it. Blocks make theirs
+        for each use.
+        """
         is_dropped = self._is_written_out(shape) and self.registered is None and not is_replayed
-        if not shape.documents.attention_mask or is_dropped:
+        if not shape.documents.attention_mask or is_dropped or self._in_blocks(shape):
             return 0
         return shape.batch * self._mask_bytes(shape)
 
@@ -474,9 +476,12 @@ class AttentionTable:
             held, sums = held - 1, max(sums - 1, 0)
         largest = self._longest_block(shape) * keys * ring // place.stop
         of_block = (query + largest) * element
+        pairs = {block: math.prod(end - start for start, end in (block.queries, block.keys)) for block in blocks}
         if self.is_explicit:
-            pairs = max(math.prod(end - start for start, end in (block.queries, block.keys)) for block in blocks)
-            of_block += self._written_block_bytes(shape, pairs, largest)
+            of_block += self._written_block_bytes(shape, max(pairs.values()), largest)
+        if shape.documents.attention_mask:  # the mask of a block, made from bools
+            masked = shape.batch * max((size for block, size in pairs.items() if block.kind == "masked"), default=0)
+            of_block = max(of_block + masked * element, masked * (element + MASK_BYTES))
         again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
         made = keys * (held * element + sums * wide) + query * wide + of_block
         if ring == 1 and shape.slice is None:  # one block, whose gradients are the result

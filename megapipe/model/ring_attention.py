@@ -53,7 +53,7 @@ class BlockAttention:
     @property
     def only_block(self) -> MaskedBlock | None:
         """The one block of a whole sequence on one rank."""
-        return self.blocks[0][0] if self.ring.group.size == 1 and self.slice is None else None
+        return self.blocks[0][0].made() if self.ring.group.size == 1 and self.slice is None else None
 
     def joined(self, k: Tensor, v: Tensor) -> Tensor:
         """Return the keys and values side by side, with those of earlier slices."""
@@ -73,7 +73,7 @@ class BlockAttention:
                         slice(*block.block.queries),
                         keys[slice(*block.block.keys)].split(widths, -1),
                     )
-                    merged.add(block, *self.kernel.forward(q[rows], k_seen, v_seen, block, source))
+                    merged.add(block, *self.kernel.forward(q[rows], k_seen, v_seen, block.made(), source))
         output, lse = merged.finish(sink)
         return output.permute(2, 0, 1, 3).to(q.dtype, memory_format=torch.contiguous_format).contiguous(), lse
 
@@ -88,7 +88,8 @@ class BlockAttention:
             for block in self.blocks[source]:
                 rows, seen = slice(*block.block.queries), slice(*block.block.keys)
                 k, v = held[seen].split(widths, dim=-1)
-                parts = self.kernel.backward(grad[rows], q[rows], k, v, result[rows], lse[:, :, rows], block, source)
+                given = grad[rows], q[rows], k, v, result[rows], lse[:, :, rows]
+                parts = self.kernel.backward(*given, block.made(), source)
                 totals = grad_q[rows], *grad_keys[seen].split(widths, dim=-1)
                 for total, part in zip(totals, parts, strict=True):
                     total.add_(part)
