@@ -33,13 +33,13 @@ from megapipe.gpu.kernels import Kernels
 from megapipe.gpu.libraries import Apex
 from megapipe.layers.rank_shape import comm_chunks
 from megapipe.model.context import SharedTables
-from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
+from megapipe.tensor_parallel.random import draw
 
 DrawSlice = Callable[[ParamSpec, int, int], Tensor]  # (spec, tp_rank, tp) -> this rank's slice of the initial values
 

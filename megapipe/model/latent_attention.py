@@ -28,9 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.model.attention import SelfAttention, rotated
+from megapipe.model.attention import CoreAttention, SelfAttention, rotated
 from megapipe.model.context import rotate_pairs_
-from megapipe.model.core_attention import CoreAttention
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.norm import norm_element
 from megapipe.model.recompute import KeptAttention

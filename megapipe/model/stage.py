@@ -53,14 +53,13 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.layers.table import WHOLE, CommChunks
-from megapipe.model.block import Block
+from megapipe.model.block import Block, Prediction
 from megapipe.model.context import ContextBuilder, LayerContext, SharedTables
 from megapipe.model.context_parallel import ContextParallel
 from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.moe import MoE, Router
-from megapipe.model.prediction import Prediction
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups, recomputed_modules
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart

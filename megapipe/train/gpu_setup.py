@@ -285,7 +285,7 @@ def ways_out(plan: RunPlan) -> str:
 
 
 def _attention_kernel(model: ModelConfig, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
-    """Name the kernel of scaled_dot_product_attention for the heads of one layer, as in model.core_attention."""
+    """Name the kernel of scaled_dot_product_attention for the heads of one layer, as in model.attention."""
     queries = model.num_attention_heads // model.query_groups()
     q, k = (
         torch.empty(1, heads, FEW_TOKENS, model.head_size(), dtype=dtype, device=device, requires_grad=True)
