@@ -74,7 +74,9 @@ def communicators(plan: RunPlan, groups: ProcessGroups, num_stages: int, trains:
     found = [first] * num_stages
     if trains and num_stages == 2 and plan.parts is None and plan.overlaps_stages:
         tp = second_communicator(first.tp) if first.tp.size > 1 else first.tp
-        context = first.context.second_communicators() if groups.cp.size > 1 else first.context
+        context = first.context
+        if groups.cp.size > 1:
+            context = ContextGroups(*map(second_communicator, (context.cp, context.a2a, context.p2p)))
         experts = first.experts
         if plan.model.has_experts:
             ep, etp, dp = (second_communicator(group) for group in (groups.ep, groups.etp, groups.dp))

@@ -323,7 +323,7 @@ class GPTStage(nn.Module):
             for tensor in (*context.masks, *(context.rotary or ()), context.borders and context.borders.starts)
             if tensor is not None
         ]
-        with nullcontext() if self._library is None else self._library.stage_region(self.tp):
+        with nullcontext() if self._library is None else self._library.region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):
                 kept = KeptAttention() if is_checkpointed and layers[0] in self.keep_attention else None
                 run: Callable[[Tensor], Tensor] = partial(

@@ -257,12 +257,17 @@ class Guard:
         limit, minutes = config.training.exit_duration_in_mins, config.checkpoint.save_interval_minutes
         interval = config.training.exit_interval
         is_late = limit is not None and time.monotonic() - self._started > 60.0 * limit
-        is_due = minutes is not None and saving.seconds_since_save >= 60.0 * minutes
+        is_due = minutes is not None and time.monotonic() - saving.saved_at >= 60.0 * minutes
         asked = is_late, is_due, not saving.is_ready
         if not self._asks_ahead:
             reason, late, due, not_ready, worst = self._agree(*asked, health)
         else:
-            (reason, late, due, not_ready), worst = self._agreed_before(*asked), health
+            agreed = [None, False, False, True] if self._asked is None else _reasons(self._asked.values())
+            if self._has_saved:
+                agreed[2:] = False, True
+            # a save that follows now is not yet seen by what is asked now
+            self._asked, self._has_saved = self._ask(*asked), agreed[2:] != [False, True]
+            (reason, late, due, not_ready), worst = agreed, health
         if reason is None and late:
             reason = f"--exit-duration-in-mins {limit:g} is over"
         elif reason is None and interval is not None and self._state.step % interval == 0:
@@ -277,15 +282,6 @@ class Guard:
     def _agree(self, *values: int) -> list[Any]:
         """Return why any rank's signals or observer ask to stop, or None, then the maximum of each value."""
         return _reasons(self._ask(*values).values())
-
-    def _agreed_before(self, *values: int) -> list[Any]:
-        """Return what `_agree` would have returned after the last step, and ask now, for the next one."""
-        agreed = [None, False, False, True] if self._asked is None else _reasons(self._asked.values())
-        if self._has_saved:
-            agreed[2:] = False, True
-        # a save that follows now is not yet seen by what is asked now
-        self._asked, self._has_saved = self._ask(*values), agreed[2:] != [False, True]
-        return agreed
 
     def _ask(self, *values: int) -> HostCopy:
         """Start the all-reduce of this rank's signals, observer and values, on a stream that no kernel waits for."""
