@@ -36,6 +36,8 @@ class Interface:
 
 def interfaces() -> tuple[Interface, ...]:
     """Return all interfaces in the kernel's order; an empty tuple where the system does not list them."""
+    import fcntl  # not on every system
+
     found: list[Interface] = []
     with suppress(OSError, AttributeError):
         ipv6: dict[str, tuple[str, ...]] = {}
@@ -44,8 +46,10 @@ def interfaces() -> tuple[Interface, ...]:
             if scope != "20":  # link-local addresses need a scope to be used
                 ipv6[name] = (*ipv6.get(name, ()), socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
         for _, name in socket.if_nameindex():
-            ipv4, speed = _ipv4_address(name), _read(SYS_CLASS_NET / name / "speed")
-            addresses = ((ipv4,) if ipv4 else ()) + ipv6.get(name, ())
+            addresses, speed = ipv6.get(name, ()), _read(SYS_CLASS_NET / name / "speed")
+            with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                addresses = (socket.inet_ntoa(answer[20:24]), *addresses)
             state = _read(SYS_CLASS_NET / name / "operstate") or "unknown"
             megabits = int(speed) if speed.isdigit() else None  # "-1" if the interface has no speed
             driver = SYS_CLASS_NET / name / "device" / "driver"
@@ -145,15 +149,6 @@ def listening_address(host: str, num_nodes: int) -> str:
         if socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0] == local:
             return local
     return ""
-
-
-def _ipv4_address(name: str) -> str | None:
-    import fcntl  # not on every system
-
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    return None
 
 
 def _read(path: Path) -> str:

@@ -110,7 +110,11 @@ class _BlockAttention(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (q, sink, result, lse, *own), attention = ctx.saved_tensors, ctx.attention
         grad, of_slice, block = grad.reshape(result.shape), attention.slice, attention.only_block
-        grad_sink = _sink_gradient(sink, lse, grad, result)
+        grad_sink = None
+        if sink is not None:  # its value is 0, so that its probability's gradient is -delta alone
+            rows = zip(grad.chunk(CHUNKS), result.chunk(CHUNKS), strict=True)
+            delta = torch.cat([(g.to(lse.dtype) * r.to(lse.dtype)).sum(-1) for g, r in rows]).permute(1, 2, 0)
+            grad_sink = -((sink.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sink.dtype)
         if block is not None:
             return *attention.kernel.backward(grad, q, *own, result, lse, block, 0), grad_sink, None
         keys = attention.joined(*own) if of_slice is None else of_slice.keys.of(attention.layer, of_slice.place, len(q))
@@ -152,12 +156,3 @@ class _Merged:
             return self.output, self.lse
         total = torch.logaddexp(self.lse, sink.to(self.lse.dtype)[:, None])
         return self.output * (self.lse - total).exp_().unsqueeze(-1), total
-
-
-def _sink_gradient(sink: Tensor | None, lse: Tensor, grad: Tensor, result: Tensor) -> Tensor | None:
-    """Return the gradient of sinks: their value is 0, so that their probability's gradient is -delta alone."""
-    if sink is None:
-        return None
-    rows = zip(grad.chunk(CHUNKS), result.chunk(CHUNKS), strict=True)
-    delta = torch.cat([(g.to(lse.dtype) * r.to(lse.dtype)).sum(-1) for g, r in rows]).permute(1, 2, 0)
-    return -((sink.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sink.dtype)
