@@ -16,16 +16,14 @@ Shapes: as in `attention`, with s this rank's tokens. Values may have fewer chan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from megapipe.comm.collectives import Work, all_gather, all_to_all, reduce_scatter
+from megapipe.comm.collectives import WithAdjoint, Work, all_gather, all_to_all, reduce_scatter
 from megapipe.comm.groups import ContextGroups, Group
 from megapipe.sharding.sequence import SequencePart
 
@@ -67,34 +65,26 @@ class ContextParallel:
             q = q.unflatten(3, (copies, -1)).flatten(2, 3)
             k, v = (x.expand(-1, -1, -1, copies, -1).reshape(*x.shape[:2], groups * copies, 1, -1) for x in (k, v))
         parts = [x.flatten(3) for x in (q, k, v)]
-        exchanged = _Exchange.apply(torch.cat(parts, dim=3), self.a2a, True)
+        to_positions, to_heads = self._exchanges
+        exchanged = WithAdjoint.apply(torch.cat(parts, dim=3), to_positions, to_heads)
         split = exchanged.split([part.shape[3] for part in parts], dim=3)
         q, k, v = (x.unflatten(3, (heads, -1)) for x, heads in zip(split, (q.shape[3], 1, 1), strict=True))
         return q, k, v
 
     def positions_for_heads(self, output: Tensor) -> Tensor:
         """Return attention's output of all heads at this rank's positions, [s, b, heads x d]."""
-        return output if self.a2a.size == 1 else _Exchange.apply(output, self.a2a, False)
+        to_positions, to_heads = self._exchanges
+        return output if self.a2a.size == 1 else WithAdjoint.apply(output, to_heads, to_positions)
+
+    @property
+    def _exchanges(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Heads for positions: [s, b, g, ...] -> [s ranks, b, g / ranks, ...], and back."""
+        return partial(_to_positions, group=self.a2a), partial(_to_heads, group=self.a2a)
 
     @property
     def exchange(self) -> Ring:
         """How keys and values come from the other ranks of the ring."""
         return Ring(self.ring, self.gathers)
-
-
-class _Exchange(Function):
-    """Heads for positions: [s, b, g, ...] -> [s ranks, b, g / ranks, ...], or back; each is the other's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, to_positions: bool) -> Tensor:
-        ctx.arguments = group, to_positions
-        return _to_positions(x, group) if to_positions else _to_heads(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, to_positions = ctx.arguments
-        return (_to_heads if to_positions else _to_positions)(grad, group), None, None
 
 
 def _to_positions(x: Tensor, group: Group) -> Tensor:
