@@ -124,7 +124,7 @@ class QueuedGradient(Protocol):
     """A weight gradient that waits for W."""
 
     def launch(self) -> None:
-        """Start the communication it needs."""
+        """Start the communication it needs, if any."""
 
     def accumulate(self) -> None:
         """Finish the communication, compute the gradient and add it to its slot, or without one to .grad."""
