@@ -91,7 +91,11 @@ class Copies:
         differs = False
         for group in self._groups:  # all of them, because other ranks take part in their collectives
             if group.name in WHOLE:
-                checksums = [checksum(values) for values in self._flat(WHOLE[group.name])]
+                checksums = []  # of whole buffers
+                for stage, buffers in self._stages.items():
+                    with self._whole([stage]):
+                        held = (each for each in buffers.buffers if each.layout.is_expert == WHOLE[group.name])
+                        checksums += [checksum(values) for buffer in held for values in buffer.versions]
                 if group.name in STATE_GROUPS:
                     checksums += [checksum(values) for values in self._states().values()]
             else:
@@ -121,14 +125,6 @@ class Copies:
                 names = tuple(copies[i][0] for i in differing)
                 found.append(CopyDifference(group.name, group.ranks, suspects, names, place))
         return found
-
-    def _flat(self, is_expert: bool) -> Iterator[Tensor]:
-        """Yield whole buffers, each valid until the next one is asked for."""
-        for stage, buffers in self._stages.items():
-            with self._whole([stage]):
-                for buffer in buffers.buffers:
-                    if buffer.layout.is_expert == is_expert:
-                        yield from buffer.versions
 
     def _by_parameter(self, group: Group) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the values, flat and contiguous, of every copy that the group compares; values are valid
