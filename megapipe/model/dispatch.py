@@ -91,8 +91,8 @@ class Routes:
     @property
     def _over_etp(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         """The gather of the dispatched rows, and its adjoint."""
-        arguments = {"counts": self.gathered, "group": self.groups.etp}
-        return partial(gather_rows, **arguments), partial(sum_rows, **arguments)
+        counts, etp = self.gathered, self.groups.etp
+        return partial(gather_rows, counts=counts, group=etp), partial(sum_rows, counts=counts, group=etp)
 
     def combine(self, results: Tensor) -> Tensor:
         """Return the results for this rank's rows, in their order. results: those of the rows dispatched to it."""
