@@ -428,20 +428,9 @@ def go_back(
             f"step {state.step}: {why}; the run has gone back {before.rollbacks} times already "
             f"(--spike-limit {training.spike_limit}). Lower --lr, look at the data, or raise the limit"
         )
-    # what was allowed at the start of the run is not asked again
-    flags = replace(flags, **LOAD_ALL, **ALLOW_ALL)
-    steps = on_rank_0(lambda: [step for step in complete_steps(root) if step < first_bad_step], world)
-    resumed: TrainingState | None = None
-    for candidate in reversed(steps[: max(1, len(steps) - training.spike_rollback + 1)]):
-        try:
-            resumed = load(runtime, root, replace(flags, ckpt_step=candidate)).state
-            break
-        except DamageError as error:  # then an older one
-            journal.say(f"passed over: {error}")
-    if not steps:
-        return False
+    resumed = _load_before(runtime, root, first_bad_step, training.spike_rollback, journal)
     if resumed is None:
-        raise CheckpointError(f"{root} holds no complete checkpoint from before step {first_bad_step} to go back to")
+        return False
     skipped = before.skipped
     first, past = skipped.index(resumed.consumed_samples), skipped.index(state.consumed_samples - 1) + 1
     samples = before.discarded_samples + state.consumed_samples - resumed.consumed_samples
@@ -463,3 +452,18 @@ def go_back(
     skip = f"samples {first:,} to {past - 1:,} of the training data are skipped (rollback {rollback.number})"
     journal.say(f"step {rollback.from_step}: {why}. Back to step {rollback.to_step}; {skip}", *moved)
     return True
+
+
+def _load_before(runtime: TrainingRuntime, root: Path, step: int, back: int, journal: Journal) -> TrainingState | None:
+    """Load the `back`-th newest checkpoint from before a step, the oldest if there are fewer, or return None."""
+    # what was allowed at the start of the run is not asked again
+    flags = replace(runtime.plan.config.checkpoint, **LOAD_ALL, **ALLOW_ALL)
+    steps = on_rank_0(lambda: [s for s in complete_steps(root) if s < step], runtime.groups.world)
+    for candidate in reversed(steps[: max(1, len(steps) - back + 1)]):
+        try:
+            return load(runtime, root, replace(flags, ckpt_step=candidate)).state
+        except DamageError as error:  # then an older one
+            journal.say(f"passed over: {error}")
+    if steps:
+        raise CheckpointError(f"{root} holds no complete checkpoint from before step {step} to go back to")
+    return None
