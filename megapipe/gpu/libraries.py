@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.comm.collectives import WithAdjoint
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
@@ -308,7 +309,9 @@ class _EngineLinear:
         if torch.is_grad_enabled():
             x = _AfterBackward.apply(x, self)
         with self.enter_fp8():
-            return _NoView.apply(super().forward(x))  # type: ignore[misc]
+            output, unsafe_view = super().forward(x), torch.ops.aten._unsafe_view  # type: ignore[misc]
+            # the library's output is a view made inside its Function, which may not be changed in place
+            return WithAdjoint.apply(output, lambda y: unsafe_view(y, y.shape), lambda grad: grad)
 
 
 class _DelayedWeightGradient:
@@ -358,15 +361,3 @@ class _AfterBackward(torch.autograd.Function):
         elif "weight" in linear.slots:
             linear.slots["weight"].ready()
         return grad, None
-
-
-class _NoView(torch.autograd.Function):
-    """The identity on the library's output, a view made inside its Function, so that it can be changed in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.ops.aten._unsafe_view(x, x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
