@@ -443,13 +443,12 @@ class AttentionTable:
         if self.registered is not None:
             qkv = (self._query(shape) + 2 * self._key(shape)) * element
             return again + 2 * qkv + int(self.registered.backward_squares * self._squares(shape) * element)
-        # the backward of softmax has the gradients of its input and output, that of v, and copies in order of GEMMs;
-        # what dropout and the product after it kept is freed by then
-        squares, beside = self._squares(shape), 4 * self._query(shape) * element
-        dropped = element + MASK_BYTES if self.model.attention_dropout > 0 else 0
-        if element != wide and self.model.attn_logit_softcapping is None and self.model.softmax_type == "vanilla":
-            dropped = max(dropped, element)
-        return again + max(squares * element, squares * (2 * wide - dropped) + beside)
+        # the backward of softmax has the gradients of its output and input, the latter also in the dtype of the GEMMs,
+        # and that of v; what dropout and the product after it kept is freed by then
+        squares, beside = self._squares(shape), self._query(shape) * element
+        cast = element if element != wide else 0
+        freed = element + MASK_BYTES if self.model.attention_dropout > 0 else cast
+        return again + max(squares * element, squares * (2 * wide + cast - freed) + beside)
 
     def _written_block_bytes(self, shape: RankShape, pairs: int, keys: int) -> int:
         """Return what the backward of a written-out block of so many pairs of query and key makes besides gradients:

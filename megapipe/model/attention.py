@@ -327,5 +327,5 @@ class _MaskedSoftmax(torch.autograd.Function):
         # a softmax's gradients sum to 0 over all of its logits
         of_offset = None if ctx.offset_dtype is None else grad.sum((0, 2, 3)).neg_().to(ctx.offset_dtype)
         if squashed is not None:
-            grad = grad.addcmul_(grad * squashed, squashed, value=-1)
+            torch.ops.aten.tanh_backward.grad_input(grad, squashed, grad_input=grad)  # in place
         return grad.to(ctx.dtype), None, None, of_offset
