@@ -36,13 +36,12 @@ from megapipe.extras.reference.train import (
     reference_step,
 )
 from megapipe.extras.verify.compare import PlainChoices
-from megapipe.model.init import draw
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.families import SCHEDULES
 from megapipe.sharding.sequence import SequencePart
 from megapipe.sharding.spec import Init, ParamSpec
-from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
+from megapipe.tensor_parallel.random import DropoutKey, draw, keyed_mask
 
 GlobalBatch = Sequence[Batch]  # microbatch k * dp + d of a global batch is microbatch k of dp_rank d
 
