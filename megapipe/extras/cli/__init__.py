@@ -6,5 +6,5 @@
 - `pretrain`, `launch`, `plan`, `explain`: a run, from its flags; `quickstart`: one on text of this machine
 - `data`:    text -> tokenizer -> token files
 - `inference`, `convert`: trained models
-- `report`, `schedule`, `doctor`, `calibrate`: what happens, and what could
+- `report`, `schedule`, `calibrate`: what happens, and what could
 """

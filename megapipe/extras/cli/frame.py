@@ -221,24 +221,21 @@ def guarded(
             time.sleep(LOST_PEER_SECONDS)
         elif global_rank != 0:
             time.sleep(AGREED_SECONDS if isinstance(error, DisagreementError) else OTHER_RANK_SECONDS)
-        print_error(error, global_rank, world_size)
+        code = 1
+        if isinstance(error, MegapipeError):
+            code = error.exit_code
+            where = f" (rank {global_rank})" if world_size > 1 else ""
+            title = TITLES.get(type(error).__name__, "error")
+            head = painted(f"{title}{where}:", "red", sys.stderr)
+            print(f"{head} {abridged(str(error))}", file=sys.stderr, flush=True)
+        else:
+            bug = "this is a bug in megapipe, please report it with the following traceback"
+            print(f"rank {global_rank}: {bug}", file=sys.stderr)
+            traceback.print_exception(error)
+            sys.stderr.flush()
         if tell is not None and global_rank == 0:
             tell(error)
-        return error.exit_code if isinstance(error, MegapipeError) else 1
-
-
-def print_error(error: Exception, global_rank: int, world_size: int) -> None:
-    """Print an error, a bug's with traceback."""
-    if isinstance(error, MegapipeError):
-        where = f" (rank {global_rank})" if world_size > 1 else ""
-        title = TITLES.get(type(error).__name__, "error")
-        head = painted(f"{title}{where}:", "red", sys.stderr)
-        print(f"{head} {abridged(str(error))}", file=sys.stderr, flush=True)
-        return
-    bug = "this is a bug in megapipe, please report it with the following traceback"
-    print(f"rank {global_rank}: {bug}", file=sys.stderr)
-    traceback.print_exception(error)
-    sys.stderr.flush()
+        return code
 
 
 def teller(environment: Environment) -> Callable[[Exception], None] | None:

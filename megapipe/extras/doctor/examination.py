@@ -106,11 +106,6 @@ def ring_pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield b, a
 
 
-def pairs_of(trial: Trial) -> list[Trial]:
-    """Return the links of a group's ring as separate trials."""
-    return [Trial(PAIR, trial.group, SEND, pair) for pair in ring_pairs(trial.ranks)]
-
-
 def rounds_of(trials: Sequence[Trial], alone: bool) -> list[tuple[Trial, ...]]:
     """Group trials of one kind into rounds in which no rank takes part twice; those of a round run concurrently.
 
@@ -364,8 +359,8 @@ def _measured(
     for kind in dict.fromkeys(trial.kind for trial in slow_trials if not trial.is_message):
         good = [one.trial for one in judged if one.trial.kind == kind and one.trial not in slow_trials]
         suspects += [trial for trial in slow_trials if trial.kind == kind][:MAX_SUSPECTS] + good[:1]
-    links = list({pair.ranks: pair for group in suspects for pair in pairs_of(group)}.values())
-    samples += measure_rounds(rounds_of(links, alone), groups, device, request.budget_seconds)
+    links = {pair: Trial(PAIR, trial.group, SEND, pair) for trial in suspects for pair in ring_pairs(trial.ranks)}
+    samples += measure_rounds(rounds_of(list(links.values()), alone), groups, device, request.budget_seconds)
     judged = judge(samples, rules)
     slow_trials = [one.trial for one in slow(judged)]
     again = rounds_of(slow_trials, alone=len(slow_trials) <= MAX_ALONE)
@@ -375,13 +370,35 @@ def _measured(
 
 
 def host_remarks(reports: Sequence[HostReport]) -> list[Remark]:
-    """Return all remarks, those about single hosts first. What holds for several hosts is one remark."""
+    """Return all remarks, those about single hosts first, then one for each property in which hosts differ. What holds
+    for several hosts is one remark.
+    """
     found: dict[tuple[bool, str, str], list[str]] = {}
     for report in reports:
         for finding in _findings(report):
             found.setdefault(finding, []).append(report.name)
-    about_hosts = [Remark(is_wrong, kind, text, tuple(names)) for (is_wrong, kind, text), names in found.items()]
-    return [*about_hosts, *_differences(reports)]
+    remarks = [Remark(is_wrong, kind, text, tuple(names)) for (is_wrong, kind, text), names in found.items()]
+    settings = dict.fromkeys(name for report in reports for name in report.settings)
+    versions = dict.fromkeys(name for report in reports for name in report.versions)
+    tables: list[dict[str, str]] = []  # of each host: property -> value
+    for report in reports:
+        gpus = ", ".join(sorted({gpu.name for gpu in report.gpus})) or "none"
+        table = {"GPUs": gpus, "CPU": f"{report.resources.cpu}, {report.resources.cores} cores"}
+        table |= {f"setting {name}": report.settings.get(name, "not set") for name in settings}
+        tables.append(table | {name: report.versions.get(name) or "none" for name in versions})
+    every_host = tuple(report.name for report in reports)
+    for what in tables[0]:
+        hosts_with: dict[str, list[str]] = {}
+        for name, table in zip(every_host, tables, strict=True):
+            hosts_with.setdefault(table[what], []).append(name)
+        if len(hosts_with) > 1:
+            parts = []
+            for value, hosts in hosts_with.items():
+                listed = hosts if len(hosts) <= 4 else [*hosts[:3], f"... ({len(hosts)} in all)"]
+                parts.append(f"{value} on {', '.join(listed)}")
+            text = f"hosts differ in {what}: {'; '.join(parts)}"
+            remarks.append(Remark(what in MUST_AGREE, "difference", text, every_host))
+    return remarks
 
 
 def _findings(report: HostReport) -> Iterator[tuple[bool, str, str]]:
@@ -427,29 +444,3 @@ def clock_remarks(skews: Mapping[str, tuple[float, float]], first: str) -> list[
         for name, (seconds, error) in skews.items()
         if abs(seconds) - error > MAX_SKEW_SECONDS
     ]
-
-
-def _differences(reports: Sequence[HostReport]) -> list[Remark]:
-    """Return a remark for each property in which hosts differ."""
-    settings = dict.fromkeys(name for report in reports for name in report.settings)
-    versions = dict.fromkeys(name for report in reports for name in report.versions)
-    tables: list[dict[str, str]] = []  # of each host: property -> value
-    for report in reports:
-        gpus = ", ".join(sorted({gpu.name for gpu in report.gpus})) or "none"
-        table = {"GPUs": gpus, "CPU": f"{report.resources.cpu}, {report.resources.cores} cores"}
-        table |= {f"setting {name}": report.settings.get(name, "not set") for name in settings}
-        tables.append(table | {name: report.versions.get(name) or "none" for name in versions})
-    found = []
-    names = tuple(report.name for report in reports)
-    for what in tables[0]:
-        hosts_with: dict[str, list[str]] = {}
-        for name, table in zip(names, tables, strict=True):
-            hosts_with.setdefault(table[what], []).append(name)
-        if len(hosts_with) > 1:
-            parts = []
-            for value, hosts in hosts_with.items():
-                listed = hosts if len(hosts) <= 4 else [*hosts[:3], f"... ({len(hosts)} in all)"]
-                parts.append(f"{value} on {', '.join(listed)}")
-            text = f"hosts differ in {what}: {'; '.join(parts)}"
-            found.append(Remark(what in MUST_AGREE, "difference", text, names))
-    return found

@@ -203,7 +203,11 @@ class Generator:
 
         def choose(logits: Tensor, payload: Microbatch) -> tuple[Tensor, Tensor]:
             batch = next(batch for batch in batches if batch.cache is payload.cache)
-            return logits, self._sampling.choose(self._full_logits(logits[-1]), batch.numbers, position)
+            mine = logits[-1].t().contiguous()  # [V / tp, batch]
+            whole = mine.new_empty(mine.shape[0] * runtime.groups.tp.size, mine.shape[1])
+            all_gather(whole, mine, runtime.groups.tp)
+            without_padding = whole[: self._vocab_size].t()
+            return logits, self._sampling.choose(without_padding, batch.numbers, position)
 
         microbatches = []
         for batch in batches:
@@ -250,14 +254,6 @@ class Generator:
             pp_rank, sharded = runtime.coordinates.pp_rank, runtime.sharded
             self._engines[num_batches] = Engine(schedule, pp_rank, self._runners, runtime.channels, sharded=sharded)
         return self._engines[num_batches]
-
-    def _full_logits(self, logits: Tensor) -> Tensor:
-        """Gather [batch, V / tp] over tp and drop the padding: [batch, V]."""
-        tp = self._runtime.groups.tp
-        mine = logits.t().contiguous()
-        whole = mine.new_empty(mine.shape[0] * tp.size, mine.shape[1])
-        all_gather(whole, mine, tp)
-        return whole[: self._vocab_size].t()
 
 
 @contextmanager
@@ -328,10 +324,6 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss)
-
-    @property
-    def total_bits(self) -> float:
-        return self.loss * self.num_tokens / math.log(2.0)
 
 
 def windows(num_tokens: int, seq: int, stride: int) -> Iterator[Window]:

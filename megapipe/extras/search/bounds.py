@@ -36,7 +36,7 @@ from megapipe.plan.recompute_choice import FULL, choices
 from megapipe.plan.schedule_choice import cut_layers
 from megapipe.plan.slices import sequence_slices
 from megapipe.plan.step_time import update_bytes
-from megapipe.schedule.action import Action, Op
+from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.partition import StageLayers
@@ -391,30 +391,24 @@ def _holds(cut: Cut, schedule: str, count: int, slices: int) -> tuple[_Holds, ..
     if keeps_all(schedule):
         of_ranks = [(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank)) for rank in range(pp)]
         return _undominated(_Holds(*held, tuple(count * layers for layers in held[0])) for held in of_ranks)
-    rows = SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp, num_slices=slices))
-    return _undominated(
-        _Holds(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank), live)
-        for rank, row in enumerate(rows)
-        for live in _live_layers(row, counts, slices)
-    )
-
-
-def _live_layers(row: Iterable[Action], counts: Sequence[Counts], slices: int) -> set[Counts]:
-    """Return the layers of each kind that a row keeps in each forward, times microbatches; with slices by slice, where
-    most layers of these are kept.
-    """
-    kinds = len(counts[0])
-    live, seen = [0] * (kinds * slices), set[Counts]()
-    for stage, op, number in row:
-        sign = 1 if op is Op.F else -1 if op in (Op.B, Op.I) else 0
-        if sign:
-            start = (number or 0) % slices * kinds
-            for kind, layers in enumerate(counts[stage], start):
-                live[kind] += sign * layers
-            if sign == 1:
-                seen.add(tuple(live))
-    most = max(map(sum, seen), default=0)
-    return seen if slices == 1 else {each for each in seen if sum(each) == most}
+    kinds, found = len(counts[0]), list[_Holds]()
+    for rank, row in enumerate(SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp, num_slices=slices))):
+        # layers x microbatches by slice and kind, and these numbers in every forward
+        live, seen = [0] * (kinds * slices), set[Counts]()
+        for stage, op, number in row:
+            sign = 1 if op is Op.F else -1 if op in (Op.B, Op.I) else 0
+            if sign:
+                start = (number or 0) % slices * kinds
+                for kind, layers in enumerate(counts[stage], start):
+                    live[kind] += sign * layers
+                if sign == 1:
+                    seen.add(tuple(live))
+        if slices > 1:  # only where most layers are kept
+            most = max(map(sum, seen), default=0)
+            seen = {each for each in seen if sum(each) == most}
+        held = _layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank)
+        found += [_Holds(*held, each) for each in seen]
+    return _undominated(found)
 
 
 def _undominated(sizes: Iterable[Sizes]) -> tuple[Sizes, ...]:

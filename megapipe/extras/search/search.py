@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from megapipe.config.config import Config, resolve_model
 from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.problems import divisors
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bound, Bounds
 from megapipe.extras.search.layout import Layout, keeps_all, layouts, takes_any_chunks
@@ -122,9 +123,18 @@ def choose(
         tokens = (config.training.global_batch_size or 0) * config.model.seq_length
         goal = objective.tokens_per_second
         walk = _Walk(ShortSteps(config, num_gpus, hardware), 1, tokens / goal * SHORT_STEP_ERROR if goal else math.inf)
-        return walk.finds_one(_bounded(bounds.at(num_gpus), config, num_gpus, hardware, pinned))
+        for pair in _bounded(bounds.at(num_gpus), config, num_gpus, hardware, pinned):
+            walk.along([pair])
+            if walk.best:
+                return True
+        return False
 
-    numbers, bounds = _numbers_of_gpus(config, most, hardware), Bounds(config, 1, hardware)
+    bounds = Bounds(config, 1, hardware)
+    elements = sum(math.prod(spec.shape) for spec in model_parameters(resolve_model(config.model, 1), False))
+    least, node = math.ceil(elements * LEAST_BYTES / hardware.usable_bytes), hardware.ranks_per_node
+    in_a_node = [number for number in divisors(node) if number <= most]
+    # from the fewest accelerators that could hold the model
+    numbers = [number for number in [*in_a_node, *range(2 * node, most + 1, node)] if number >= least] or [most]
     if objective.kind == "cost":
         halves = [most >> times for times in range(most.bit_length()) if most >> times >= numbers[0]]
         enough = [number for number in halves if is_enough(number)]
@@ -146,14 +156,6 @@ def _bounded(
     wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]
     legal = [(bound, layout) for bound, layout in wanted if bound is not None]
     return sorted(legal, key=lambda pair: pair[0].seconds)
-
-
-def _numbers_of_gpus(config: Config, most: int, hardware: Hardware) -> list[int]:
-    """Return divisors of a node and multiples of it, from the fewest accelerators that could hold the model."""
-    elements = sum(math.prod(spec.shape) for spec in model_parameters(resolve_model(config.model, 1), False))
-    least, node = math.ceil(elements * LEAST_BYTES / hardware.usable_bytes), hardware.ranks_per_node
-    divisors = [number for number in range(1, min(node, most) + 1) if node % number == 0]
-    return [number for number in [*divisors, *range(2 * node, most + 1, node)] if number >= least] or [most]
 
 
 def search(
@@ -234,17 +236,6 @@ class _Walk:
                 del self.best[self._num_best :]
                 if len(self.best) == self._num_best:
                     slowest = self.best[-1][0]
-
-    def finds_one(self, bounded: Sequence[tuple[Bound, Layout]]) -> bool:
-        """Return True as soon as one layout fits and is fast enough; the best of them is not looked for."""
-        fitting = (pair for pair in bounded if pair[0].least_bytes <= self._steps.hardware.usable_bytes)
-        for pair in fitting:
-            if pair[0].seconds >= self._most_seconds:
-                break
-            self.along([pair])
-            if self.best:
-                return True
-        return False
 
     def misses(self, fastest: float) -> tuple[Candidate, ...]:
         """Return the fastest of the layouts that are slightly too large, if faster than `fastest`."""
