@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megapipe.assembly.datasets import planned, with_vocabulary
 from megapipe.config.config import fields_by_key
 from megapipe.config.fields import TAKES_VALUE
 from megapipe.config.layers import layer_kinds
@@ -29,8 +30,7 @@ from megapipe.config.tuned import TUNABLE, Tuned, to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli.frame import command, option, write_file
-from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, with_vocabulary
+from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, write_file
 from megapipe.formatting import ranges_text
 from megapipe.plan.hardware import hardware_of
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json

@@ -18,6 +18,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from megapipe.assembly.datasets import with_vocabulary
 from megapipe.config.config import Config, value_of
 from megapipe.config.fields import TAKES_VALUE, ConfigField, out_of_bounds, value_text
 from megapipe.config.flags import REQUESTS, field_flags, normalised, suggestion, unit_and_help
@@ -25,8 +26,7 @@ from megapipe.config.load import load_config
 from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, SUPPORTED, megatron_flags
 from megapipe.config.yaml_file import SUPPLIED
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli.frame import command, option
-from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, with_vocabulary
+from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option
 from megapipe.formatting import bytes_text, text_table
 from megapipe.plan.hardware import Hardware, hardware_named
 from megapipe.plan.memory import all_rank_memory

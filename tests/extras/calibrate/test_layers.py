@@ -14,10 +14,10 @@ import torch
 from megapipe.dtypes import FP8
 from megapipe.extras.calibrate.rates import SIZES, Stopwatch, square_gemms, timed
 from megapipe.extras.cli.calibrate import profile_layers as main
-from megapipe.extras.cli.planning import plan_for
 from megapipe.gpu.device_clock import EventClock
 from megapipe.schedule.action import Op
 from tests.pipeline.fake_device import FakeDevice
+from tests.tiny import plan_for
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 512 --micro-batch-size 1 "
