@@ -54,27 +54,25 @@ def main(own: argparse.Namespace) -> int:
         if not equals or not name.isidentifier():
             raise ConfigError(f"--set {text}: expected NAME=VALUE, a variable of the script")
         given.append((name, value))
-    migration = migrated(own.flags, given, own.ranks)
-    print(json.dumps(json_report(migration), indent=2) if own.json else "\n".join(text_report(migration)))
-    return 0 if migration.runs else 1
-
-
-def migrated(words: Sequence[str], given: Sequence[tuple[str, str]] = (), ranks: int | None = None) -> Migration:
-    """Return the report of a script with its arguments, or of arguments of pretrain_gpt.py. Raises ConfigError."""
+    words: list[str] = own.flags
     at = next((at for at, word in enumerate(words) if SCRIPT_NAME.fullmatch(word)), None)
     if words[0].startswith("--") or at is not None:
         launcher = () if at is None else tuple(words[:at])
         arguments = tuple(words if at is None else words[at + 1 :])
         call = Call(0, launcher, "pretrain_gpt.py", arguments, frozenset())
-        return report_of("the command line", Reading([call]), ranks)
-    if words[0] == "-":
-        return reported(sys.stdin.read(), "standard input", words[1:], given, ranks)
-    path = Path(words[0])
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the script, or -- and arguments") from None
-    return reported(text, words[0], words[1:], given, ranks)
+        migration = report_of("the command line", Reading([call]), own.ranks)
+    elif words[0] == "-":
+        migration = reported(sys.stdin.read(), "standard input", words[1:], given, own.ranks)
+    else:
+        path = Path(words[0])
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            why = f"{error.strerror}; give the script, or -- and arguments"
+            raise ConfigError(f"{path} cannot be read: {why}") from None
+        migration = reported(text, words[0], words[1:], given, own.ranks)
+    print(json.dumps(json_report(migration), indent=2) if own.json else "\n".join(text_report(migration)))
+    return 0 if migration.runs else 1
 
 
 def reported(

@@ -137,7 +137,7 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
     """
     num_gpus = 0 if _config([*CPU_FLAGS, *flags]).training.device == "cpu" else count_gpus()
     slots = min(num_gpus, asked_ranks or num_gpus) if num_gpus else CPU_RANKS
-    grid_flags = CPU_FLAGS
+    grid_flags: tuple[str, ...] = CPU_FLAGS
     if num_gpus:  # the largest grid of this kind that the GPUs hold
         tp, pp = 2 if slots >= 4 else 1, 2 if slots >= 2 else 1
         sizes = ("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp))
@@ -209,9 +209,8 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
     assert validation is not None
     entropy = unigram_entropy(np.concatenate([file.read(i) for i in range(*sequence_range(validation, len(file)))]))
     first, last = sequence_range(validation, len(documents))
-    if corpus is None:
-        prompts = STDLIB_PROMPTS
-    else:  # the first words of the first documents with any
+    prompts: tuple[str, ...] = STDLIB_PROMPTS
+    if corpus is not None:  # the first words of the first documents with any
         lines = (
             next((line for line in text.splitlines() if re.match(r"\w", line)), "") for text in documents[first:last]
         )

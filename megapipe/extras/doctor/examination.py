@@ -334,23 +334,8 @@ def examine_allocation(
     skews = broadcast_object(skews, world)
     is_noisy = device.type == "cpu" and any(report.is_busy for report in reports)
     rules = Rules(hosts, request.factor, NOISE_SECONDS[device.type], is_noisy, request.hardware)
-    judged, slow_ones = _measured(request, groups, device, rules)
-    remarks = (*host_remarks(reports), *clock_remarks(skews, reports[0].name))
-    return Examination(reports, hosts, skews, judged, slow_ones, remarks, time.perf_counter() - began)
-
-
-def named_hosts(found: Sequence[tuple[int, str]]) -> tuple[str, ...]:
-    """Return the host of each rank from (node_rank, host name); nodes with equal names get their number appended."""
-    nodes = {name: {node for node, other in found if other == name} for _, name in found}
-    return tuple(name if len(nodes[name]) == 1 else f"{name}#{node}" for node, name in found)
-
-
-def _measured(
-    request: Request, groups: ProcessGroups, device: torch.device, rules: Rules
-) -> tuple[tuple[Judged, ...], tuple[Judged, ...]]:
-    """Return all trials judged, and those that are slow. What is slow is measured a second time, alone."""
-    trials = trials_of(request.topology, request.placement, rules.hosts)
-    alone = rules.is_noisy and len(trials) <= MAX_ALONE
+    trials = trials_of(request.topology, request.placement, hosts)
+    alone = is_noisy and len(trials) <= MAX_ALONE
     samples = measure_rounds(rounds_of(trials, alone), groups, device, request.budget_seconds)
     # the links of the slowest groups of each kind and, to compare with, of a good group of that kind
     judged = judge(samples, rules)
@@ -363,10 +348,19 @@ def _measured(
     samples += measure_rounds(rounds_of(list(links.values()), alone), groups, device, request.budget_seconds)
     judged = judge(samples, rules)
     slow_trials = [one.trial for one in slow(judged)]
+    # what is slow is measured a second time, alone
     again = rounds_of(slow_trials, alone=len(slow_trials) <= MAX_ALONE)
     others = [sample for sample in samples if sample.trial not in slow_trials]
-    confirmed = judge([*others, *measure_rounds(again, groups, device, request.budget_seconds)], rules)
-    return tuple(judged), tuple(one for one in slow(confirmed) if one.trial in slow_trials)
+    confirmed = slow(judge([*others, *measure_rounds(again, groups, device, request.budget_seconds)], rules))
+    twice = tuple(one for one in confirmed if one.trial in slow_trials)
+    remarks = (*host_remarks(reports), *clock_remarks(skews, reports[0].name))
+    return Examination(reports, hosts, skews, tuple(judged), twice, remarks, time.perf_counter() - began)
+
+
+def named_hosts(found: Sequence[tuple[int, str]]) -> tuple[str, ...]:
+    """Return the host of each rank from (node_rank, host name); nodes with equal names get their number appended."""
+    nodes = {name: {node for node, other in found if other == name} for _, name in found}
+    return tuple(name if len(nodes[name]) == 1 else f"{name}#{node}" for node, name in found)
 
 
 def host_remarks(reports: Sequence[HostReport]) -> list[Remark]:

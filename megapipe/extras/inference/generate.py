@@ -154,23 +154,19 @@ class Generator:
         texts: list[list[int]] = []
         with without_sequence_parallelism(self._runtime.stages.values()):
             for first in range(0, len(prompts), at_once):
+                # the prompts that are in flight together
                 numbers = list(range(first, min(first + at_once, len(prompts))))
-                texts += self._continue(numbers, [list(prompts[n]) for n in numbers], limits, on_token)
+                given = [list(prompts[number]) for number in numbers]
+                max_tokens = [min(limits.max_new_tokens, self._num_positions - len(prompt)) for prompt in given]
+                batches = self._batches(numbers, given, max_tokens)
+                for position in range(max(max_tokens)):
+                    if not any(any(batch.is_open) for batch in batches):
+                        break
+                    tokens = self._next_tokens(batches, position)
+                    for batch, row_tokens in zip(batches, tokens, strict=True):
+                        self._append(batch, row_tokens, limits, on_token)
+                texts += [text for batch in batches for text in batch.texts][: len(numbers)]
         return texts
-
-    def _continue(
-        self, numbers: list[int], prompts: list[list[int]], limits: Limits, on_token: OnToken | None
-    ) -> list[list[int]]:
-        """Continue the prompts that are in flight together."""
-        max_tokens = [min(limits.max_new_tokens, self._num_positions - len(prompt)) for prompt in prompts]
-        batches = self._batches(numbers, prompts, max_tokens)
-        for position in range(max(max_tokens)):
-            if not any(any(batch.is_open) for batch in batches):
-                break
-            tokens = self._next_tokens(batches, position)
-            for batch, row_tokens in zip(batches, tokens, strict=True):
-                self._append(batch, row_tokens, limits, on_token)
-        return [text for batch in batches for text in batch.texts][: len(numbers)]
 
     def _batches(self, numbers: list[int], prompts: list[list[int]], max_tokens: list[int]) -> list[_Batch]:
         size, longest = min(self._batch_size, len(prompts)), max(map(len, prompts))

@@ -74,17 +74,21 @@ def judge(arguments: Sequence[str]) -> Judgement:
     rows, more, accepted, unchecked = [], [], [], []
     for flag, values in grouped(arguments):
         name, megatrons = normalised(flag), megatron_flags().get(normalised(flag))
-        # how many values follow: "" none, "1" one, "+" one or more
+        # how many values follow ("" none, "1" one, "+" one or more), and if any text is one, such as a path
         count = MANY if megatrons is None else megatrons.values
+        takes_text = megatrons is None or not megatrons.accepts
         if name in field_flags():
-            count = takes_values(*field_flags()[name])
+            field, form = field_flags()[name]
+            count = takes_values(field, form)
+            is_read = field.option.read is not None or form.read is not None
+            takes_text = field.kind.scalar is str and not field.option.choices and not is_read
         elif name in REQUESTS:
             count = REQUESTS[name].values
         rest = [value for value in values[count != "" :] if VARIABLE.fullmatch(value) and count not in ("+", MANY)]
         more += [shown(value) for value in rest]
         values = [value for at, value in enumerate(values) if (at == 0 and count) or value not in rest]
         texts = tuple(map(shown, values))
-        if not all(map(is_known, values)) and not takes_text(name):
+        if not all(map(is_known, values)) and not takes_text:
             row = Row(flag, texts, OUTSIDE)
         else:
             row = judge_flag(flag, texts)
@@ -113,14 +117,6 @@ def grouped(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
         else:
             found.append((word, []))
     return found
-
-
-def takes_text(name: str) -> bool:
-    """Return True if any text is a value of this flag, such as a path."""
-    if name not in field_flags():
-        return name not in megatron_flags() or not megatron_flags()[name].accepts
-    field, flag = field_flags()[name]
-    return field.kind.scalar is str and not field.option.choices and field.option.read is None and flag.read is None
 
 
 def judge_flag(flag: str, values: Sequence[str]) -> Row:

@@ -117,16 +117,9 @@ class _Times(NamedTuple):
     kept_bytes: tuple[int, ...]  # of each kind, by slice
     head_bytes: int  # of the slice that keeps the fewest
 
-    def of(self, counts: Counts, field: str) -> float:
-        """Return the sum of a field over layers."""
-        return _over(counts, self.layers, field)
-
-    def of_first(self, counts: Counts, field: str) -> float:
-        """Return the sum of a field over layers, for the first slice."""
-        return _over(counts, self.first, field)
-
 
 def _over(counts: Counts, parts: tuple[_Part, ...], field: str) -> float:
+    """Return the sum of a field over layers. parts: a layer of each kind."""
     return sum(count * getattr(part, field) for count, part in zip(counts, parts, strict=True))
 
 
@@ -195,16 +188,16 @@ class Bounds:
         waits = not self._config.optimizer.optimizer_post_validation
         longest, head = 0.0, times.head
         for rank in ranks:
-            forward = times.of(rank.layers, "forward") + rank.heads * head.forward
-            work = forward + times.of(rank.layers, "both") + rank.heads * head.both
+            forward = _over(rank.layers, times.layers, "forward") + rank.heads * head.forward
+            work = forward + _over(rank.layers, times.layers, "both") + rank.heads * head.both
             hops = rank.stages_before * times.message
-            first = times.of_first(rank.layers_before, "forward")
+            first = _over(rank.layers_before, times.first, "forward")
             if is_split:  # the weight gradients may run last, while input gradients continue on other ranks
-                short = forward + times.of(rank.layers, "inputs") + rank.heads * head.inputs
-                both_ways = first + times.of_first(rank.layers_before, "inputs") + 2 * hops
+                short = forward + _over(rank.layers, times.layers, "inputs") + rank.heads * head.inputs
+                both_ways = first + _over(rank.layers_before, times.first, "inputs") + 2 * hops
                 longest = max(longest, waits * (first + hops) + count * work, waits * both_ways + count * short)
             else:
-                both_ways = first + times.of_first(rank.layers_before, "both") + 2 * hops
+                both_ways = first + _over(rank.layers_before, times.first, "both") + 2 * hops
                 longest = max(longest, waits * both_ways + count * work)
         return longest
 

@@ -280,7 +280,18 @@ class ShortSteps:
         if need > most_bytes:
             return math.inf, need
         time = predict_step(plan, self.hardware)
-        seconds = time.seconds + (count - few) // layout.pp * _period(time, layout.pp)
+        timeline, schedule = time.timeline, time.timeline.schedule
+        last = schedule.num_stages - 1
+        rank = schedule.placement.rank_of_stage[last]
+        row = zip(schedule.rows[rank], timeline.ends[rank], strict=True)
+        ends = [end for (stage, op, _), end in row if stage == last and op in (Op.B, Op.I)]
+        # the seconds between two input gradients of the last stage in mid-step that are pp microbatches apart
+        apart = layout.pp * schedule.num_slices
+        middle = len(ends) - 1 - apart - (apart // 2 if takes_any_chunks(schedule.name) else 0)
+        period = max(timeline.work_seconds) * apart / len(ends)
+        if middle >= apart:
+            period = ends[middle] - ends[middle - apart]
+        seconds = time.seconds + (count - few) // layout.pp * period
         if seconds < slowest:
             need = max(map(in_a_whole_step, all_rank_memory(plan)))
         return seconds, need
@@ -327,20 +338,6 @@ def _with_budget(layout: Layout, part: int) -> Layout:
 def _bytes_in_full(rank: RankMemory, few: int, count: int) -> int:
     """Return a rank's bytes in a whole step, which holds the inputs of all `count` microbatches instead of `few`."""
     return rank.total + rank.items["microbatches"] // few * (count - few)
-
-
-def _period(time: StepTime, pp: int) -> float:
-    """Return the seconds between two input gradients of the last stage in mid-step that are pp microbatches apart."""
-    timeline = time.timeline
-    apart = pp * timeline.schedule.num_slices
-    last = timeline.schedule.num_stages - 1
-    rank = timeline.schedule.placement.rank_of_stage[last]
-    row = timeline.schedule.rows[rank]
-    ends = [
-        timeline.ends[rank][slot] for slot, (stage, op, _) in enumerate(row) if stage == last and op in (Op.B, Op.I)
-    ]
-    middle = len(ends) - 1 - apart - (apart // 2 if takes_any_chunks(timeline.schedule.name) else 0)
-    return ends[middle] - ends[middle - apart] if middle >= apart else max(timeline.work_seconds) * apart / len(ends)
 
 
 def predict(config: Config, layout: Layout, world_size: int, hardware: Hardware) -> Candidate:

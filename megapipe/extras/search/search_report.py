@@ -18,7 +18,6 @@ from megapipe.formatting import bytes_text, text_table
 from megapipe.layers.model import model_parameters
 from megapipe.plan.hardware import TERA, Hardware
 from megapipe.plan.layer_costs import recomputed_flops, step_flops
-from megapipe.plan.memory import RankMemory
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
@@ -191,8 +190,14 @@ class SearchReport:
         legend = ", ".join(f"{letter} {item}" for letter, item in LETTERS.items())
         yield f"  memory   of one rank for each pp_rank: {legend}, * other, . free"
         fullest_first = sorted(winner.memory, key=lambda rank: -rank.total)
+        letters = {item: letter for letter, item in LETTERS.items()}
         for rank in sorted(fullest_first[:MOST_BARS], key=lambda rank: rank.pp_rank):
-            yield f"           pp {rank.pp_rank:<4} {_bar(rank, self.hardware.usable_bytes)} {bytes_text(rank.total)}"
+            # cumulative sums are rounded, so that the length of the bar matches the total
+            bar, filled, others = "", 0, sum(size for item, size in rank.items.items() if item not in letters)
+            for item, size in [*((item, rank.items[item]) for item in letters), ("", others)]:
+                filled += size
+                bar += letters.get(item, "*") * (round(BAR_WIDTH * filled / self.hardware.usable_bytes) - len(bar))
+            yield f"           pp {rank.pp_rank:<4} {bar.ljust(BAR_WIDTH, '.')} {bytes_text(rank.total)}"
         if len(winner.memory) > MOST_BARS:
             yield f"           {len(winner.memory) - MOST_BARS} ranks with less memory are not shown"
         fullest = winner.fullest
@@ -231,16 +236,6 @@ def utilisation(candidate: Candidate) -> dict[str, float]:
 def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
     """Yield the table of rows that all have the same columns; the last one is aligned to the left."""
     return text_table([list(rows[0]), *(list(row.values()) for row in rows)], left=(-1,))
-
-
-def _bar(rank: RankMemory, usable: int) -> str:
-    """Return the bar of one rank's memory; cumulative sums are rounded, so that its length matches the total."""
-    letters = {item: letter for letter, item in LETTERS.items()}
-    bar, filled, others = "", 0, sum(size for item, size in rank.items.items() if item not in letters)
-    for item, size in [*((item, rank.items[item]) for item in letters), ("", others)]:
-        filled += size
-        bar += letters.get(item, "*") * (round(BAR_WIDTH * filled / usable) - len(bar))
-    return bar + "." * (BAR_WIDTH - len(bar))
 
 
 REPORTED_BUBBLE = 0.10  # share of the step
