@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 
+from megapipe.assembly.datasets import with_vocabulary
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.manifest import read_manifest
 from megapipe.comm.bootstrap import join
@@ -38,7 +39,6 @@ from megapipe.data.dataset import SyntheticDataset
 from megapipe.data_parallel.copies import Copies
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.planning import with_vocabulary
 from megapipe.extras.cli.pretrain import main
 from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import Step

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from megapipe.assembly.datasets import planned
 from megapipe.config.config import Config
+from megapipe.config.load import load_config
+from megapipe.plan.run_plan import RunPlan
 
 SHORT = {
     "tp": "tensor_model_parallel_size",
@@ -79,3 +83,8 @@ def tiny_config(**options: Any) -> Config:
 def small_config(**options: Any) -> Config:
     """Build the configuration of the small model of the plan's tests with other options."""
     return make_config(**SMALL | options)
+
+
+def plan_for(flags: Sequence[str], num_ranks: int, ranks_per_node: int | None = None) -> RunPlan:
+    """Plan flags and YAML files on that many ranks; the job may be incomplete."""
+    return planned(load_config(flags, is_job=False), num_ranks, ranks_per_node)

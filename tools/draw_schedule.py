@@ -19,9 +19,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapipe.api.config import Config
+from megapipe.api.planning import make_plan
 from megapipe.errors import MegapipeError
 from megapipe.extras.cli import schedule
-from megapipe.extras.cli.planning import plan_for
 from megapipe.extras.report.timeline import svg
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
@@ -48,7 +49,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--width", type=int, default=1200, help="in pixels (default: 1200)")
     arguments, flags = parser.parse_known_args(argv)
     try:
-        text = drawing(plan_for(flags, arguments.world_size, arguments.ranks_per_node), arguments.width)
+        text = drawing(
+            make_plan(Config.from_flags(flags), arguments.world_size, arguments.ranks_per_node), arguments.width
+        )
         arguments.output.write_text(text, encoding="utf-8")
     except (MegapipeError, OSError) as error:
         print(f"draw_schedule: {error}", file=sys.stderr)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from megapipe.assembly.datasets import dataset_request, tokenizer_of
+from megapipe.assembly.datasets import dataset_request, tokenizer_of, with_vocabulary
 from megapipe.checkpoint.folder import Rollback, find_checkpoint, folder_name, open_folder, read_rollbacks, steps_in
 from megapipe.config.load import load_config
 from megapipe.data.blend import BlendedDataset
@@ -32,7 +32,6 @@ from megapipe.data.dataset import SkippedSamples, TokenDataset
 from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.indexed_file import IndexedFile
 from megapipe.errors import CheckpointError, ConfigError, MegapipeError
-from megapipe.extras.cli.planning import with_vocabulary
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megapipe.api.config import Config
+from megapipe.api.planning import make_plan
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.data.dataset import SyntheticDataset
 from megapipe.environment import read_environment
-from megapipe.extras.cli.planning import plan_for
 from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.extras.dry_run.rank import ReadBatch, count_rank, count_step
 from megapipe.extras.dry_run.run import difference_text
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def plan_of(name: str) -> RunPlan:
     num_ranks, flags = CASES[name]
-    return plan_for([*SIZES.split(), *flags.split()], num_ranks)
+    return make_plan(Config.from_flags([*SIZES.split(), *flags.split()]), num_ranks)
 
 
 def reader(plan: RunPlan) -> ReadBatch:

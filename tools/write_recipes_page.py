@@ -22,7 +22,8 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from megapipe.extras.cli.planning import plan_for  # noqa: E402
+from megapipe.api.config import Config  # noqa: E402
+from megapipe.api.planning import make_plan  # noqa: E402
 from megapipe.extras.dry_run.rank import count_rank  # noqa: E402
 from megapipe.extras.dry_run.run import difference_text  # noqa: E402
 from megapipe.formatting import bytes_text  # noqa: E402
@@ -68,7 +69,7 @@ class RealRun:
     note: str = ""
 
     def plan(self) -> RunPlan:
-        return plan_for([*self.arguments, *RUN.split()], self.ranks, RANKS_PER_NODE)
+        return make_plan(Config.from_flags([*self.arguments, *RUN.split()]), self.ranks, RANKS_PER_NODE)
 
 
 def real_runs() -> list[RealRun]:

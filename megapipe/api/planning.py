@@ -6,8 +6,8 @@ from os import PathLike
 from pathlib import Path
 
 from megapipe.api.config import Config
+from megapipe.assembly.datasets import planned
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.planning import planned
 from megapipe.extras.report.timeline import grid_text, svg
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.compare import Model

@@ -1,19 +1,24 @@
-"""The data sets of a run with their loaders; the length of the run gives the number of samples of each split."""
+"""The data sets of a run with their loaders; the length of the run gives the number of samples of each split. And the
+plan of a run whose vocabulary is that of its tokenizer.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from megapipe.config.config import Config
 from megapipe.config.files import DataConfig, parse_blend
+from megapipe.config.load import LoadedConfig
 from megapipe.data.batch import DocumentRules, padding_remarks
 from megapipe.data.build_datasets import DatasetRequest, build_datasets
 from megapipe.data.chat_dataset import build_chat_datasets
 from megapipe.data.fingerprint import files_in_use
 from megapipe.data.indexed_file import made_with, tokenizer_path
 from megapipe.data.loader import Loader
-from megapipe.errors import DataError
+from megapipe.errors import ConfigError, DataError
+from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.chat import chat_tokenizer
 from megapipe.tokenizers.tokenizer import (
@@ -62,6 +67,28 @@ def tokenizer_of(config: Config, *, is_resolved: bool = False) -> Tokenizer | No
         vocab_file=data.vocab_file,
         merge_file=data.merge_file,
     )
+
+
+def with_vocabulary(config: Config) -> Config:
+    """Fill in the tokenizer's vocabulary size if it is not given. Raises ConfigError if the given size is too small."""
+    tokenizer = tokenizer_of(config)
+    if tokenizer is None:
+        return config
+    given = config.model.vocab_size
+    if config.data.tokenizer_type == "NullTokenizer":  # it is built from --vocab-size, and has one more token
+        given = None
+    if given is not None and given < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {given} is smaller than the {tokenizer.vocab_size} tokens of the tokenizer "
+            f"{config.data.tokenizer_model}; leave it out"
+        )
+    model = dataclasses.replace(config.model, vocab_size=given or tokenizer.vocab_size)
+    return dataclasses.replace(config, model=model)
+
+
+def planned(loaded: LoadedConfig, num_ranks: int, ranks_per_node: int | None) -> RunPlan:
+    """Resolve a loaded configuration on that many ranks. Raises ConfigError."""
+    return resolve(with_vocabulary(loaded.config), num_ranks, ranks_per_node)
 
 
 def check_made_with(data: DataConfig, own: Fingerprint) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.assembly.datasets import planned
 from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from megapipe.checkpoint.shard import BLOCK_BYTES
@@ -16,7 +17,6 @@ from megapipe.config.config import all_fields, fields_by_key
 from megapipe.config.load import LoadedConfig, load_config
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
-from megapipe.extras.cli.planning import planned
 from megapipe.layers.embedding import WORD_EMBEDDING
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan

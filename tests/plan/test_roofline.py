@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.planning import plan_for
 from megapipe.plan.hardware import hardware_named
 from megapipe.plan.roofline import Forms, check_counted, configured_forms, layer_work, remedies, roofline, roofline_text
+from tests.tiny import plan_for
 
 H100 = hardware_named("h100")
 PAGE = Path(__file__).parents[2] / "docs" / "gpu_roofline.md"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.assembly.datasets import with_vocabulary
 from megapipe.config.load import load_config
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.extras.cli.planning import plan_for, with_vocabulary
 from megapipe.plan.memory import BUFFER_ALIGNMENT_BYTES, rank_memory
 from megapipe.plan.resolve import resolve, vary
 from megapipe.plan.run_plan import RunPlan
@@ -21,6 +21,7 @@ from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.sharding import GRANULARITIES, ShardingPolicy, shard
 from megapipe.schedule.validate import validate
+from tests.tiny import plan_for
 
 FLAGS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 128 --bf16 "

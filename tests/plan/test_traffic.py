@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from megapipe.extras.cli.launch import boxes, group_traffic, places_text
-from megapipe.extras.cli.planning import plan_for
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traffic import messages_to, step_bytes
 from megapipe.topology import AXES, Topology
+from tests.tiny import plan_for
 
 SHAPE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 "

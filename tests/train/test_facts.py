@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from megapipe.assembly.datasets import planned
 from megapipe.checkpoint.lock import Owner, SaveLock, acquire
 from megapipe.comm.meeting import Facts, Side, disagreement
 from megapipe.config.config import all_fields
 from megapipe.config.load import load_config
 from megapipe.environment import Environment, read_environment
-from megapipe.extras.cli.planning import planned
 from megapipe.registry import EXTENSIONS
 from megapipe.train import facts as facts_module
 from megapipe.train.facts import FOLDERS, MAY_DIFFER, SPECIAL, _versions, facts_of

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from megapipe.assembly.datasets import planned
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.load import load_config
 from megapipe.data.chat_dataset import ChatDataset
 from megapipe.data.loader import Loader
 from megapipe.environment import read_environment
 from megapipe.extras.cli.command import main as megapipe
-from megapipe.extras.cli.planning import planned
 from megapipe.extras.convert.hugging_face import start_from
 from megapipe.extras.verify.compare import FP64
 from megapipe.extras.verify.oracle import GlobalBatch, Oracle, drawn_slices, whole_weights

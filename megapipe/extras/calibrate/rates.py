@@ -28,7 +28,6 @@ from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.config.config import Config
 from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import LAYER_OPTIONS, MARKS, LayerConfig
-from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig, strategy_of
 from megapipe.dtypes import FP8, TENSOR_DTYPES
 from megapipe.environment import Environment
@@ -123,10 +122,16 @@ def measure_rates(dtype: str, stopwatch: Stopwatch, seconds: float) -> MeasuredR
     bench = _Bench(SIZES[stopwatch.device.type], TORCH_DTYPES[dtype], stopwatch)
     gemms = bench.linears(SHARES * seconds)
     each = PEAKS * seconds / len(TORCH_DTYPES)
-    peaks = {name: square_gemms(torch_dtype, stopwatch, each) for name, torch_dtype in TORCH_DTYPES.items()}
-    flops = {name: rate for name, rate in peaks.items() if rate is not None}
+    names = [*TORCH_DTYPES]
     if stopwatch.device.type == "cuda" and fp8_unsupported_reason(stopwatch.device) is None:
-        flops[FP8] = fp8_gemms(stopwatch, each)
+        names.append(FP8)
+    flops = {}
+    for name in names:
+        try:
+            flops[name] = square_gemms(name, stopwatch, each)
+        except RuntimeError as error:
+            if "not implemented" not in str(error):  # else the device has no GEMM in this dtype
+                raise
     flops[dtype] = max(flops[dtype], *gemms.values())  # shares are relative to the fastest GEMM of all
     return MeasuredRates(
         flops,
@@ -151,35 +156,19 @@ def _least(found: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
     return {key: min(rates[key] for rates in found) for key in found[0] if all(key in rates for rates in found)}
 
 
-def square_gemms(dtype: torch.dtype, stopwatch: Stopwatch, budget_seconds: float) -> float | None:
-    """Return the FLOP/s of the fastest square GEMM; None if the device has none in this dtype."""
+def square_gemms(dtype: str, stopwatch: Stopwatch, budget_seconds: float) -> float:
+    """Return the FLOP/s of the fastest square GEMM, with sizes doubled while time allows.
 
-    def make(size: int) -> Callable[[], object]:
-        return partial(torch.mm, *(torch.randn(size, size, device=stopwatch.device).to(dtype) for _ in range(2)))
-
-    try:
-        return _fastest(make, stopwatch, budget_seconds)
-    except RuntimeError as error:
-        if "not implemented" not in str(error):
-            raise
-        return None
-
-
-def fp8_gemms(stopwatch: Stopwatch, budget_seconds: float) -> float:
-    """Return the FLOP/s of the fastest square GEMM of e4m3 operands with one scale a tensor, as linears multiply."""
-
-    def make(size: int) -> Callable[[], object]:
-        a, b = (tensorwise(torch.randn(size, size, device=stopwatch.device), E4M3) for _ in range(2))
-        return partial(fp8_matmul, a, b, torch.bfloat16, fast=True)
-
-    return _fastest(make, stopwatch, budget_seconds)
-
-
-def _fastest(make: Callable[[int], Callable[[], object]], stopwatch: Stopwatch, budget_seconds: float) -> float:
-    """Return the FLOP/s of the fastest product that make(size) returns, with sizes doubled while time allows."""
+    dtype: of a configuration, or FP8: e4m3 operands with one scale a tensor, as linears multiply.
+    """
     size, best, deadline = SIZES[stopwatch.device.type].first_gemm, 0.0, time.perf_counter() + budget_seconds
     while True:
-        seconds = stopwatch.seconds(make(size), budget_seconds / 8)
+        a, b = (torch.randn(size, size, device=stopwatch.device) for _ in range(2))
+        if dtype == FP8:
+            multiply = partial(fp8_matmul, tensorwise(a, E4M3), tensorwise(b, E4M3), torch.bfloat16, fast=True)
+        else:
+            multiply = partial(torch.mm, a.to(TORCH_DTYPES[dtype]), b.to(TORCH_DTYPES[dtype]))
+        seconds = stopwatch.seconds(multiply, budget_seconds / 8)
         best = max(best, 2.0 * size**3 / seconds)
         size *= 2
         if size > GEMM_SIZES[-1] or time.perf_counter() + 8 * seconds * CALLS_ON_CPU > deadline:
@@ -343,32 +332,29 @@ LEAST_TIMES, MOST_TIMES = 3, 200  # after a warm-up
 def one_pipeline_rank(config: Config, world_size: int, layer: LayerConfig | None = None) -> Config:
     """Return the configuration without a pipeline and sharded weights on `world_size` ranks.
 
-    layer: only few layers, all of this kind, whose parts are measured.
+    layer: with NUM_LAYERS layers, all of this kind, whose parts are measured.
     """
     defaults: dict[str, Any] = {
         option.name: option.default
         for option in dataclasses.fields(ParallelConfig)
         if "pipeline" in option.name or option.name.startswith("data_parallel_sharding")
     }
+    model = config.model
+    if layer is not None:
+        values: dict[str, Any] = {name: getattr(layer, name) for name in LAYER_OPTIONS} | dict.fromkeys(MARKS)
+        missing = [f"{part}=none" for part in PARTS if not getattr(layer, f"has_{part}")]
+        pattern = (f"{NUM_LAYERS} {' '.join(missing)}",) if missing else ()
+        model = replace(model, **values, num_layers=NUM_LAYERS, layer_pattern=pattern)
     defaults["use_distributed_optimizer"] = strategy_of(config.parallel) != "no_shard"
     sequences = config.training.micro_batch_size * max(1, world_size // config.parallel.tensor_model_parallel_size)
     return replace(
         config,
-        model=config.model if layer is None else _alike(config.model, layer),
+        model=model,
         parallel=replace(config.parallel, **defaults),
         training=replace(config.training, global_batch_size=sequences, rampup_batch_size=None),
         optimizer=replace(config.optimizer, optimizer_post_validation=False),
         offload=OffloadConfig(),  # its copies overlap with other layers
     )
-
-
-def _alike(model: ModelConfig, layer: LayerConfig) -> ModelConfig:
-    """Return the model with NUM_LAYERS layers of one kind."""
-    values: dict[str, Any] = {name: getattr(layer, name) for name in LAYER_OPTIONS}
-    missing = [f"{part}=none" for part in PARTS if not getattr(layer, f"has_{part}")]
-    pattern = (f"{NUM_LAYERS} {' '.join(missing)}",) if missing else ()
-    frequencies: dict[str, Any] = dict.fromkeys(MARKS)
-    return replace(model, **values | frequencies, num_layers=NUM_LAYERS, layer_pattern=pattern)
 
 
 def profile_parts(

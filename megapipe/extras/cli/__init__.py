@@ -2,9 +2,8 @@
 
 - `command`: `megapipe SUBCOMMAND ...`; each subcommand below is a `frame.command` or a function that returns the code
 - `frame`:   what all subcommands share: options as a table, one error message, Ctrl-C, exit codes, several ranks
-- `planning`: the plan of a configuration, and the hardware it is for
 - `pretrain`, `launch`, `plan`, `explain`: a run, from its flags; `quickstart`: one on text of this machine
 - `data`:    text -> tokenizer -> token files
 - `inference`, `convert`: trained models
-- `report`, `schedule`, `doctor`, `calibrate`: what happens, and what could
+- `report`, `schedule`, `calibrate`: what happens, and what could
 """

@@ -1,4 +1,6 @@
-"""`megapipe calibrate` and `profile-layers`: measure this machine, or the layers of a configuration on it."""
+"""Measurements of a machine: `megapipe doctor` checks it or an allocation, `calibrate` measures rates for plans and the
+best settings of a run, `profile-layers` the layers of a configuration.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megapipe.assembly.datasets import planned, with_vocabulary
 from megapipe.config.config import fields_by_key
 from megapipe.config.fields import TAKES_VALUE
 from megapipe.config.layers import layer_kinds
@@ -27,12 +30,13 @@ from megapipe.config.tuned import TUNABLE, Tuned, to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli.frame import command, option, write_file
-from megapipe.extras.cli.planning import planned, with_vocabulary
+from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, write_file
 from megapipe.formatting import ranges_text
+from megapipe.plan.hardware import hardware_of
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.world_rules import placement_of, topology_of
 
 CALIBRATE_OPTIONS = (
     option("--output", "never overwritten without --force", type=Path, default="hardware.yaml", metavar="FILE.yaml"),
@@ -49,7 +53,6 @@ PROFILE_OPTIONS = (
     option("--seconds", "for each of some ten figures", default=1.0, above=0),
 )
 
-
 TUNE_OPTIONS = (
     option("--tune", "measure settings of a run instead of the machine", action="store_true"),
     option("--nproc-per-node", "ranks of the measured runs, on this machine", type=int, required=True, above=0),
@@ -57,6 +60,72 @@ TUNE_OPTIONS = (
     option("--force", "overwrite the file", action="store_true"),
     option("--steps", "counted in each run, after two to warm up; every candidate runs twice", default=8, above=0),
 )
+DOCTOR_OPTIONS = (
+    *HARDWARE_OPTIONS,
+    option(
+        "--slow-factor",
+        "a device or link counts as slow from this factor (twice that where cores are shared)",
+        default=2.0,
+        above=1,
+    ),
+    option("--seconds", "for the repeats of one size of one group", default=0.1, above=0),
+    option("--timeout-seconds", "after which a message that does not come is an error", default=60.0, above=0),
+    option("--json", "one JSON object", action="store_true"),
+)
+
+
+@command("megapipe doctor", DOCTOR_OPTIONS, on_ranks=True, takes_config=True, needs_words=False)
+def doctor(own: argparse.Namespace, environment: Environment) -> int:
+    """Check this machine, or a whole allocation, before a run.
+
+      megapipe doctor
+      megapipe launch --nproc-per-node 8 -m megapipe doctor --tensor-model-parallel-size 4 \\
+          --pipeline-model-parallel-size 2
+      srun ... python -m megapipe doctor --config configs/gpt3_175b.yaml
+
+    One process: versions, fast paths installed and active, cores, memory, limits, network interfaces, RDMA devices,
+    GPUDirect RDMA.
+
+    Several ranks, with the parallel flags or --config of the run: a host's report, in what hosts differ, clocks, and a
+    measurement of every group of this layout: tp all-reduce, pp messages along each boundary each way, dp
+    reduce-scatter and all-gather, messages between hosts. Groups are compared with their like, and with the hardware
+    table where the GPU is in it or is named. Links of a slow group are measured one by one, each way; the slow one is
+    named. What is slow is measured twice before it is said.
+
+    Exit code: 0 fine, 1 something is slow or wrong, 2 the flags are.
+    """
+    hardware = hardware_given(own)
+    config = load_config(own.flags, is_job=False).config
+    placement = placement_of(config)
+    topology = topology_of(config, environment.world_size, environment.local_world_size, replicas=1)
+
+    import torch  # report errors in the flags before this import, which takes a second
+
+    from megapipe.comm.bootstrap import start
+    from megapipe.comm.collectives import barrier
+    from megapipe.comm.groups import build_process_groups
+    from megapipe.extras.doctor.examination import Request, examine_allocation
+    from megapipe.extras.doctor.host import examine_host
+    from megapipe.extras.doctor.report import allocation_json, allocation_text, single_json, single_text
+
+    world = start(environment, config.parallel.distributed_backend, own.timeout_seconds, config.training.device)
+    if hardware is None and world.device.type == "cuda":
+        hardware = hardware_of(torch.cuda.get_device_name(world.device))
+    if not environment.is_distributed:
+        report = examine_host(environment, world.device)
+        answer = single_json(report)
+        print(json.dumps(answer) if own.json else single_text(report))
+        return 0 if answer["fine"] else 1
+    groups = build_process_groups(topology, world.global_rank, world.backend, own.timeout_seconds)
+    request = Request(topology, placement, hardware, own.slow_factor, own.seconds)
+    found = examine_allocation(request, groups, environment, world.device)
+    if environment.global_rank == 0:
+        t = topology
+        layout = f"{t.world_size} ranks, tp {t.tp} x cp {t.cp} x pp {t.pp} x dp {t.dp},"
+        text = json.dumps(allocation_json(found, hardware)) if own.json else allocation_text(found, hardware, layout)
+        print(text, flush=True)
+    barrier(groups.world)  # when a rank exits with a code other than 0, the launcher terminates the others
+    return 0 if found.is_fine else 1
 
 
 def calibrate(arguments: Sequence[str]) -> int:
@@ -102,7 +171,11 @@ def _tune(own: argparse.Namespace) -> None:
     }
     kind = device_kind(torch.device("cuda" if is_gpu else "cpu"))
     write_file(own.output, to_yaml(Tuned(kind, settings, measured)), "--output")
-    print(figures_text(figures))
+    print("  median ms   fastest   slowest  settings")
+    for each in figures:
+        times = (each.median_seconds, min(each.step_seconds), max(each.step_seconds))
+        numbers = "{:11.1f}{:10.1f}{:10.1f}".format(*(1000 * seconds for seconds in times))
+        print(f"{numbers}  {' '.join(flags_of(each.settings)) or 'as given'}")
     print(f"fastest: {' '.join(flags_of(settings)) or 'as given'}\nwritten: {own.output}, for --tuned {own.output}")
 
 
@@ -305,13 +378,3 @@ def measured_run(flags: Sequence[str], num_ranks: int, num_steps: int) -> Measur
         return seconds[WARM_UP_STEPS:]
 
     return measure
-
-
-def figures_text(figures: Sequence[Figure]) -> str:
-    """Return one line for each candidate: its median, fastest and slowest step, and its settings."""
-    lines = ["  median ms   fastest   slowest  settings"]
-    for figure in figures:
-        times = (figure.median_seconds, min(figure.step_seconds), max(figure.step_seconds))
-        numbers = "{:11.1f}{:10.1f}{:10.1f}".format(*(1000 * seconds for seconds in times))
-        lines.append(f"{numbers}  {' '.join(flags_of(figure.settings)) or 'as given'}")
-    return "\n".join(lines)

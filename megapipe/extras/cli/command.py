@@ -31,7 +31,9 @@ SUBCOMMANDS = {
     "calibrate": Subcommand("calibrate", "calibrate", "measure this machine and its links: a hardware file for plan"),
     "schedule": Subcommand("schedule", "main", "draw, compare, check and simulate pipeline schedules"),
     "queues": Subcommand("schedule", "queues", "simulate CUDA's work queues and the SMs that waiting receives hold"),
-    "doctor": Subcommand("doctor", "main", "check this machine or allocation: versions, interfaces, links of groups"),
+    "doctor": Subcommand(
+        "calibrate", "doctor", "check this machine or allocation: versions, interfaces, links of groups"
+    ),
     "status": Subcommand("report", "status", "show what every rank of a run does now, and which ranks it waits for"),
     "configs": Subcommand("explain", "configs", "list or copy the configurations that come with megapipe"),
     "progress": Subcommand("plan", "progress", "print the step that a run has reached, for job scripts"),

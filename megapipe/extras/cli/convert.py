@@ -16,7 +16,6 @@ from megapipe.extras.convert.megatron import has_writable_optimizer, iteration_f
 from megapipe.extras.convert.megatron_args import MegatronGrid
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint, write_checkpoint
 from megapipe.extras.convert.special_tokens import ends_of
-from megapipe.registry import EXTENSIONS
 
 HUGGING_FACE, OWN, MEGATRON, DCP = "hugging-face", "megapipe", "megatron", "dcp"
 FORMATS = (HUGGING_FACE, OWN, MEGATRON, DCP)
@@ -86,13 +85,6 @@ OPTIONS = (
     ),
     option("--config", "YAML configuration of the model, if a dcp folder has none", type=Path),
     option("--weights-only", "leave out optimizer state, step and schedules", action="store_true"),
-    option(
-        "--extension",
-        "FILE.py or module that registers further architectures (register_family); may be repeated",
-        action="append",
-        default=[],
-        metavar="FILE",
-    ),
     "writing",
     option(
         "--like",
@@ -136,8 +128,6 @@ def main(own: argparse.Namespace) -> None:
     megapipe convert checkpoints/run out --to megatron --ckpt-format torch_dist --use-distributed-optimizer   back
     megapipe convert checkpoints/run out --to dcp                for torch.distributed.checkpoint; --from dcp: back
     """
-    for name in own.extension:
-        EXTENSIONS.load(name)
     source_format = own.source_format or guess(own.source)
     target_format = own.target_format or (HUGGING_FACE if source_format == OWN else OWN)
     if target_format == source_format:

@@ -177,8 +177,14 @@ def _open_output(own: argparse.Namespace, files: Sequence[Path], unit: str, toke
     description: dict[str, Any] | None = None
     made = tokenizer_fingerprint(tokenizer, own.tokenizer_model or own.vocab_file)
     if pipe is None:
+        inputs = []
+        for path in files:
+            found = os.stat(path)
+            modified = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
+            modified += f".{found.st_mtime_ns % 10**9:09}"
+            inputs.append(f"{os.path.realpath(path)} ({found.st_size:,} bytes of {modified})")
         description = {
-            "input": [_identity(path) for path in files],
+            "input": inputs,
             "--json-keys": own.json_keys,
             "--input-format": own.input_format,
             "--document-unit": unit,
@@ -191,12 +197,6 @@ def _open_output(own: argparse.Namespace, files: Sequence[Path], unit: str, toke
         print(f"note: {name} can be read only once: an interrupted run begins again", file=sys.stderr)
     dtype = indexed_file.token_dtype(tokenizer.vocab_size)
     return PartialOutput(own.output_prefix, own.json_keys, dtype, description, overwrite=own.overwrite, tokenizer=made)
-
-
-def _identity(path: Path) -> str:
-    found = os.stat(path)
-    modified = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
-    return f"{os.path.realpath(path)} ({found.st_size:,} bytes of {modified}.{found.st_mtime_ns % 10**9:09})"
 
 
 @command("megapipe merge", MERGE_OPTIONS, interrupted=NO_FILE)

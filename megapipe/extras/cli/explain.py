@@ -11,20 +11,22 @@ import dataclasses
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from megapipe.assembly.datasets import with_vocabulary
 from megapipe.config.config import Config, value_of
-from megapipe.config.fields import TAKES_VALUE, ConfigField, Flag, out_of_bounds, value_text
+from megapipe.config.fields import TAKES_VALUE, ConfigField, out_of_bounds, value_text
 from megapipe.config.flags import REQUESTS, field_flags, normalised, suggestion, unit_and_help
 from megapipe.config.load import load_config
 from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, SUPPORTED, megatron_flags
 from megapipe.config.yaml_file import SUPPLIED
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli.frame import command, option
-from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, with_vocabulary
+from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option
 from megapipe.formatting import bytes_text, text_table
 from megapipe.plan.hardware import Hardware, hardware_named
 from megapipe.plan.memory import all_rank_memory
@@ -56,29 +58,24 @@ def explained(word: str, configuration: Sequence[str], hardware: Hardware | None
     name = normalised(word if word.startswith("--") else "--" + word)
     if name in REQUESTS:
         return f"{name}  [megapipe]\n  {REQUESTS[name].help}\n  It is a request, not a setting of the run."
-    if name in field_flags():
-        field, flag = field_flags()[name]
-        costs = _costs(field, configuration, hardware or hardware_named("h100"))
-        return "\n".join([*_meaning(name, field, flag), *costs])
-    if name in megatron_flags():
-        row = megatron_flags()[name]
-        return f"{name}  a flag of Megatron-LM, {row.kind}\n  {row.note}"
-    raise ConfigError(f"{name} is not a flag{suggestion(name)} (docs/flags.md lists all)")
-
-
-def _meaning(name: str, field: ConfigField, flag: Flag) -> Iterator[str]:
     row = megatron_flags().get(name)
+    if name not in field_flags():
+        if row is None:
+            raise ConfigError(f"{name} is not a flag{suggestion(name)} (docs/flags.md lists all)")
+        return f"{name}  a flag of Megatron-LM, {row.kind}\n  {row.note}"
+    field, flag = field_flags()[name]
     is_megatrons = row is not None and row.kind == SUPPORTED
-    yield f"{name}  {'as in Megatron-LM' if is_megatrons else '[megapipe]'}, sets {field.key}"
+    lines = [f"{name}  {'as in Megatron-LM' if is_megatrons else '[megapipe]'}, sets {field.key}"]
     if flag.value is not TAKES_VALUE:
-        yield f"  sets it to {value_text(flag.value)}{'; ' + flag.help if flag.help else ''}"
-    yield f"  {unit_and_help(field, SCHEDULE_NAMES) if flag.read is None else flag.help}"
+        lines.append(f"  sets it to {value_text(flag.value)}{'; ' + flag.help if flag.help else ''}")
+    lines.append(f"  {unit_and_help(field, SCHEDULE_NAMES) if flag.read is None else flag.help}")
     for difference in DELIBERATE_DIFFERENCES:
         if difference.flag in (name, field.main_flag):
-            yield f"  Megatron: {difference.megatron}; here: {difference.here} ({difference.reason})"
+            lines.append(f"  Megatron: {difference.megatron}; here: {difference.here} ({difference.reason})")
     paper = papers().get(name) or papers().get(field.main_flag)
     if paper:
-        yield f"  paper: {paper}"
+        lines.append(f"  paper: {paper}")
+    return "\n".join([*lines, *_costs(field, configuration, hardware or hardware_named("h100"))])
 
 
 def _costs(field: ConfigField, configuration: Sequence[str], hardware: Hardware) -> Iterator[str]:
@@ -138,20 +135,6 @@ class Alternative:
     cost: Cost | str
 
 
-def cost_of(config: Config, world_size: int, ranks_per_node: int | None, hardware: Hardware) -> Cost | str:
-    """Return the cost of a configuration, or the reason why it cannot run."""
-    try:
-        plan = resolve(config, world_size, ranks_per_node)
-        bubble = expected_bubble(plan, plan.batch.num_microbatches).share
-        memory = tuple(rank.total for rank in all_rank_memory(plan))
-    except MegapipeError as error:
-        return str(error)
-    try:
-        return Cost(memory, predict_step(plan, hardware).seconds, bubble)
-    except MegapipeError:
-        return Cost(memory, None, bubble)
-
-
 def alternatives(
     field: ConfigField, config: Config, world_size: int, ranks_per_node: int | None, hardware: Hardware
 ) -> list[Alternative]:
@@ -161,7 +144,19 @@ def alternatives(
     for value in [current, *other_values(field, current)]:
         section = dataclasses.replace(getattr(config, field.section), **{field.name: value})
         changed = dataclasses.replace(config, **{field.section: section})
-        found.append(Alternative(value_text(value), not found, cost_of(changed, world_size, ranks_per_node, hardware)))
+        cost: Cost | str
+        try:
+            plan = resolve(changed, world_size, ranks_per_node)
+            bubble = expected_bubble(plan, plan.batch.num_microbatches).share
+            memory = tuple(rank.total for rank in all_rank_memory(plan))
+        except MegapipeError as error:
+            cost = str(error)
+        else:
+            seconds = None
+            with suppress(MegapipeError):  # the hardware has no rate for the dtype
+                seconds = predict_step(plan, hardware).seconds
+            cost = Cost(memory, seconds, bubble)
+        found.append(Alternative(value_text(value), not found, cost))
     return found
 
 
@@ -199,7 +194,7 @@ def papers() -> dict[str, str]:
     (option("--copy", "copy them to this folder, which is created; existing files stay", metavar="DIR", type=Path),),
     needs_words=False,
 )
-def configs(own: argparse.Namespace) -> int:
+def configs(own: argparse.Namespace) -> None:
     """List the configurations that come with megapipe, or copy them to a folder.
 
     megapipe configs
@@ -209,8 +204,12 @@ def configs(own: argparse.Namespace) -> int:
     files = sorted(SUPPLIED.glob("*.yaml"))
     if own.copy is None:
         width = max(len(file.name) for file in files)
-        print("\n".join(f"{file.name.ljust(width)}  {_summary(file)}" for file in files))
-        return 0
+        for file in files:
+            head = takewhile(lambda line: line.startswith("#"), file.read_text(encoding="utf-8").splitlines())
+            comment = " ".join(line[1:].strip() for line in head)
+            first_sentence = re.split(r"(?<! al)\.(?= |$)", comment)[0]
+            print(f"{file.name.ljust(width)}  {first_sentence}")
+        return
     own.copy.mkdir(parents=True, exist_ok=True)
     existing = [file.name for file in files if (own.copy / file.name).exists()]
     if existing:
@@ -218,14 +217,3 @@ def configs(own: argparse.Namespace) -> int:
     for file in files:
         shutil.copy(file, own.copy)
     print(f"{len(files)} files copied to {own.copy}")
-    return 0
-
-
-def _summary(file: Path) -> str:
-    """Return the first sentence of the comment at the head of a file."""
-    head: list[str] = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        head.append(line[1:].strip())
-    return re.split(r"(?<! al)\.(?= |$)", " ".join(head))[0]

@@ -19,11 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from megapipe.environment import Environment, allows_colour, read_environment, read_meeting_place
 from megapipe.errors import CommunicationError, ConfigError, DisagreementError, MegapipeError
 from megapipe.monitor.process import wait_for_end
+
+if TYPE_CHECKING:
+    from megapipe.plan.hardware import Hardware
 
 # rank 0 may find the same error later; longer than the launcher keeps other ranks alive once one has failed
 OTHER_RANK_SECONDS = 4.0
@@ -56,13 +59,6 @@ class Option:
     above: float | None = None
     at_least: float | None = None
 
-    def check(self, value: float | None) -> None:
-        """Raise ConfigError if the number is out of range; infinity is not `at_least` anything."""
-        if value is not None and self.above is not None and not value > self.above:
-            raise ConfigError(f"{self.names[-1]} {value:g} must be above {self.above:g}")
-        if value is not None and self.at_least is not None and not self.at_least <= value < math.inf:
-            raise ConfigError(f"{self.names[-1]} {value:g} must be at least {self.at_least:g}")
-
 
 def option(
     names: str, help: str = "", above: float | None = None, at_least: float | None = None, **settings: Any
@@ -79,6 +75,23 @@ def option(
     if settings.get("type") in METAVARS and "choices" not in settings and names.startswith("-"):
         settings.setdefault("metavar", METAVARS[settings["type"]])
     return Option(tuple(names.split()), {"help": help, **settings}, above, at_least)
+
+
+HARDWARE_OPTIONS = (
+    option("--gpu", "the accelerator, by its name in the hardware table (docs/planner.md)", metavar="NAME"),
+    option("--hardware", "the accelerator and its links, as a YAML file", type=Path),
+)
+
+
+def hardware_given(own: argparse.Namespace) -> Hardware | None:
+    """Return the hardware of HARDWARE_OPTIONS, None if neither is given. Raises ConfigError."""
+    if own.gpu is None and own.hardware is None:
+        return None
+    if own.gpu is not None and own.hardware is not None:
+        raise ConfigError("--gpu and --hardware both give the accelerator; give one of the two")
+    from megapipe.plan.hardware import hardware_named, read_hardware  # here, since most commands start without plans
+
+    return hardware_named(own.gpu) if own.hardware is None else read_hardware(own.hardware)
 
 
 class Parser(argparse.ArgumentParser):
@@ -167,8 +180,15 @@ class Command:
         else:
             own = parser.parse_args(dashed)
         for each in self.options:
-            if isinstance(each, Option) and (each.above is not None or each.at_least is not None):
-                each.check(getattr(own, each.names[-1].lstrip("-").replace("-", "_")))
+            if not isinstance(each, Option) or (each.above, each.at_least) == (None, None):
+                continue
+            name = each.names[-1]
+            value = getattr(own, name.lstrip("-").replace("-", "_"))
+            if value is not None and each.above is not None and not value > each.above:
+                raise ConfigError(f"{name} {value:g} must be above {each.above:g}")
+            # infinity is not at least anything
+            if value is not None and each.at_least is not None and not each.at_least <= value < math.inf:
+                raise ConfigError(f"{name} {value:g} must be at least {each.at_least:g}")
         return own
 
 
@@ -221,24 +241,21 @@ def guarded(
             time.sleep(LOST_PEER_SECONDS)
         elif global_rank != 0:
             time.sleep(AGREED_SECONDS if isinstance(error, DisagreementError) else OTHER_RANK_SECONDS)
-        print_error(error, global_rank, world_size)
+        code = 1
+        if isinstance(error, MegapipeError):
+            code = error.exit_code
+            where = f" (rank {global_rank})" if world_size > 1 else ""
+            title = TITLES.get(type(error).__name__, "error")
+            head = painted(f"{title}{where}:", "red", sys.stderr)
+            print(f"{head} {abridged(str(error))}", file=sys.stderr, flush=True)
+        else:
+            bug = "this is a bug in megapipe, please report it with the following traceback"
+            print(f"rank {global_rank}: {bug}", file=sys.stderr)
+            traceback.print_exception(error)
+            sys.stderr.flush()
         if tell is not None and global_rank == 0:
             tell(error)
-        return error.exit_code if isinstance(error, MegapipeError) else 1
-
-
-def print_error(error: Exception, global_rank: int, world_size: int) -> None:
-    """Print an error, a bug's with traceback."""
-    if isinstance(error, MegapipeError):
-        where = f" (rank {global_rank})" if world_size > 1 else ""
-        title = TITLES.get(type(error).__name__, "error")
-        head = painted(f"{title}{where}:", "red", sys.stderr)
-        print(f"{head} {abridged(str(error))}", file=sys.stderr, flush=True)
-        return
-    bug = "this is a bug in megapipe, please report it with the following traceback"
-    print(f"rank {global_rank}: {bug}", file=sys.stderr)
-    traceback.print_exception(error)
-    sys.stderr.flush()
+        return code
 
 
 def teller(environment: Environment) -> Callable[[Exception], None] | None:

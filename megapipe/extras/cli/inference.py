@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -264,7 +265,9 @@ def evaluate(own: argparse.Namespace, environment: Environment) -> None:
     result = score(model.runtime(), tokens, own.stride)
     if environment.global_rank != 0:
         return
-    bits_per_byte = None if num_bytes is None else result.total_bits / num_bytes
+    bits_per_byte = None
+    if num_bytes is not None:
+        bits_per_byte = result.loss * result.num_tokens / math.log(2.0) / num_bytes
     if own.json:
         row = {
             "loss": result.loss,

@@ -33,10 +33,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megapipe.assembly.datasets import planned
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import guarded
-from megapipe.extras.cli.planning import planned
 from megapipe.extras.launch.flags import Launch, read_launch
 from megapipe.extras.launch.forwarder import Forwarder
 from megapipe.formatting import bytes_text, count_text, text_table

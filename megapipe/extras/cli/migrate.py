@@ -19,14 +19,13 @@ from megapipe.extras.migrate.judge import (
     judge,
     missing_files,
     text_report,
-    with_some_vocabulary,
     world_of,
 )
 from megapipe.extras.migrate.shell_script import SCRIPT_NAME, Call, Reading, read_script
 from megapipe.plan.batch import batch_schedule
 from megapipe.plan.resolve import resolve
 
-SOME_VOCABULARY = 50_257  # of GPT-2; only whether the grid is possible is asked
+SOME_VOCABULARY = 50_257  # of GPT-2, where only a tokenizer defines it: only whether the grid is possible is asked
 OPTIONS = (
     option("--set", "a variable of the script's environment", metavar="NAME=VALUE", action="append", default=[]),
     option("--ranks", "check for N ranks, not those of the launcher", type=int, above=0),
@@ -55,22 +54,25 @@ def main(own: argparse.Namespace) -> int:
         if not equals or not name.isidentifier():
             raise ConfigError(f"--set {text}: expected NAME=VALUE, a variable of the script")
         given.append((name, value))
-    migration = migrated(own.flags, given, own.ranks)
-    print(json.dumps(json_report(migration), indent=2) if own.json else "\n".join(text_report(migration)))
-    return 0 if migration.runs else 1
-
-
-def migrated(words: Sequence[str], given: Sequence[tuple[str, str]] = (), ranks: int | None = None) -> Migration:
-    """Return the report of a script with its arguments, or of arguments of pretrain_gpt.py. Raises ConfigError."""
+    words: list[str] = own.flags
     at = next((at for at, word in enumerate(words) if SCRIPT_NAME.fullmatch(word)), None)
     if words[0].startswith("--") or at is not None:
         launcher = () if at is None else tuple(words[:at])
         arguments = tuple(words if at is None else words[at + 1 :])
         call = Call(0, launcher, "pretrain_gpt.py", arguments, frozenset())
-        return report_of("the command line", Reading([call]), ranks)
-    if words[0] == "-":
-        return reported(sys.stdin.read(), "standard input", words[1:], given, ranks)
-    return reported(read_file(Path(words[0])), words[0], words[1:], given, ranks)
+        migration = report_of("the command line", Reading([call]), own.ranks)
+    elif words[0] == "-":
+        migration = reported(sys.stdin.read(), "standard input", words[1:], given, own.ranks)
+    else:
+        path = Path(words[0])
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            why = f"{error.strerror}; give the script, or -- and arguments"
+            raise ConfigError(f"{path} cannot be read: {why}") from None
+        migration = reported(text, words[0], words[1:], given, own.ranks)
+    print(json.dumps(json_report(migration), indent=2) if own.json else "\n".join(text_report(migration)))
+    return 0 if migration.runs else 1
 
 
 def reported(
@@ -98,14 +100,6 @@ def report_of(source: str, reading: Reading, ranks: int | None) -> Migration:
     return Migration(source, call, judgement, decisions, notes, ranks_text, problems, missing)
 
 
-def read_file(path: Path) -> str:
-    """Return the text of a script. Raises ConfigError."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the script, or -- and arguments") from None
-
-
 def grid(judgement: Judgement, world: World) -> tuple[str, tuple[str, ...]]:
     """Return the ranks and the grid in words, and why the configuration cannot run on them."""
     if judgement.loaded is None or judgement.unchecked:
@@ -119,9 +113,10 @@ def grid(judgement: Judgement, world: World) -> tuple[str, tuple[str, ...]]:
     said = f"{size} by the launcher" if world.size else f"not stated by the launcher; checked on {size}, the least"
     training, rampup = config.training, config.training.rampup_batch_size
     # one schedule, not one for each size of a ramp: in a deep pipeline those take a minute
-    constant = dataclasses.replace(config, training=dataclasses.replace(training, rampup_batch_size=None))
+    constant = dataclasses.replace(training, rampup_batch_size=None)
+    model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or SOME_VOCABULARY)
     try:
-        plan = resolve(with_some_vocabulary(constant, SOME_VOCABULARY), size, world.ranks_per_node)
+        plan = resolve(dataclasses.replace(config, model=model, training=constant), size, world.ranks_per_node)
         batch_schedule(training.global_batch_size, training.micro_batch_size, plan.topology.dp, rampup, least)
     except MegapipeError as error:
         return said, tuple(str(error).splitlines())

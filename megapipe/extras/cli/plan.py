@@ -7,16 +7,17 @@ import json
 from collections.abc import Sequence, Set
 from pathlib import Path
 
+from megapipe.assembly.datasets import planned, with_vocabulary
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config
-from megapipe.config.flags import normalised
+from megapipe.config.flags import Requests, normalised
 from megapipe.config.load import load_config
 from megapipe.config.parallel import strategy_of
+from megapipe.config.rules.check import Rule
 from megapipe.config.rules.gpu import own_kernels
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.frame import command, option, write_file
-from megapipe.extras.cli.planning import HARDWARE_OPTIONS, hardware_given, planned, rules_of_world, with_vocabulary
+from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, write_file
 from megapipe.extras.report.grid import context_svg, grid_svg
 from megapipe.extras.search.layout import Context, Layout
 from megapipe.extras.search.search import OBJECTIVES, Candidate, Objective, choose, predict_plan
@@ -25,6 +26,7 @@ from megapipe.plan.hardware import Hardware
 from megapipe.plan.report import plan_text, step_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.roofline import roofline_text
+from megapipe.plan.world_rules import world_rules
 
 OPTIONS = (
     option("--svg", "write a drawing of the grid: every rank with the part of the model that it holds", type=Path),
@@ -109,6 +111,13 @@ def main(own: argparse.Namespace) -> int:
     if own.estimator == "megatron":
         print(megatron_text(plan))
     return 0
+
+
+def rules_of_world(requests: Requests) -> tuple[Rule, ...]:
+    """Return the rules of the world that --world-size gives, none without."""
+    if requests.world_size is None:
+        return ()
+    return world_rules(requests.world_size, requests.ranks_per_node)
 
 
 def _search(own: argparse.Namespace) -> int:

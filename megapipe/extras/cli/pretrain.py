@@ -5,20 +5,23 @@ Invalid configurations are refused before torch is imported and any process grou
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megapipe.checkpoint.folder import checkpoint_config, saved_tokenizer
+from megapipe.assembly.datasets import planned
+from megapipe.checkpoint.changes import model_changes
+from megapipe.checkpoint.folder import checkpoint_config, find_checkpoint, saved_tokenizer, vocabulary_of
+from megapipe.config.config import Config
 from megapipe.config.files import is_hugging_face
 from megapipe.config.flags import Requests
 from megapipe.config.load import LoadedConfig, load_config, with_checkpoint_model, with_tokenizer
 from megapipe.config.rules.check import Rule, broken_rules
 from megapipe.environment import Environment
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.frame import run_on_ranks
-from megapipe.extras.cli.planning import model_of_checkpoint, planned
 from megapipe.monitor.signals import ended_by_signals, outlive_output
 from megapipe.plan.report import plan_text
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES
@@ -109,6 +112,27 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
 def _compare(environment: Environment) -> tuple[Rule, ...]:
     """Return the comparison with the checkpoint's model, read by one rank, and only if the run is refused."""
     return (model_of_checkpoint,) if environment.global_rank == 0 else ()
+
+
+def model_of_checkpoint(config: Config) -> Iterator[str]:
+    """Yield how the model differs from the one in the checkpoint of --load, for a run that is refused anyway: layers
+    that do not divide over the ranks may be layers that should be others.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.load is None or checkpoint.use_checkpoint_args or checkpoint.allow_changed_model:
+        return
+    if config.model.head_size() < 1:  # refused by a rule on its own
+        return
+    try:
+        folder = find_checkpoint(Path(checkpoint.load), checkpoint.ckpt_step)
+        if folder is None:
+            return
+        vocabulary = vocabulary_of(folder)  # this run's may be unknown yet
+        found = model_changes(folder, dataclasses.replace(config.model, vocab_size=vocabulary))
+    except MegapipeError:  # another model is not what is wrong
+        return
+    for line in found:
+        yield f"{line} ({folder.path}); --use-checkpoint-args takes the model from there"
 
 
 def _world(requests: Requests, environment: Environment) -> tuple[int, int | None]:

@@ -103,10 +103,8 @@ def main(own: argparse.Namespace) -> int:
     checkpoints = prepared.folder / "checkpoints"
     done = steps_done(checkpoints)
     words = ["--nproc-per-node", str(grid.num_ranks), "pretrain", *grid.flags]
-    words += pretrain_arguments(prepared, checkpoints, done, own.steps)
-    if not grid.num_gpus:  # profiles over NCCL are untested
-        words += profile_flags(done, own.steps)
-    words += own.flags
+    is_profiled = not grid.num_gpus  # profiles over NCCL are untested
+    words += [*pretrain_arguments(prepared, checkpoints, done, own.steps, is_profiled), *own.flags]
     _say("training", f"{grid.reason}; {f'continuing after step {done}, ' if done else ''}{own.steps} steps")
     print(f"   megapipe launch {shlex.join(words)}\n", flush=True)
     from megapipe.extras.cli.launch import launch
@@ -139,7 +137,11 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
     """
     num_gpus = 0 if _config([*CPU_FLAGS, *flags]).training.device == "cpu" else count_gpus()
     slots = min(num_gpus, asked_ranks or num_gpus) if num_gpus else CPU_RANKS
-    grid_flags = (*GPU_FLAGS, *gpu_grid(slots)) if num_gpus else CPU_FLAGS
+    grid_flags: tuple[str, ...] = CPU_FLAGS
+    if num_gpus:  # the largest grid of this kind that the GPUs hold
+        tp, pp = 2 if slots >= 4 else 1, 2 if slots >= 2 else 1
+        sizes = ("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp))
+        grid_flags = (*GPU_FLAGS, *sizes, "--num-virtual-stages-per-pipeline-rank", "2" if pp > 1 else "none")
     parallel = _config([*grid_flags, *flags]).parallel
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     if parallel.pipeline_model_parallel_size == 1 and parallel.num_virtual_stages_per_pipeline_rank is not None:
@@ -153,15 +155,6 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
     num_ranks = asked_ranks if asked_ranks is not None else max(1, slots // replica) * replica
     found = f"{count_text(num_gpus, 'GPU')}, so NCCL" if num_gpus else "no GPU, so gloo on the CPU"
     return Grid(num_ranks, num_gpus, grid_flags, f"{found}: {count_text(num_ranks, 'rank')}")
-
-
-def gpu_grid(num_gpus: int) -> tuple[str, ...]:
-    """Return the flags of the largest such grid for this many GPUs."""
-    tp = 2 if num_gpus >= 4 else 1
-    pp = 2 if num_gpus >= 2 else 1
-    chunks = "2" if pp > 1 else "none"
-    sizes = ("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp))
-    return (*sizes, "--num-virtual-stages-per-pipeline-rank", chunks)
 
 
 def count_gpus() -> int:
@@ -216,18 +209,17 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
     assert validation is not None
     entropy = unigram_entropy(np.concatenate([file.read(i) for i in range(*sequence_range(validation, len(file)))]))
     first, last = sequence_range(validation, len(documents))
-    prompts = STDLIB_PROMPTS if corpus is None else prompts_from(documents[first:last])
+    prompts: tuple[str, ...] = STDLIB_PROMPTS
+    if corpus is not None:  # the first words of the first documents with any
+        lines = (
+            next((line for line in text.splitlines() if re.match(r"\w", line)), "") for text in documents[first:last]
+        )
+        found = [" ".join(line.split()[:PROMPT_WORDS]) for line in lines if line]
+        prompts = tuple(found[:NUM_PROMPTS]) or ("The ",)
     _say("tokens", f"{tokens:,} in {prefix}.bin/.idx, unigram entropy of the validation part {entropy:.3f} nats")
     facts = {"source": source, "documents": len(documents), "tokens": tokens, "entropy": entropy, "prompts": prompts}
     write_file(record, json.dumps(facts), "--out")  # last: the folder is complete
     return Prepared(folder, prefix, tokenizer, entropy, prompts)
-
-
-def prompts_from(documents: list[str]) -> tuple[str, ...]:
-    """Return the first words of some documents."""
-    lines = (next((line for line in text.splitlines() if re.match(r"\w", line)), "") for text in documents)
-    found = [" ".join(line.split()[:PROMPT_WORDS]) for line in lines if line]
-    return tuple(found[:NUM_PROMPTS]) or ("The ",)
 
 
 def steps_done(checkpoints: Path) -> int:
@@ -236,8 +228,13 @@ def steps_done(checkpoints: Path) -> int:
     return 0 if found is None else found.step
 
 
-def pretrain_arguments(prepared: Prepared, checkpoints: Path, done: int, steps: int) -> list[str]:
-    """Return the flags of pretrain_gpt.py for data, length, schedule, checkpoints and prompts."""
+def pretrain_arguments(
+    prepared: Prepared, checkpoints: Path, done: int, steps: int, is_profiled: bool = False
+) -> list[str]:
+    """Return the flags of pretrain_gpt.py for data, length, schedule, checkpoints and prompts.
+
+    is_profiled: also two steps of the pipeline for the report, soon after the first steps.
+    """
     total = done + steps
     settings = {
         "--data-path": str(prepared.prefix),
@@ -253,14 +250,12 @@ def pretrain_arguments(prepared: Prepared, checkpoints: Path, done: int, steps: 
         "--keep-last": "2",
     }
     words = [word for setting in settings.items() for word in setting]
-    return [*words, "--override-opt_param-scheduler", "--sample-prompts", *prepared.prompts]
-
-
-def profile_flags(done: int, steps: int) -> tuple[str, ...]:
-    """Return flags that profile two steps of the pipeline for the report, soon after the first steps."""
-    start = done + max(0, min(PROFILE_STEP, steps - 2))
-    end = min(start + 2, done + steps)
-    return ("--profile-pipeline", "--profile-step-start", str(start), "--profile-step-end", str(end))
+    words += ["--override-opt_param-scheduler", "--sample-prompts", *prepared.prompts]
+    if is_profiled:
+        start = done + max(0, min(PROFILE_STEP, steps - 2))
+        end = min(start + 2, total)
+        words += ["--profile-pipeline", "--profile-step-start", str(start), "--profile-step-end", str(end)]
+    return words
 
 
 def _say(word: str, text: str) -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.page import compare_page, compare_text, named, page
 from megapipe.monitor.diagnosis import doing, summary, table, waits_for
-from megapipe.monitor.roster import Sighting, newest_run, read_folder
+from megapipe.monitor.roster import newest_run, read_folder
 from megapipe.profile.difference import summarize
 
 FILE_NAME = "report.html"
@@ -109,35 +108,33 @@ def show(run: Path, as_json: bool) -> None:
     roster, sightings = read_folder(run)
     edges = {sighting.member.rank: waits_for(sighting, sightings, roster) for sighting in sightings if sighting.waits}
     if as_json:
-        ranks = [_as_dict(sighting, edges.get(sighting.member.rank, ())) for sighting in sightings]
+        ranks = []
+        for sighting in sightings:
+            member, record, snapshot = sighting.member, sighting.record, sighting.snapshot
+            found: dict[str, Any] = {
+                "rank": member.rank,
+                "host": member.host,
+                "pid": member.pid,
+                "place": member.place,
+                "stages": list(member.stages),
+                "process": None if sighting.process is None else str(sighting.process),
+                "answers": sighting.answers,
+            }
+            if record is not None:
+                found |= {
+                    "step": record.step,
+                    "phase": record.phase,
+                    "action": record.action,
+                    "does": doing(record),
+                    "seconds": round(sighting.age_seconds, 3),
+                    "wait": record.wait.name.lower(),
+                    "what": record.what,
+                    "step_seconds": snapshot.elapsed_ns / 1e9 if snapshot else None,
+                    "computing_seconds": snapshot.computing_ns / 1e9 if snapshot else None,
+                    "number": record.number,
+                    "waits_for": list(edges.get(member.rank, ())),
+                }
+            ranks.append(found)
         print(json.dumps({"run": str(run), "time": time.time(), "ranks": ranks}))
     else:
         print("\n".join([summary(run.name, sightings), *table(sightings, edges)]), flush=True)
-
-
-def _as_dict(sighting: Sighting, waits_for_ranks: Sequence[int]) -> dict[str, Any]:
-    member, record, snapshot = sighting.member, sighting.record, sighting.snapshot
-    found: dict[str, Any] = {
-        "rank": member.rank,
-        "host": member.host,
-        "pid": member.pid,
-        "place": member.place,
-        "stages": list(member.stages),
-        "process": None if sighting.process is None else str(sighting.process),
-        "answers": sighting.answers,
-    }
-    if record is None:
-        return found
-    return found | {
-        "step": record.step,
-        "phase": record.phase,
-        "action": record.action,
-        "does": doing(record),
-        "seconds": round(sighting.age_seconds, 3),
-        "wait": record.wait.name.lower(),
-        "what": record.what,
-        "step_seconds": snapshot.elapsed_ns / 1e9 if snapshot else None,
-        "computing_seconds": snapshot.computing_ns / 1e9 if snapshot else None,
-        "number": record.number,
-        "waits_for": list(waits_for_ranks),
-    }

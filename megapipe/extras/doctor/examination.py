@@ -106,11 +106,6 @@ def ring_pairs(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield b, a
 
 
-def pairs_of(trial: Trial) -> list[Trial]:
-    """Return the links of a group's ring as separate trials."""
-    return [Trial(PAIR, trial.group, SEND, pair) for pair in ring_pairs(trial.ranks)]
-
-
 def rounds_of(trials: Sequence[Trial], alone: bool) -> list[tuple[Trial, ...]]:
     """Group trials of one kind into rounds in which no rank takes part twice; those of a round run concurrently.
 
@@ -339,23 +334,8 @@ def examine_allocation(
     skews = broadcast_object(skews, world)
     is_noisy = device.type == "cpu" and any(report.is_busy for report in reports)
     rules = Rules(hosts, request.factor, NOISE_SECONDS[device.type], is_noisy, request.hardware)
-    judged, slow_ones = _measured(request, groups, device, rules)
-    remarks = (*host_remarks(reports), *clock_remarks(skews, reports[0].name))
-    return Examination(reports, hosts, skews, judged, slow_ones, remarks, time.perf_counter() - began)
-
-
-def named_hosts(found: Sequence[tuple[int, str]]) -> tuple[str, ...]:
-    """Return the host of each rank from (node_rank, host name); nodes with equal names get their number appended."""
-    nodes = {name: {node for node, other in found if other == name} for _, name in found}
-    return tuple(name if len(nodes[name]) == 1 else f"{name}#{node}" for node, name in found)
-
-
-def _measured(
-    request: Request, groups: ProcessGroups, device: torch.device, rules: Rules
-) -> tuple[tuple[Judged, ...], tuple[Judged, ...]]:
-    """Return all trials judged, and those that are slow. What is slow is measured a second time, alone."""
-    trials = trials_of(request.topology, request.placement, rules.hosts)
-    alone = rules.is_noisy and len(trials) <= MAX_ALONE
+    trials = trials_of(request.topology, request.placement, hosts)
+    alone = is_noisy and len(trials) <= MAX_ALONE
     samples = measure_rounds(rounds_of(trials, alone), groups, device, request.budget_seconds)
     # the links of the slowest groups of each kind and, to compare with, of a good group of that kind
     judged = judge(samples, rules)
@@ -364,24 +344,55 @@ def _measured(
     for kind in dict.fromkeys(trial.kind for trial in slow_trials if not trial.is_message):
         good = [one.trial for one in judged if one.trial.kind == kind and one.trial not in slow_trials]
         suspects += [trial for trial in slow_trials if trial.kind == kind][:MAX_SUSPECTS] + good[:1]
-    links = list({pair.ranks: pair for group in suspects for pair in pairs_of(group)}.values())
-    samples += measure_rounds(rounds_of(links, alone), groups, device, request.budget_seconds)
+    links = {pair: Trial(PAIR, trial.group, SEND, pair) for trial in suspects for pair in ring_pairs(trial.ranks)}
+    samples += measure_rounds(rounds_of(list(links.values()), alone), groups, device, request.budget_seconds)
     judged = judge(samples, rules)
     slow_trials = [one.trial for one in slow(judged)]
+    # what is slow is measured a second time, alone
     again = rounds_of(slow_trials, alone=len(slow_trials) <= MAX_ALONE)
     others = [sample for sample in samples if sample.trial not in slow_trials]
-    confirmed = judge([*others, *measure_rounds(again, groups, device, request.budget_seconds)], rules)
-    return tuple(judged), tuple(one for one in slow(confirmed) if one.trial in slow_trials)
+    confirmed = slow(judge([*others, *measure_rounds(again, groups, device, request.budget_seconds)], rules))
+    twice = tuple(one for one in confirmed if one.trial in slow_trials)
+    remarks = (*host_remarks(reports), *clock_remarks(skews, reports[0].name))
+    return Examination(reports, hosts, skews, tuple(judged), twice, remarks, time.perf_counter() - began)
+
+
+def named_hosts(found: Sequence[tuple[int, str]]) -> tuple[str, ...]:
+    """Return the host of each rank from (node_rank, host name); nodes with equal names get their number appended."""
+    nodes = {name: {node for node, other in found if other == name} for _, name in found}
+    return tuple(name if len(nodes[name]) == 1 else f"{name}#{node}" for node, name in found)
 
 
 def host_remarks(reports: Sequence[HostReport]) -> list[Remark]:
-    """Return all remarks, those about single hosts first. What holds for several hosts is one remark."""
+    """Return all remarks, those about single hosts first, then one for each property in which hosts differ. What holds
+    for several hosts is one remark.
+    """
     found: dict[tuple[bool, str, str], list[str]] = {}
     for report in reports:
         for finding in _findings(report):
             found.setdefault(finding, []).append(report.name)
-    about_hosts = [Remark(is_wrong, kind, text, tuple(names)) for (is_wrong, kind, text), names in found.items()]
-    return [*about_hosts, *_differences(reports)]
+    remarks = [Remark(is_wrong, kind, text, tuple(names)) for (is_wrong, kind, text), names in found.items()]
+    settings = dict.fromkeys(name for report in reports for name in report.settings)
+    versions = dict.fromkeys(name for report in reports for name in report.versions)
+    tables: list[dict[str, str]] = []  # of each host: property -> value
+    for report in reports:
+        gpus = ", ".join(sorted({gpu.name for gpu in report.gpus})) or "none"
+        table = {"GPUs": gpus, "CPU": f"{report.resources.cpu}, {report.resources.cores} cores"}
+        table |= {f"setting {name}": report.settings.get(name, "not set") for name in settings}
+        tables.append(table | {name: report.versions.get(name) or "none" for name in versions})
+    every_host = tuple(report.name for report in reports)
+    for what in tables[0]:
+        hosts_with: dict[str, list[str]] = {}
+        for name, table in zip(every_host, tables, strict=True):
+            hosts_with.setdefault(table[what], []).append(name)
+        if len(hosts_with) > 1:
+            parts = []
+            for value, hosts in hosts_with.items():
+                listed = hosts if len(hosts) <= 4 else [*hosts[:3], f"... ({len(hosts)} in all)"]
+                parts.append(f"{value} on {', '.join(listed)}")
+            text = f"hosts differ in {what}: {'; '.join(parts)}"
+            remarks.append(Remark(what in MUST_AGREE, "difference", text, every_host))
+    return remarks
 
 
 def _findings(report: HostReport) -> Iterator[tuple[bool, str, str]]:
@@ -427,29 +438,3 @@ def clock_remarks(skews: Mapping[str, tuple[float, float]], first: str) -> list[
         for name, (seconds, error) in skews.items()
         if abs(seconds) - error > MAX_SKEW_SECONDS
     ]
-
-
-def _differences(reports: Sequence[HostReport]) -> list[Remark]:
-    """Return a remark for each property in which hosts differ."""
-    settings = dict.fromkeys(name for report in reports for name in report.settings)
-    versions = dict.fromkeys(name for report in reports for name in report.versions)
-    tables: list[dict[str, str]] = []  # of each host: property -> value
-    for report in reports:
-        gpus = ", ".join(sorted({gpu.name for gpu in report.gpus})) or "none"
-        table = {"GPUs": gpus, "CPU": f"{report.resources.cpu}, {report.resources.cores} cores"}
-        table |= {f"setting {name}": report.settings.get(name, "not set") for name in settings}
-        tables.append(table | {name: report.versions.get(name) or "none" for name in versions})
-    found = []
-    names = tuple(report.name for report in reports)
-    for what in tables[0]:
-        hosts_with: dict[str, list[str]] = {}
-        for name, table in zip(names, tables, strict=True):
-            hosts_with.setdefault(table[what], []).append(name)
-        if len(hosts_with) > 1:
-            parts = []
-            for value, hosts in hosts_with.items():
-                listed = hosts if len(hosts) <= 4 else [*hosts[:3], f"... ({len(hosts)} in all)"]
-                parts.append(f"{value} on {', '.join(listed)}")
-            text = f"hosts differ in {what}: {'; '.join(parts)}"
-            found.append(Remark(what in MUST_AGREE, "difference", text, names))
-    return found

@@ -154,23 +154,19 @@ class Generator:
         texts: list[list[int]] = []
         with without_sequence_parallelism(self._runtime.stages.values()):
             for first in range(0, len(prompts), at_once):
+                # the prompts that are in flight together
                 numbers = list(range(first, min(first + at_once, len(prompts))))
-                texts += self._continue(numbers, [list(prompts[n]) for n in numbers], limits, on_token)
+                given = [list(prompts[number]) for number in numbers]
+                max_tokens = [min(limits.max_new_tokens, self._num_positions - len(prompt)) for prompt in given]
+                batches = self._batches(numbers, given, max_tokens)
+                for position in range(max(max_tokens)):
+                    if not any(any(batch.is_open) for batch in batches):
+                        break
+                    tokens = self._next_tokens(batches, position)
+                    for batch, row_tokens in zip(batches, tokens, strict=True):
+                        self._append(batch, row_tokens, limits, on_token)
+                texts += [text for batch in batches for text in batch.texts][: len(numbers)]
         return texts
-
-    def _continue(
-        self, numbers: list[int], prompts: list[list[int]], limits: Limits, on_token: OnToken | None
-    ) -> list[list[int]]:
-        """Continue the prompts that are in flight together."""
-        max_tokens = [min(limits.max_new_tokens, self._num_positions - len(prompt)) for prompt in prompts]
-        batches = self._batches(numbers, prompts, max_tokens)
-        for position in range(max(max_tokens)):
-            if not any(any(batch.is_open) for batch in batches):
-                break
-            tokens = self._next_tokens(batches, position)
-            for batch, row_tokens in zip(batches, tokens, strict=True):
-                self._append(batch, row_tokens, limits, on_token)
-        return [text for batch in batches for text in batch.texts][: len(numbers)]
 
     def _batches(self, numbers: list[int], prompts: list[list[int]], max_tokens: list[int]) -> list[_Batch]:
         size, longest = min(self._batch_size, len(prompts)), max(map(len, prompts))
@@ -203,7 +199,11 @@ class Generator:
 
         def choose(logits: Tensor, payload: Microbatch) -> tuple[Tensor, Tensor]:
             batch = next(batch for batch in batches if batch.cache is payload.cache)
-            return logits, self._sampling.choose(self._full_logits(logits[-1]), batch.numbers, position)
+            mine = logits[-1].t().contiguous()  # [V / tp, batch]
+            whole = mine.new_empty(mine.shape[0] * runtime.groups.tp.size, mine.shape[1])
+            all_gather(whole, mine, runtime.groups.tp)
+            without_padding = whole[: self._vocab_size].t()
+            return logits, self._sampling.choose(without_padding, batch.numbers, position)
 
         microbatches = []
         for batch in batches:
@@ -250,14 +250,6 @@ class Generator:
             pp_rank, sharded = runtime.coordinates.pp_rank, runtime.sharded
             self._engines[num_batches] = Engine(schedule, pp_rank, self._runners, runtime.channels, sharded=sharded)
         return self._engines[num_batches]
-
-    def _full_logits(self, logits: Tensor) -> Tensor:
-        """Gather [batch, V / tp] over tp and drop the padding: [batch, V]."""
-        tp = self._runtime.groups.tp
-        mine = logits.t().contiguous()
-        whole = mine.new_empty(mine.shape[0] * tp.size, mine.shape[1])
-        all_gather(whole, mine, tp)
-        return whole[: self._vocab_size].t()
 
 
 @contextmanager
@@ -328,10 +320,6 @@ class Perplexity:
     @property
     def perplexity(self) -> float:
         return math.exp(self.loss)
-
-    @property
-    def total_bits(self) -> float:
-        return self.loss * self.num_tokens / math.log(2.0)
 
 
 def windows(num_tokens: int, seq: int, stride: int) -> Iterator[Window]:

@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -
             raise CommunicationError(f"the nodes could not connect: {text}") from error
     if not result.is_failed():
         return Outcome(0)
-    outcome = _outcome(result, forwarder)
+    outcome = outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, forwarder.received)
     words = "" if outcome.rank is None else agent.last_words(outcome.rank, result.failures[outcome.rank].local_rank)
     return replace(outcome, message="\n".join(filter(None, [outcome.message, words])))
 
@@ -134,10 +134,6 @@ def outcome_of(exit_codes: Mapping[int, int], received: signal.Signals | None = 
         return Outcome(128 - code, f"{killed}. All ranks were terminated; {intact}", rank)
     message = "" if code in TOLD_BY_RANK else f"rank {rank} ended with exit code {code}; all ranks were terminated"
     return Outcome(code, message, rank)
-
-
-def _outcome(result: RunResult, forwarder: Forwarder) -> Outcome:
-    return outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, forwarder.received)
 
 
 def _find_nodes(config: LaunchConfig) -> None:
@@ -226,8 +222,9 @@ class _Agent(LocalElasticAgent):
         self._forwarder.repeat_request()
         result = super()._monitor_workers(worker_group)
         if result.is_failed() and self._remaining_restarts:
-            outcome = _outcome(result, self._forwarder)
-            if self._forwarder.received is not None or outcome.exit_code in FINAL:
+            received = self._forwarder.received
+            outcome = outcome_of({rank: failure.exitcode for rank, failure in result.failures.items()}, received)
+            if received is not None or outcome.exit_code in FINAL:
                 self._remaining_restarts = 0
             else:
                 limit = self._worker_group.spec.max_restarts

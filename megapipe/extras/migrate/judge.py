@@ -6,7 +6,6 @@ pretrain_gpt.py: there is no second table of what is supported.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 from collections import Counter
@@ -33,6 +32,7 @@ REFUSED = "refused"
 UNKNOWN = "unknown"
 OUTSIDE = "set outside the script"
 TO_CHANGE = (REFUSED, UNKNOWN)
+VARIABLE = re.compile(rf"{OPEN}\$(?!\()[^{CLOSE}]*{CLOSE}", re.DOTALL)  # a word that is one placeholder of a variable
 MANY = "*"  # any number of values: of a flag that is not known
 DATA_FILES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -73,13 +73,22 @@ def judge(arguments: Sequence[str]) -> Judgement:
     """Judge the arguments of pretrain_gpt.py. What is not known in them is a placeholder."""
     rows, more, accepted, unchecked = [], [], [], []
     for flag, values in grouped(arguments):
-        name = normalised(flag)
-        count = number_of_values(name)
-        rest = [value for value in values[count != "" :] if is_variable(value) and count not in ("+", MANY)]
+        name, megatrons = normalised(flag), megatron_flags().get(normalised(flag))
+        # how many values follow ("" none, "1" one, "+" one or more), and if any text is one, such as a path
+        count = MANY if megatrons is None else megatrons.values
+        takes_text = megatrons is None or not megatrons.accepts
+        if name in field_flags():
+            field, form = field_flags()[name]
+            count = takes_values(field, form)
+            is_read = field.option.read is not None or form.read is not None
+            takes_text = field.kind.scalar is str and not field.option.choices and not is_read
+        elif name in REQUESTS:
+            count = REQUESTS[name].values
+        rest = [value for value in values[count != "" :] if VARIABLE.fullmatch(value) and count not in ("+", MANY)]
         more += [shown(value) for value in rest]
         values = [value for at, value in enumerate(values) if (at == 0 and count) or value not in rest]
         texts = tuple(map(shown, values))
-        if not all(map(is_known, values)) and not takes_text(name):
+        if not all(map(is_known, values)) and not takes_text:
             row = Row(flag, texts, OUTSIDE)
         else:
             row = judge_flag(flag, texts)
@@ -108,28 +117,6 @@ def grouped(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
         else:
             found.append((word, []))
     return found
-
-
-def number_of_values(name: str) -> str:
-    """Return how many values follow a flag: "" none, "1" one, "+" one or more, MANY for a flag that is not known."""
-    if name in field_flags():
-        return takes_values(*field_flags()[name])
-    if name in REQUESTS:
-        return REQUESTS[name].values
-    return megatron_flags()[name].values if name in megatron_flags() else MANY
-
-
-def takes_text(name: str) -> bool:
-    """Return True if any text is a value of this flag, such as a path."""
-    if name not in field_flags():
-        return name not in megatron_flags() or not megatron_flags()[name].accepts
-    field, flag = field_flags()[name]
-    return field.kind.scalar is str and not field.option.choices and field.option.read is None and flag.read is None
-
-
-def is_variable(word: str) -> bool:
-    """Return True if a word is nothing but one placeholder of a variable."""
-    return word.startswith(OPEN + "$") and not word.startswith(OPEN + "$(") and word.find(CLOSE) == len(word) - 1
 
 
 def judge_flag(flag: str, values: Sequence[str]) -> Row:
@@ -164,13 +151,6 @@ def missing_files(config: Config, folder: Path) -> Iterator[tuple[str, str]]:
         for prefix in getattr(config.data, name) or ():
             if number_in(prefix) is None and "$" not in prefix and not (folder / f"{prefix}.bin").exists():
                 yield "--" + normalised(name), f"{prefix}.bin and .idx"
-
-
-def with_some_vocabulary(config: Config, size: int) -> Config:
-    """Return a configuration with a vocabulary of this size where only a tokenizer defines it."""
-    if config.model.vocab_size is not None:
-        return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
 @dataclass(frozen=True)
@@ -259,22 +239,20 @@ def quoted(word: str) -> str:
     return word if word.startswith("--") else '"' + word.replace('"', '\\"') + '"'
 
 
-def right_column(row: Row) -> str:
-    """Return the outcome of a flag in the words of the table."""
-    if row.outcome == TAKEN_AS:
-        return f"{TAKEN_AS} {row.note}"
-    note = row.note.removeprefix(row.text).removeprefix(" is a flag of Megatron that megapipe does not support")
-    return f"{row.outcome}: {note.removeprefix(': ')}" if note else row.outcome
-
-
 def text_report(migration: Migration) -> Iterator[str]:
     """Yield the lines of the report."""
     call, judgement = migration.call, migration.judgement
     num_flags = count_text(len(judgement.rows), "flag")
     where = f", line {call.line}" if call.line else ""
     yield f"{migration.source}{where}: {shown(call.script)} with {num_flags}"
-    table = [(cut(row.text), right_column(row)) for row in judgement.rows]
-    yield from text_table([("flag of the script", "here"), *table], left=(0, 1))
+    table = [("flag of the script", "here")]
+    for row in judgement.rows:
+        note = row.note.removeprefix(row.text).removeprefix(" is a flag of Megatron that megapipe does not support")
+        outcome = f"{row.outcome}: {note.removeprefix(': ')}" if note else row.outcome
+        if row.outcome == TAKEN_AS:
+            outcome = f"{TAKEN_AS} {row.note}"
+        table.append((row.text if len(row.text) <= WIDEST else f"{row.text[: WIDEST - 3]}...", outcome))
+    yield from text_table(table, left=(0, 1))
     counts = Counter(row.outcome for row in judgement.rows)
     yield "  " + ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
     yield from headed("set outside the script", [f"{what} ({', '.join(flags)})" for what, flags in
@@ -303,11 +281,6 @@ def headed(title: str, lines: list[str] | tuple[str, ...]) -> Iterator[str]:
     if lines:
         yield f"{title}:"
         yield from (f"  {line}" for line in lines)
-
-
-def cut(text: str) -> str:
-    """Return a text for the left column."""
-    return text if len(text) <= WIDEST else f"{text[: WIDEST - 3]}..."
 
 
 def json_report(migration: Migration) -> dict[str, Any]:

@@ -338,7 +338,15 @@ def read_script(
     """Walk through the text of a script. given: variables of its environment. Raises ConfigError."""
     text = re.sub(f"[{OPEN}{CLOSE}{BREAK}{QUOTED}\0]", "", text).replace("\r\n", "\n")
     walk = Walk(script=name)
-    walk.variables |= slurm_variables(text) | {key: [value] for key, value in given}
+    # `#SBATCH` lines give the variables that SLURM sets
+    options = re.findall(r"^#SBATCH\s+--?([\w-]+)(?:[= ]\s*)(\d{1,9})\b", text, re.MULTILINE)
+    numbers = {{"N": "nodes", "n": "ntasks"}.get(name, name): int(number) for name, number in options}
+    if {"nodes", "ntasks-per-node"} <= numbers.keys():
+        numbers.setdefault("ntasks", numbers["nodes"] * numbers["ntasks-per-node"])
+    for option, names in OF_SLURM.items():
+        if option in numbers:
+            walk.variables |= {name: [str(numbers[option])] for name in names}
+    walk.variables |= {key: [value] for key, value in given}
     try:
         walk.follow(text, steps_of(text), arguments)
     except RecursionError:
@@ -346,15 +354,6 @@ def read_script(
     except UnreadableError as error:
         raise refusal(walk.line, error.what) from None
     return walk
-
-
-def slurm_variables(text: str) -> dict[str, list[str]]:
-    """Return the variables that SLURM sets by the `#SBATCH` lines of a script."""
-    options = re.findall(r"^#SBATCH\s+--?([\w-]+)(?:[= ]\s*)(\d{1,9})\b", text, re.MULTILINE)
-    given = {{"N": "nodes", "n": "ntasks"}.get(option, option): int(number) for option, number in options}
-    if {"nodes", "ntasks-per-node"} <= given.keys():
-        given.setdefault("ntasks", given["nodes"] * given["ntasks-per-node"])
-    return {name: [str(given[option])] for option, names in OF_SLURM.items() if option in given for name in names}
 
 
 @dataclass
@@ -585,25 +584,23 @@ class Walk(Reading):
         self.unset_is_empty = False
         texts = texts if words[0] == "test" else texts[:-1]
         negated = texts[:1] == ["!"]
-        truth = self.tested(texts[negated:], words[-2] if in_brackets and words[1:] else None)
-        return truth if truth is None else truth != negated
-
-    def tested(self, texts: list[str], pattern: str | None) -> bool | None:
-        """Return the truth of one test. pattern: the last word of `[[ ... ]]` as written."""
-        match texts:
+        # the last word of `[[ ... ]]` as written, which can be a pattern
+        pattern = words[-2] if in_brackets and words[1:] else None
+        truth = None  # of files, which differ between machines, and of what is not read
+        match texts[negated:]:
             case [text] if is_known(text):
-                return bool(text)
+                truth = bool(text)
             case ["-z" | "-n" as test, text] if is_known(text):
-                return (text == "") == (test == "-z")
+                truth = (text == "") == (test == "-z")
             case [left, "=" | "==" | "!=" as test, right] if is_known(left + right):
                 if pattern is None or not set("*?[") & set(right):
-                    return (left == right) == (test != "!=")
-                if not set("'\"\\") & set(pattern):
-                    return fnmatch.fnmatchcase(left, right) == (test != "!=")
+                    truth = (left == right) == (test != "!=")
+                elif not set("'\"\\") & set(pattern):
+                    truth = fnmatch.fnmatchcase(left, right) == (test != "!=")
             case [left, test, right] if test in INTEGER_TESTS:
                 with suppress(UnknownValueError):
-                    return self.number(f"({left or 0}) {INTEGER_TESTS[test]} ({right or 0})") != 0
-        return None  # files, which differ between machines, and what is not read
+                    truth = self.number(f"({left or 0}) {INTEGER_TESTS[test]} ({right or 0})") != 0
+        return truth if truth is None else truth != negated
 
     def fields(self, word: str) -> list[str]:
         """Return the words that a word becomes: expansions outside quotes are split at blanks."""

@@ -293,11 +293,6 @@ def heat(level: int) -> str:
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-def level_of(load: float) -> int:
-    """Return the colour's level of a load relative to the mean."""
-    return min(LEVELS - 1, round(load * (LEVELS - 1) / 2))
-
-
 def _map(record: Record) -> str:
     load: dict[str, list[float]] = record["expert_load"]
     columns = max(map(len, load.values()))
@@ -308,7 +303,9 @@ def _map(record: Record) -> str:
         y, worst = MAP_TOP + row * ROW, max(range(len(loads)), key=loads.__getitem__)
         title = f"layer {layer}: expert {worst} has {loads[worst]:.2f} times the mean"
         parts.append(text(MAP_LEFT - 6, y + ROW - 2, layer, title, text_anchor="end", class_="tick"))
-        cells += [(level_of(value), MAP_LEFT + expert * width, y) for expert, value in enumerate(loads)]
+        for expert, value in enumerate(loads):
+            level = min(LEVELS - 1, round(value * (LEVELS - 1) / 2))
+            cells.append((level, MAP_LEFT + expert * width, y))
     cells.sort(key=lambda cell: cell[0])
     parts += merged((heat(level), x, y, width, ROW) for level, x, y in cells)
     view = f"0 0 {MAP_WIDTH} {MAP_TOP + ROW * len(load)}"

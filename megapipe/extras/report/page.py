@@ -60,7 +60,16 @@ def page(run: Run) -> str:
     sources = [name for name in (METRICS, RUN) if (run.folder / name).is_file()]
     sources += [run.profile_path.name] if run.profile_path else []
     footer = f"Written {moment(now)} by megapipe report {__version__} from {', '.join(sources)}."
-    return html_page(title, [_header(run, title, now), _tiles(run)], sections, footer)
+    ending = run.last.ending
+    state = STATES.get(ending, ending)
+    if ending in ("running", "unknown") and run.last.times:
+        state += f", last record {duration_text(max(0.0, now - max(run.last.times)))} ago"
+    about = [grid_text(run.started["grid"])] if run.started.get("grid") else []
+    about += [line.strip()[len("model") :].strip() for line in _plan(run) if line.strip().startswith("model ")][:1]
+    lines = " \N{MIDDLE DOT} ".join(map(escape, filter(None, about)))
+    below = f'<div class="soft">{lines}</div>' if lines else ""
+    header = f'<header><h1>{escape(title)}</h1><span class="state {ending}">{state}</span>{below}</header>'
+    return html_page(title, [header, _tiles(run)], sections, footer)
 
 
 def html_page(title: str, top: Sequence[str], sections: Mapping[str, str], footer: str) -> str:
@@ -76,18 +85,6 @@ def html_page(title: str, top: Sequence[str], sections: Mapping[str, str], foote
     parts += [f"<section><h2>{name}</h2>\n{content}\n</section>" for name, content in sections.items() if content]
     parts += [f'<footer class="soft">{escape(footer)}</footer>', f"<script>{script}</script>", "</body></html>\n"]
     return "\n".join(parts)
-
-
-def _header(run: Run, title: str, now: float) -> str:
-    ending = run.last.ending
-    state = STATES.get(ending, ending)
-    if ending in ("running", "unknown") and run.last.times:
-        state += f", last record {duration_text(max(0.0, now - max(run.last.times)))} ago"
-    about = [grid_text(run.started["grid"])] if run.started.get("grid") else []
-    about += [line.strip()[len("model") :].strip() for line in _plan(run) if line.strip().startswith("model ")][:1]
-    lines = " \N{MIDDLE DOT} ".join(map(escape, filter(None, about)))
-    below = f'<div class="soft">{lines}</div>' if lines else ""
-    return f'<header><h1>{escape(title)}</h1><span class="state {ending}">{state}</span>{below}</header>'
 
 
 def _tiles(run: Run) -> str:

@@ -36,7 +36,7 @@ from megapipe.plan.recompute_choice import FULL, choices
 from megapipe.plan.schedule_choice import cut_layers
 from megapipe.plan.slices import sequence_slices
 from megapipe.plan.step_time import update_bytes
-from megapipe.schedule.action import Action, Op
+from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.partition import StageLayers
@@ -117,16 +117,9 @@ class _Times(NamedTuple):
     kept_bytes: tuple[int, ...]  # of each kind, by slice
     head_bytes: int  # of the slice that keeps the fewest
 
-    def of(self, counts: Counts, field: str) -> float:
-        """Return the sum of a field over layers."""
-        return _over(counts, self.layers, field)
-
-    def of_first(self, counts: Counts, field: str) -> float:
-        """Return the sum of a field over layers, for the first slice."""
-        return _over(counts, self.first, field)
-
 
 def _over(counts: Counts, parts: tuple[_Part, ...], field: str) -> float:
+    """Return the sum of a field over layers. parts: a layer of each kind."""
     return sum(count * getattr(part, field) for count, part in zip(counts, parts, strict=True))
 
 
@@ -195,16 +188,16 @@ class Bounds:
         waits = not self._config.optimizer.optimizer_post_validation
         longest, head = 0.0, times.head
         for rank in ranks:
-            forward = times.of(rank.layers, "forward") + rank.heads * head.forward
-            work = forward + times.of(rank.layers, "both") + rank.heads * head.both
+            forward = _over(rank.layers, times.layers, "forward") + rank.heads * head.forward
+            work = forward + _over(rank.layers, times.layers, "both") + rank.heads * head.both
             hops = rank.stages_before * times.message
-            first = times.of_first(rank.layers_before, "forward")
+            first = _over(rank.layers_before, times.first, "forward")
             if is_split:  # the weight gradients may run last, while input gradients continue on other ranks
-                short = forward + times.of(rank.layers, "inputs") + rank.heads * head.inputs
-                both_ways = first + times.of_first(rank.layers_before, "inputs") + 2 * hops
+                short = forward + _over(rank.layers, times.layers, "inputs") + rank.heads * head.inputs
+                both_ways = first + _over(rank.layers_before, times.first, "inputs") + 2 * hops
                 longest = max(longest, waits * (first + hops) + count * work, waits * both_ways + count * short)
             else:
-                both_ways = first + times.of_first(rank.layers_before, "both") + 2 * hops
+                both_ways = first + _over(rank.layers_before, times.first, "both") + 2 * hops
                 longest = max(longest, waits * both_ways + count * work)
         return longest
 
@@ -391,30 +384,24 @@ def _holds(cut: Cut, schedule: str, count: int, slices: int) -> tuple[_Holds, ..
     if keeps_all(schedule):
         of_ranks = [(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank)) for rank in range(pp)]
         return _undominated(_Holds(*held, tuple(count * layers for layers in held[0])) for held in of_ranks)
-    rows = SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp, num_slices=slices))
-    return _undominated(
-        _Holds(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank), live)
-        for rank, row in enumerate(rows)
-        for live in _live_layers(row, counts, slices)
-    )
-
-
-def _live_layers(row: Iterable[Action], counts: Sequence[Counts], slices: int) -> set[Counts]:
-    """Return the layers of each kind that a row keeps in each forward, times microbatches; with slices by slice, where
-    most layers of these are kept.
-    """
-    kinds = len(counts[0])
-    live, seen = [0] * (kinds * slices), set[Counts]()
-    for stage, op, number in row:
-        sign = 1 if op is Op.F else -1 if op in (Op.B, Op.I) else 0
-        if sign:
-            start = (number or 0) % slices * kinds
-            for kind, layers in enumerate(counts[stage], start):
-                live[kind] += sign * layers
-            if sign == 1:
-                seen.add(tuple(live))
-    most = max(map(sum, seen), default=0)
-    return seen if slices == 1 else {each for each in seen if sum(each) == most}
+    kinds, found = len(counts[0]), list[_Holds]()
+    for rank, row in enumerate(SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp, num_slices=slices))):
+        # layers x microbatches by slice and kind, and these numbers in every forward
+        live, seen = [0] * (kinds * slices), set[Counts]()
+        for stage, op, number in row:
+            sign = 1 if op is Op.F else -1 if op in (Op.B, Op.I) else 0
+            if sign:
+                start = (number or 0) % slices * kinds
+                for kind, layers in enumerate(counts[stage], start):
+                    live[kind] += sign * layers
+                if sign == 1:
+                    seen.add(tuple(live))
+        if slices > 1:  # only where most layers are kept
+            most = max(map(sum, seen), default=0)
+            seen = {each for each in seen if sum(each) == most}
+        held = _layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank)
+        found += [_Holds(*held, each) for each in seen]
+    return _undominated(found)
 
 
 def _undominated(sizes: Iterable[Sizes]) -> tuple[Sizes, ...]:

@@ -194,8 +194,9 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
             if rest or pp > model.num_layers or batch % dp:
                 continue
             sizes = [size for size in MICRO_BATCH_SIZES if batch // dp % size == 0]
+            schedules = list(_schedules(model.num_layers, pp, len(kinds) == 1))
             choices = product(
-                _schedules(model.num_layers, pp, len(kinds) == 1),
+                schedules,
                 CUTS if pp > 1 else CUTS[:1],
                 # experts need sequence parallelism
                 (True, False)[: 1 if model.num_experts else 2] if tp > 1 else (False,),
@@ -205,10 +206,19 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
             )
             for (schedule, chunks), cut, is_sliced, (ep, etp, is_sharded), size, recompute in choices:
                 whole = Layout(tp, pp, chunks, schedule, size, recompute, is_sliced, is_sharded, cut, ep, etp, shared)
-                yield from _with_slices(whole, numbers[shared, is_sliced], config.parallel.pipe_sp_splits)
+                yield whole
+                if pp > 1 and SCHEDULES[schedule].takes_slices and recompute.recompute_memory_budget is None:
+                    for count in numbers[shared, is_sliced]:
+                        if size == 1 or count == config.parallel.pipe_sp_splits:
+                            yield dataclasses.replace(whole, slices=count)
             if dp * shared.ranks > 1 and shards_weights:
-                pairs = list(_sharded_schedules(model.num_layers, pp, len(kinds) == 1))
-                for (schedule, chunks, units), size, recompute in product(pairs, sizes, recomputes):
+                in_units: list[tuple[str, int, int]] = []  # schedule, chunks per rank, units of a stage
+                for schedule, chunks in schedules:
+                    if schedule == "1f1b":
+                        in_units.append((schedule, chunks, -(-model.num_layers // pp)))
+                    elif takes_any_chunks(schedule):
+                        in_units += [(schedule, chunks, 1), ("breadth-first", chunks, 1)]
+                for (schedule, chunks, units), size, recompute in product(in_units, sizes, recomputes):
                     options = {"context": shared, "sharding": SHARDED_PARAMS, "units": units}
                     yield Layout(tp, pp, chunks, schedule, size, recompute, tp > 1, **options)  # type: ignore[arg-type]
 
@@ -249,17 +259,6 @@ def _slices(config: Config, tp: int, shared: Context, sequence_parallel: bool) -
         changed = dataclasses.replace(config, parallel=parallel, recompute=RecomputeConfig())
         if _allows((*slices.RULES, combinations), changed):
             yield count
-
-
-def _with_slices(layout: Layout, numbers: list[int], own: int) -> Iterator[Layout]:
-    """Yield the layout, and with each number of slices where its pipeline takes them. own: the configured number."""
-    yield layout
-    if layout.pp == 1 or not SCHEDULES[layout.schedule].takes_slices:
-        return
-    if layout.recompute.recompute_memory_budget is None:
-        for count in numbers:
-            if layout.micro_batch_size == 1 or count == own:
-                yield dataclasses.replace(layout, slices=count)
 
 
 def _recomputes(config: Config) -> list[RecomputeConfig]:
@@ -313,16 +312,6 @@ def _schedules(num_layers: int, pp: int, alike: bool) -> Iterator[tuple[str, int
                     yield family.name, count
         elif family.is_candidate and pp * family.num_chunks(1) <= num_layers:
             yield family.name, family.num_chunks(1)
-
-
-def _sharded_schedules(num_layers: int, pp: int, alike: bool) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, chunks per rank, units of a stage) of the schedules with which weights are sharded."""
-    for name, chunks in _schedules(num_layers, pp, alike):
-        if name == "1f1b":
-            yield name, chunks, -(-num_layers // pp)
-        elif takes_any_chunks(name):
-            yield name, chunks, 1
-            yield "breadth-first", chunks, 1
 
 
 def takes_any_chunks(schedule: str) -> bool:

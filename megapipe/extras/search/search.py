@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from megapipe.config.config import Config, resolve_model
 from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.problems import divisors
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bound, Bounds
 from megapipe.extras.search.layout import Layout, keeps_all, layouts, takes_any_chunks
@@ -122,9 +123,18 @@ def choose(
         tokens = (config.training.global_batch_size or 0) * config.model.seq_length
         goal = objective.tokens_per_second
         walk = _Walk(ShortSteps(config, num_gpus, hardware), 1, tokens / goal * SHORT_STEP_ERROR if goal else math.inf)
-        return walk.finds_one(_bounded(bounds.at(num_gpus), config, num_gpus, hardware, pinned))
+        for pair in _bounded(bounds.at(num_gpus), config, num_gpus, hardware, pinned):
+            walk.along([pair])
+            if walk.best:
+                return True
+        return False
 
-    numbers, bounds = _numbers_of_gpus(config, most, hardware), Bounds(config, 1, hardware)
+    bounds = Bounds(config, 1, hardware)
+    elements = sum(math.prod(spec.shape) for spec in model_parameters(resolve_model(config.model, 1), False))
+    least, node = math.ceil(elements * LEAST_BYTES / hardware.usable_bytes), hardware.ranks_per_node
+    in_a_node = [number for number in divisors(node) if number <= most]
+    # from the fewest accelerators that could hold the model
+    numbers = [number for number in [*in_a_node, *range(2 * node, most + 1, node)] if number >= least] or [most]
     if objective.kind == "cost":
         halves = [most >> times for times in range(most.bit_length()) if most >> times >= numbers[0]]
         enough = [number for number in halves if is_enough(number)]
@@ -146,14 +156,6 @@ def _bounded(
     wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]
     legal = [(bound, layout) for bound, layout in wanted if bound is not None]
     return sorted(legal, key=lambda pair: pair[0].seconds)
-
-
-def _numbers_of_gpus(config: Config, most: int, hardware: Hardware) -> list[int]:
-    """Return divisors of a node and multiples of it, from the fewest accelerators that could hold the model."""
-    elements = sum(math.prod(spec.shape) for spec in model_parameters(resolve_model(config.model, 1), False))
-    least, node = math.ceil(elements * LEAST_BYTES / hardware.usable_bytes), hardware.ranks_per_node
-    divisors = [number for number in range(1, min(node, most) + 1) if node % number == 0]
-    return [number for number in [*divisors, *range(2 * node, most + 1, node)] if number >= least] or [most]
 
 
 def search(
@@ -235,17 +237,6 @@ class _Walk:
                 if len(self.best) == self._num_best:
                     slowest = self.best[-1][0]
 
-    def finds_one(self, bounded: Sequence[tuple[Bound, Layout]]) -> bool:
-        """Return True as soon as one layout fits and is fast enough; the best of them is not looked for."""
-        fitting = (pair for pair in bounded if pair[0].least_bytes <= self._steps.hardware.usable_bytes)
-        for pair in fitting:
-            if pair[0].seconds >= self._most_seconds:
-                break
-            self.along([pair])
-            if self.best:
-                return True
-        return False
-
     def misses(self, fastest: float) -> tuple[Candidate, ...]:
         """Return the fastest of the layouts that are slightly too large, if faster than `fastest`."""
         most, found = int(NEAR_MISS * self._steps.hardware.usable_bytes), list[tuple[float, Layout]]()
@@ -289,7 +280,18 @@ class ShortSteps:
         if need > most_bytes:
             return math.inf, need
         time = predict_step(plan, self.hardware)
-        seconds = time.seconds + (count - few) // layout.pp * _period(time, layout.pp)
+        timeline, schedule = time.timeline, time.timeline.schedule
+        last = schedule.num_stages - 1
+        rank = schedule.placement.rank_of_stage[last]
+        row = zip(schedule.rows[rank], timeline.ends[rank], strict=True)
+        ends = [end for (stage, op, _), end in row if stage == last and op in (Op.B, Op.I)]
+        # the seconds between two input gradients of the last stage in mid-step that are pp microbatches apart
+        apart = layout.pp * schedule.num_slices
+        middle = len(ends) - 1 - apart - (apart // 2 if takes_any_chunks(schedule.name) else 0)
+        period = max(timeline.work_seconds) * apart / len(ends)
+        if middle >= apart:
+            period = ends[middle] - ends[middle - apart]
+        seconds = time.seconds + (count - few) // layout.pp * period
         if seconds < slowest:
             need = max(map(in_a_whole_step, all_rank_memory(plan)))
         return seconds, need
@@ -336,20 +338,6 @@ def _with_budget(layout: Layout, part: int) -> Layout:
 def _bytes_in_full(rank: RankMemory, few: int, count: int) -> int:
     """Return a rank's bytes in a whole step, which holds the inputs of all `count` microbatches instead of `few`."""
     return rank.total + rank.items["microbatches"] // few * (count - few)
-
-
-def _period(time: StepTime, pp: int) -> float:
-    """Return the seconds between two input gradients of the last stage in mid-step that are pp microbatches apart."""
-    timeline = time.timeline
-    apart = pp * timeline.schedule.num_slices
-    last = timeline.schedule.num_stages - 1
-    rank = timeline.schedule.placement.rank_of_stage[last]
-    row = timeline.schedule.rows[rank]
-    ends = [
-        timeline.ends[rank][slot] for slot, (stage, op, _) in enumerate(row) if stage == last and op in (Op.B, Op.I)
-    ]
-    middle = len(ends) - 1 - apart - (apart // 2 if takes_any_chunks(timeline.schedule.name) else 0)
-    return ends[middle] - ends[middle - apart] if middle >= apart else max(timeline.work_seconds) * apart / len(ends)
 
 
 def predict(config: Config, layout: Layout, world_size: int, hardware: Hardware) -> Candidate:

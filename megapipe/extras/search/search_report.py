@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.config.config import Config, convert
+from megapipe.config.config import Config, ResolvedModelConfig, convert
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.search.megatron_memory import megatron_memory
 from megapipe.extras.search.search import Candidate, Found, Objective, predict_plan
 from megapipe.formatting import bytes_text, text_table
+from megapipe.layers.model import model_parameters
 from megapipe.plan.hardware import TERA, Hardware
 from megapipe.plan.layer_costs import recomputed_flops, step_flops
-from megapipe.plan.memory import RankMemory
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
@@ -190,8 +190,14 @@ class SearchReport:
         legend = ", ".join(f"{letter} {item}" for letter, item in LETTERS.items())
         yield f"  memory   of one rank for each pp_rank: {legend}, * other, . free"
         fullest_first = sorted(winner.memory, key=lambda rank: -rank.total)
+        letters = {item: letter for letter, item in LETTERS.items()}
         for rank in sorted(fullest_first[:MOST_BARS], key=lambda rank: rank.pp_rank):
-            yield f"           pp {rank.pp_rank:<4} {_bar(rank, self.hardware.usable_bytes)} {bytes_text(rank.total)}"
+            # cumulative sums are rounded, so that the length of the bar matches the total
+            bar, filled, others = "", 0, sum(size for item, size in rank.items.items() if item not in letters)
+            for item, size in [*((item, rank.items[item]) for item in letters), ("", others)]:
+                filled += size
+                bar += letters.get(item, "*") * (round(BAR_WIDTH * filled / self.hardware.usable_bytes) - len(bar))
+            yield f"           pp {rank.pp_rank:<4} {bar.ljust(BAR_WIDTH, '.')} {bytes_text(rank.total)}"
         if len(winner.memory) > MOST_BARS:
             yield f"           {len(winner.memory) - MOST_BARS} ranks with less memory are not shown"
         fullest = winner.fullest
@@ -230,16 +236,6 @@ def utilisation(candidate: Candidate) -> dict[str, float]:
 def _table(rows: Sequence[dict[str, str]]) -> Iterator[str]:
     """Yield the table of rows that all have the same columns; the last one is aligned to the left."""
     return text_table([list(rows[0]), *(list(row.values()) for row in rows)], left=(-1,))
-
-
-def _bar(rank: RankMemory, usable: int) -> str:
-    """Return the bar of one rank's memory; cumulative sums are rounded, so that its length matches the total."""
-    letters = {item: letter for letter, item in LETTERS.items()}
-    bar, filled, others = "", 0, sum(size for item, size in rank.items.items() if item not in letters)
-    for item, size in [*((item, rank.items[item]) for item in letters), ("", others)]:
-        filled += size
-        bar += letters.get(item, "*") * (round(BAR_WIDTH * filled / usable) - len(bar))
-    return bar + "." * (BAR_WIDTH - len(bar))
 
 
 REPORTED_BUBBLE = 0.10  # share of the step
@@ -498,3 +494,87 @@ def _instead(candidate: Candidate, hardware: Hardware, changes: dict[str, Any]) 
         return predict_plan(candidate.layout, plan, hardware)
     except ConfigError:
         return None
+
+
+# ----------------------------------------------------------------------------------------------- Megatron-LM's estimate
+
+BYTES_OF_A_PARAMETER = 18.0
+WHOLE = ("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "router")  # modules on every rank of tp
+NORMS_OF_HEADS = ("q_layernorm", "k_layernorm")
+TABLES = ("word_embeddings", "position_embeddings", "output_layer")
+OVERHEAD = 1.05  # on activations without sequence parallelism
+
+
+@dataclass(frozen=True)
+class MegatronMemory:
+    """Megatron-LM's memory estimate (its report of theoretical memory footprints) for the first pipeline rank, for
+    comparison with `plan.memory`. parameters: the number that the rank holds.
+
+    Its conventions:
+    - 18 bytes per parameter (bf16 weight, fp32 gradient, fp32 master and two moments), 6 + 12 / dp with the distributed
+      optimizer
+    - only the first pipeline rank, with 1 / pp of the layers and one embedding
+    - attention, MLPs and shared experts are cut over tp, experts over ep and etp; norms, routers and gates are whole; a
+      parameter of experts has edp in place of dp
+    - activations by table 2 of Korthikanti et al. 2022 (arXiv:2205.05198): s b h 34 / t per layer (for an ffn of 4h)
+      under sequence parallelism and selective recompute, else s b h (10 + 24 / t) plus 5 %
+
+    It ignores the cut of the layers, grouped or gated activations, full recompute, schedules other than 1F1B and
+    interleaving, messages, the head's activations in a pipeline, padding, biases of linears, norms of heads, and the
+    activations of experts: a layer counts as one with an MLP of --ffn-hidden-size.
+    """
+
+    parameters: float
+    state_bytes: float
+    activation_bytes: float
+
+    @property
+    def total(self) -> float:
+        return self.state_bytes + self.activation_bytes
+
+
+def megatron_memory(plan: RunPlan) -> MegatronMemory:
+    """Return the estimate for a plan of any schedule; chunks count as interleaving."""
+    config, t, model = plan.config, plan.topology, plan.config.model
+    h, vocabulary = model.hidden_size, model.padded_vocab_size
+    block, embedding = block_parameters(model), h * vocabulary
+    if model.untie_embeddings_and_output_weights and t.pp == 1:
+        embedding *= 2
+    dense = (block["sharded"] / t.pp + embedding) / t.tp + block["replicated"] / t.pp
+    experts = block["experts"] / t.pp / (t.ep * t.etp)
+
+    def of_each(copies: int) -> float:
+        return 6.0 + 12.0 / copies if config.parallel.use_distributed_optimizer else BYTES_OF_A_PARAMETER
+
+    state = dense * of_each(t.dp) + experts * of_each(t.edp)
+    tokens = float(model.seq_length * config.training.micro_batch_size)
+    is_short = config.parallel.sequence_parallel and config.recompute.recompute_granularity == "selective"
+    layer = tokens * h * (18.0 + 4.0 * model.ffn_hidden_size / h) if is_short else tokens * h * (10.0 + 24.0 / t.tp)
+    # plus token ids and the embedding's dropout of pp microbatches
+    kept = model.num_layers * layer + tokens * (8.0 + h) * t.pp
+    # microbatches in flight on the first rank, divided by pp
+    if plan.num_chunks > 1:
+        kept *= 1.0 + (t.pp - 1) / (t.pp * plan.num_chunks)
+    else:
+        kept *= min(1.0, plan.batch.num_microbatches / t.pp)
+    if is_short:
+        activations = (kept + (4.0 * tokens * (h + vocabulary) if t.pp == 1 else 0.0)) / t.tp
+    else:
+        activations = OVERHEAD * (kept + (2.0 * tokens * (h + vocabulary / t.tp) if t.pp == 1 else 0.0))
+    return MegatronMemory(dense + experts, state, activations)
+
+
+def block_parameters(model: ResolvedModelConfig) -> Counter[str]:
+    """Return the parameters of all layers and the final norm, as Megatron counts them, by how ranks hold them.
+
+    'sharded': over tp; 'experts': over ep and etp; 'replicated'.
+    """
+    counts = Counter[str]()
+    for spec in model_parameters(model, sequence_parallel=False):
+        module, _, name = spec.name.rpartition(".")
+        is_whole = module.endswith(WHOLE) or name == "gate_weight"
+        is_of_heads = module.endswith(NORMS_OF_HEADS) and not model.multi_latent_attention
+        is_bias = name.startswith("bias") and not is_whole
+        if not is_bias and not is_of_heads and name != "softmax_offset" and not module.endswith(TABLES):
+            counts["experts" if spec.is_expert else "replicated" if is_whole else "sharded"] += spec.num_elements
+    return counts

@@ -11,12 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megapipe.extras.calibrate.rates import SIZES, Stopwatch, fp8_gemms, timed
+from megapipe.dtypes import FP8
+from megapipe.extras.calibrate.rates import SIZES, Stopwatch, square_gemms, timed
 from megapipe.extras.cli.calibrate import profile_layers as main
-from megapipe.extras.cli.planning import plan_for
 from megapipe.gpu.device_clock import EventClock
 from megapipe.schedule.action import Op
 from tests.pipeline.fake_device import FakeDevice
+from tests.tiny import plan_for
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 512 --micro-batch-size 1 "
@@ -45,7 +46,8 @@ def test_each_kind_of_layer_is_measured(tmp_path: Path) -> None:
 def test_an_fp8_gemm_has_a_rate_that_its_size_gives() -> None:
     clock = SimpleNamespace(mark=lambda: 0, seconds=lambda begin, end: 0.5)
     first = SIZES["cpu"].first_gemm
-    assert fp8_gemms(Stopwatch(torch.device("cpu"), clock), 0.0) == 2.0 * first**3 / 0.5  # type: ignore[arg-type]
+    stopwatch = Stopwatch(torch.device("cpu"), clock)  # type: ignore[arg-type]
+    assert square_gemms(FP8, stopwatch, 0.0) == 2.0 * first**3 / 0.5
 
 
 def test_on_a_gpu_kernels_and_layers_are_timed_by_events_with_its_queue_kept_full() -> None:

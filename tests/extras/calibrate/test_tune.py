@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.assembly.datasets import planned
 from megapipe.config.load import load_config
 from megapipe.config.tuned import read_tuned
 from megapipe.errors import MegapipeError
@@ -23,7 +24,6 @@ from megapipe.extras.cli.calibrate import (
     flags_of,
     search,
 )
-from megapipe.extras.cli.planning import planned
 from tests.tiny import TINY_FLAGS
 
 RUN = [*TINY_FLAGS, "--global-batch-size", "4", "--train-iters", "9", "--mock-data"]

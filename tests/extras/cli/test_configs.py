@@ -12,11 +12,11 @@ import torch
 from megapipe.config.config import Config, all_fields, value_of
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.planning import plan_for
 from megapipe.extras.convert.families import FAMILIES
 from megapipe.extras.convert.tables import check_expressed
 from megapipe.extras.dry_run.run import dry_run
 from megapipe.plan.run_plan import RunPlan
+from tests.tiny import plan_for
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))

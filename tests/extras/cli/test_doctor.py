@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megapipe.extras.cli.doctor import main
+from megapipe.extras.cli.calibrate import doctor
 
 
 def test_doctor_reports_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main([])
+    code = doctor([])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("host ")
     assert lines[-1] == ("fine" if code == 0 else "NOT fine")
@@ -32,7 +32,7 @@ def test_doctor_reports_one_process(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_examined_is_refused_with_code_2(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 2
+    assert doctor(words) == 2
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""

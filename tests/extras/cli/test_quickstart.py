@@ -13,10 +13,8 @@ from megapipe.extras.cli import quickstart
 from megapipe.extras.cli.quickstart import (
     Prepared,
     choose_grid,
-    gpu_grid,
     prepare,
     pretrain_arguments,
-    profile_flags,
 )
 from megapipe.plan.resolve import resolve
 from tests.launch.scripts import REPOSITORY
@@ -64,10 +62,13 @@ def test_more_ranks_than_gpus_are_refused_with_a_remedy(monkeypatch: pytest.Monk
         grid(monkeypatch, 2, "--tensor-model-parallel-size", "2")
 
 
-def test_every_number_of_gpus_gets_a_grid_that_divides_it() -> None:
+def test_every_number_of_gpus_gets_a_grid_that_divides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_gpus in range(1, 17):
-        words = gpu_grid(num_gpus)
-        assert int(words[1]) * int(words[3]) <= num_gpus
+        monkeypatch.setattr(quickstart, "count_gpus", lambda gpus=num_gpus: gpus)
+        chosen = choose_grid((), None)
+        parallel = load_config(chosen.flags, is_job=False).config.parallel
+        replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        assert replica <= chosen.num_ranks <= num_gpus and chosen.num_ranks % replica == 0
 
 
 @pytest.mark.parametrize(
@@ -188,7 +189,7 @@ def test_the_quickstart_starts_the_ranks_of_the_grid(tmp_path: Path, monkeypatch
     ("done", "steps", "span"), [(0, 350, (20, 22)), (350, 350, (370, 372)), (0, 10, (8, 10)), (5, 1, (5, 6))]
 )
 def test_two_steps_are_profiled_within_the_run(done: int, steps: int, span: tuple[int, int]) -> None:
-    words = [*pretrain_arguments(PREPARED, Path("f/checkpoints"), done, steps), *profile_flags(done, steps)]
+    words = pretrain_arguments(PREPARED, Path("f/checkpoints"), done, steps, is_profiled=True)
     config = load_config([*quickstart.CPU_FLAGS, *words]).config
     assert config.logging.profile_pipeline
     assert (config.logging.profile_step_start, config.logging.profile_step_end) == span

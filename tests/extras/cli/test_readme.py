@@ -13,7 +13,7 @@ import pytest
 from megapipe.config.flags import REQUESTS, field_flags, normalised
 from megapipe.config.megatron_flags import megatron_flags
 from megapipe.extras.cli.command import SUBCOMMANDS
-from megapipe.extras.cli.planning import plan_for
+from tests.tiny import plan_for
 from tools.draw_schedule import drawing
 
 REPOSITORY = Path(__file__).resolve().parents[3]

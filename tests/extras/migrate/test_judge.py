@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.migrate import migrated, reported
+from megapipe.extras.cli.migrate import main, reported
 from megapipe.extras.migrate.judge import Row, World, judge, text_report, world_of
 from megapipe.extras.migrate.shell_script import read_script
 
@@ -97,7 +98,7 @@ def test_ranks_are_read_from_the_launcher(
     assert world_of(launcher.split(), variables) == World(size, per_node)
 
 
-def test_the_grid_is_checked_on_the_ranks_of_the_launcher() -> None:
+def test_the_grid_is_checked_on_the_ranks_of_the_launcher(capsys: pytest.CaptureFixture[str]) -> None:
     grid = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
     fits = reported(f"torchrun --nproc_per_node 8 pretrain_gpt.py {MODEL} {grid}", "run.sh")
     assert fits.runs
@@ -105,8 +106,9 @@ def test_the_grid_is_checked_on_the_ranks_of_the_launcher() -> None:
     does_not = reported(f"torchrun --nproc_per_node 6 pretrain_gpt.py {MODEL} {grid}", "run.sh")
     assert not does_not.runs
     assert "6" in does_not.to_change[0]
-    unknown = migrated(["--", *f"{MODEL} {grid}".split()][1:])
-    assert unknown.world == "not stated by the launcher; checked on 4, the least: tp 2 x pp 2 x dp 1"
+    assert main(["--json", "--", *f"{MODEL} {grid}".split()]) == 0
+    world = json.loads(capsys.readouterr().out)["ranks"]
+    assert world == "not stated by the launcher; checked on 4, the least: tp 2 x pp 2 x dp 1"
 
 
 def test_missing_files_are_named_and_are_no_error(tmp_path: Path) -> None:

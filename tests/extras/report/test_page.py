@@ -25,7 +25,7 @@ from megapipe.extras.report.charts import (
     Curve,
     chart_svg,
     expert_maps_html,
-    level_of,
+    heat,
     thinned,
 )
 from megapipe.extras.report.comparison import comparison_svg
@@ -383,7 +383,9 @@ def test_loads_of_experts_are_drawn_by_layer_at_some_steps(recorded: Path) -> No
     assert "layer 1: expert 1 has" in text
     drawn = expert_maps_html(steps)
     assert drawn.count("<svg") == min(MOST_MAPS, len(steps))
-    assert [level_of(load) for load in (0.0, 1.0, 2.0, 9.0)] == [0, (LEVELS - 1) // 2, LEVELS - 1, LEVELS - 1]
+    for load, level in ((0.0, 0), (1.0, (LEVELS - 1) // 2), (2.0, LEVELS - 1), (9.0, LEVELS - 1)):
+        one_map = expert_maps_html([steps[0] | {"expert_load": {"1": [load]}}]).partition("<svg")[2]
+        assert re.findall('<path fill="([^"]*)"', one_map) == [heat(level)]
     for wrong in (3, {"1": []}, {"1": ["x"]}, {"1": 2}):
         records[0]["expert_load"] = wrong
         path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.extras.search.megatron_memory import block_parameters, megatron_memory
+from megapipe.extras.search.search_report import block_parameters, megatron_memory
 from megapipe.plan.hardware import GIB
 from megapipe.plan.resolve import resolve
 from tests.extras.search.published import published_runs
