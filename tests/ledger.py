@@ -69,7 +69,7 @@ ENDS: dict[tuple[str, str], tuple[str, str]] = {
     ("slices2", "moe overlap"): (REFUSED, "has no order for 2 slices"),
     ("mla", "sinks"): (CRASH, "softmax_offset"),
     ("recompute full", "moe overlap"): (MEMORY, "planned"),
-    ("recompute budget", "moe overlap"): (MEMORY, "planned"),
+    ("recompute budget", "moe overlap"): (CRASH, "KeyError: 'dispatch'"),
     ("muon", "precision-aware"): (MEMORY, "planned"),
     ("recompute sel", "recompute budget"): (EQUAL, ""),
     ("recompute full", "recompute budget"): (EQUAL, ""),
