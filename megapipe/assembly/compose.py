@@ -31,7 +31,7 @@ from megapipe.data_parallel.store import Sharing
 from megapipe.dtypes import DTYPES
 from megapipe.gpu.kernels import Kernels
 from megapipe.gpu.libraries import Apex
-from megapipe.layers.rank_shape import comm_chunks
+from megapipe.layers.model import comm_chunks
 from megapipe.model.context import SharedTables
 from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megapipe.config.layers import LayerConfig
+from megapipe.config.layers import LayerConfig, is_explicit
 from megapipe.config.model import ATTENTIONS, AttentionKind
 from megapipe.layers.linear import (
     LinearTable,
@@ -23,7 +23,6 @@ from megapipe.layers.linear import (
     weight_gradient_bytes,
 )
 from megapipe.layers.norm import NormTable, branch_norms, residual_stream
-from megapipe.layers.packing import is_explicit
 from megapipe.layers.table import (
     MASK_BYTES,
     AttentionWork,

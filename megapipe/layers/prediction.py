@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.layers.embedding import EmbeddingTable
-from megapipe.layers.head import HeadTable
+from megapipe.layers.ends import EmbeddingTable, HeadTable
 from megapipe.layers.linear import weight_gradient_bytes
 from megapipe.layers.norm import NormTable
 from megapipe.layers.table import Backward, Gemm, Kept, Operation, RankShape, Table

@@ -11,17 +11,15 @@ from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, SHARDING_STRATEGIES, RecomputeConfig, strategy_of
-from megapipe.config.rules.slices import slice_unit
+from megapipe.config.rules.context import slice_unit
 from megapipe.config.training import OPTIMIZERS
-from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
+from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape, stage_parameters
 from megapipe.layers.moe import MoETable
-from megapipe.layers.rank_shape import rank_shape
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import group_sizes, reads_weights_in_w
 from megapipe.plan.batch import BatchSchedule
-from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, stage_costs
+from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, sequence_slices, slice_shares, stage_costs
 from megapipe.plan.recompute_choice import layer_recompute
-from megapipe.plan.slices import sequence_slices, slice_shares
 from megapipe.registry import BUILT_IN
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs

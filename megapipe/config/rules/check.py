@@ -9,7 +9,7 @@ from contextlib import suppress
 from megapipe.config.config import Config, all_fields, fields_by_key, value_of
 from megapipe.config.fields import Need, out_of_bounds, shown
 from megapipe.config.problems import UnreadError, hiding
-from megapipe.config.rules import context, experts, gpu, model, optimizer, pairs, slices, training
+from megapipe.config.rules import context, experts, gpu, model, optimizer, pairs, training
 from megapipe.errors import ConfigError
 
 Rule = Callable[[Config], Iterator[str]]
@@ -85,7 +85,7 @@ def raise_all(messages: Sequence[str]) -> None:
 RULES: tuple[Rule, ...] = (
     *model.RULES,
     *context.RULES,
-    *slices.RULES,
+    *context.SLICE_RULES,
     *experts.RULES,
     *gpu.RULES,
     *pairs.RULES,

@@ -14,8 +14,8 @@ from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, of_each_kind
 from megapipe.config.model import ACTIVATIONS
 from megapipe.config.problems import chosen
+from megapipe.config.rules.context import FP8_MULTIPLE
 from megapipe.config.rules.pairs import words_of
-from megapipe.config.rules.slices import FP8_MULTIPLE
 from megapipe.environment import sees_gpu
 
 HALF_TYPES = ("bf16", "fp16")
