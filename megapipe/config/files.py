@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.config.fields import EXPERTS, Flag, Need, count, number_in, option, shortened
 from megapipe.config.layer_pattern import read_text
+from megapipe.config.options import EXPERTS, Flag, Need, count, number_in, option
 from megapipe.errors import ConfigError
+from megapipe.formatting import shortened
 from megapipe.registry import Registry
 
 HUGGING_FACE_TOKENIZER = "HuggingFaceTokenizer"

@@ -12,9 +12,10 @@ from functools import cache, cached_property, wraps
 from typing import Any
 
 from megapipe.config.config import Config, ResolvedModelConfig, convert, fields_by_key
-from megapipe.config.fields import NONE_WORDS, nearest, number_in, read_value
+from megapipe.config.fields import nearest, read_value
 from megapipe.config.layer_pattern import PARTS, expanded, marked_layers
 from megapipe.config.model import ATTENTIONS, ModelConfig
+from megapipe.config.options import NONE_WORDS, number_in
 from megapipe.errors import ConfigError
 from megapipe.formatting import ranges_text
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megapipe.config.changes import FUNCTION, classes
 from megapipe.config.config import Config, all_fields, make_config, value_of
-from megapipe.config.fields import BOOL_WORDS, NONE_WORDS, TAKES_VALUE, Flag, nearest, read_value, value_text
+from megapipe.config.fields import BOOL_WORDS, nearest, read_value, value_text
 from megapipe.config.files import is_hugging_face
 from megapipe.config.flags import (
     Requests,
@@ -24,6 +24,7 @@ from megapipe.config.flags import (
 )
 from megapipe.config.megatron_flags import MegatronFlag, differences_line, megatron_flags
 from megapipe.config.model import ModelConfig
+from megapipe.config.options import NONE_WORDS, TAKES_VALUE, Flag
 from megapipe.config.problems import Problems
 from megapipe.config.rules.check import RULES, Rule, broken_rules, remarks
 from megapipe.config.rules.training import IMPLIED, job

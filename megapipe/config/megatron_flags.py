@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megapipe.config.fields import EXPECTED, number_in, shortened
+from megapipe.config.options import EXPECTED, number_in
 from megapipe.errors import ConfigError
-from megapipe.formatting import one_of
+from megapipe.formatting import one_of, shortened
 
 SUPPORTED = "supported"
 ALREADY_SO = "already so here"

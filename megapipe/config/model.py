@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.config.fields import EXPERTS, Flag, Need, count, option
 from megapipe.config.layer_pattern import read_block_configs
+from megapipe.config.options import EXPERTS, Flag, Need, count, option
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.registry import Registry
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from megapipe.config.config import Config, all_fields, fields_by_key, value_of
-from megapipe.config.fields import Need, out_of_bounds, shown
+from megapipe.config.fields import out_of_bounds, shown
+from megapipe.config.options import Need
 from megapipe.config.problems import UnreadError, hiding
 from megapipe.config.rules import context, experts, gpu, model, optimizer, pairs, training
 from megapipe.errors import ConfigError

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config.config import Config, value_of
-from megapipe.config.fields import TAKES_VALUE, ConfigField, Flag, out_of_bounds, value_text
+from megapipe.config.fields import out_of_bounds, value_text
 from megapipe.config.flags import REQUESTS, field_flags, normalised, suggestion, unit_and_help
 from megapipe.config.load import load_config
 from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, SUPPORTED, megatron_flags
+from megapipe.config.options import TAKES_VALUE, ConfigField, Flag
 from megapipe.config.yaml_file import SUPPLIED
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.frame import command, option
