@@ -61,11 +61,6 @@ class LayerConfig(ResolvedModelConfig):
         return tuple(getattr(self, name) for name in ROTARY_OPTIONS) if is_rotary else None
 
     @property
-    def has_projection_norms(self) -> bool:
-        """True if q and k are normalized over all heads together."""
-        return self.has_attention and self.qk_layernorm and self.qk_layernorm_scope == "projection"
-
-    @property
     def expert_ffn_size(self) -> int:
         """Width between the linears of one expert."""
         return self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size

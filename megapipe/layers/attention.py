@@ -450,16 +450,6 @@ class AttentionTable:
             dropped = max(dropped, element)
         return again + max(squares * element, squares * (2 * wide - dropped) + beside)
 
-    def _written_block_bytes(self, shape: RankShape, pairs: int, keys: int) -> int:
-        """Return what the backward of a written-out block of so many pairs of query and key makes besides gradients:
-        probabilities, their gradients and tanh in at least fp32, one cast, and keys and values repeated for all heads.
-        """
-        element, wide, has_soft_cap = shape.element, shape.wide, self.model.attn_logit_softcapping is not None
-        matrices = (2 + has_soft_cap) * wide + (element if element != wide else 0)
-        matrices += wide if self.model.attention_dropout > 0 else 0
-        repeats = self._heads(shape) // self._groups(shape)
-        return shape.batch * self._heads(shape) * pairs * matrices + (keys * repeats * element if repeats > 1 else 0)
-
     def _block_gradient_bytes(self, shape: RankShape) -> int:
         """Return what the backward of attention in blocks makes: keys and values of this rank, of the block and of the
         next one; in at least fp32 the gradients of q, of this rank's keys and of those on their way; those of a block.
@@ -476,7 +466,12 @@ class AttentionTable:
         of_block = (query + largest) * element
         if self.is_explicit:
             pairs = max(math.prod(end - start for start, end in (block.queries, block.keys)) for block in blocks)
-            of_block += self._written_block_bytes(shape, pairs, largest)
+            # probabilities, their gradients, tanh and dropout in at least fp32, and one cast
+            num_wide = 2 + (self.model.attn_logit_softcapping is not None) + (self.model.attention_dropout > 0)
+            matrices = num_wide * wide + (element if element != wide else 0)
+            of_block += shape.batch * self._heads(shape) * pairs * matrices
+            repeats = self._heads(shape) // self._groups(shape)  # of keys and values, for all heads
+            of_block += largest * repeats * element if repeats > 1 else 0
         again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
         made = keys * (held * element + sums * wide) + query * wide + of_block
         if ring == 1 and shape.slice is None:  # one block, whose gradients are the result

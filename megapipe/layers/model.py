@@ -161,7 +161,7 @@ def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool, etp: i
         found += prediction.parameters_before(sequence_parallel)
         own = of_layer(layer, prediction.layer_prefix, prediction.layer_number)
         found += (replace(parameter, owner="head") for parameter in own)
-        found += prediction.parameters_after(sequence_parallel)
+        found += prediction.norms[2].parameters(prediction.prefix, "head", sequence_parallel)
     return tuple(found)
 
 

@@ -76,10 +76,6 @@ class PredictionTable:
             matrix="outputs x inputs",
         )
 
-    def parameters_after(self, sequence_parallel: bool) -> Iterator[ParamSpec]:
-        """Yield the parameters after the layer."""
-        yield from self.norms[2].parameters(self.prefix, "head", sequence_parallel)
-
     def projection_table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank before the layer."""
         hidden, splits = shape.hidden_bytes(self.model.hidden_size), shape.splits_backward
