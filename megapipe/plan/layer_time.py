@@ -218,14 +218,25 @@ def _context_seconds(
 
 def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
     """Return the seconds of final norm, output layer and loss, and of multi-token prediction without its layers."""
-    once = _output_seconds(model, shape, hardware, tp_link)
+    gemm = model.head.gemm(shape.tp)
+    clock = _Clock(shape, gemm.inputs, hardware, tp_link)
+    product = clock.gemm(gemm)
+    logits = model.head.logits(shape) * shape.wide
+    again = 0 if shape.loss_chunk is None else 1  # logits in chunks are computed once more in a backward
+    rate = hardware.pointwise_bytes_per_second
+    once = OpSeconds(
+        {"gemm": product, "pointwise": 3 * logits / rate, "tp": clock.gather(gemm)},
+        {"gemm": (1 + again) * product, "pointwise": (2 + again) * logits / rate, "tp": clock.reduction(gemm)},
+        {"gemm": product, "tp": model.head.table(shape).collectives.weights * clock.collective()},
+        clock.hidden(gemm),
+    )
     if not model.predictions:
         return once
     prediction, _ = model.predictions[0]  # alike
     clock, table = _Clock(shape, prediction.model.hidden_size, hardware, tp_link), prediction.projection_table(shape)
     product = clock.gemm(prediction.gemm)
     cast = {op: clock.casts(op, [prediction.gemm]) for op in (Op.F, Op.I, Op.W)}
-    moved = POINTWISE_PASSES * table.kept_bytes / hardware.pointwise_bytes_per_second
+    moved = POINTWISE_PASSES * table.kept_bytes / rate
     messages = table.collectives
     projection = OpSeconds(
         {"gemm": product, "pointwise": moved + cast[Op.F], "tp": messages.forward * clock.collective()},
@@ -233,22 +244,6 @@ def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link
         {"gemm": product, "pointwise": cast[Op.W], "tp": messages.weights * clock.collective()},
     )
     return once + (once + projection) * len(model.predictions)
-
-
-def _output_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
-    """Return the seconds of final norm, output layer and loss."""
-    gemm = model.head.gemm(shape.tp)
-    clock = _Clock(shape, gemm.inputs, hardware, tp_link)
-    product = clock.gemm(gemm)
-    logits = model.head.logits(shape) * shape.wide
-    again = 0 if shape.loss_chunk is None else 1  # logits in chunks are computed once more in a backward
-    rate = hardware.pointwise_bytes_per_second
-    return OpSeconds(
-        {"gemm": product, "pointwise": 3 * logits / rate, "tp": clock.gather(gemm)},
-        {"gemm": (1 + again) * product, "pointwise": (2 + again) * logits / rate, "tp": clock.reduction(gemm)},
-        {"gemm": product, "tp": model.head.table(shape).collectives.weights * clock.collective()},
-        clock.hidden(gemm),
-    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
-from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, SHARDING_STRATEGIES, RecomputeConfig, strategy_of
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, RecomputeConfig
 from megapipe.config.rules.context import slice_unit
 from megapipe.config.training import OPTIMIZERS
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape, stage_parameters
@@ -185,11 +185,6 @@ class RunPlan:
         return (len(self.num_units) or self.placement.num_stages) // self.placement.num_ranks
 
     @property
-    def sharding_level(self) -> int:
-        """The level of sharing among ranks with the same parameters: 0 none, else as ZeRO-1, 2 or 3."""
-        return SHARDING_STRATEGIES.index(strategy_of(self.config.parallel))
-
-    @property
     def sharding(self) -> ShardingPolicy | None:
         """When weights are gathered and gradients reduced within a step; None without sharded gradients."""
         parallel = self.config.parallel
@@ -340,11 +335,6 @@ class RunPlan:
         return SCHEDULES[self.schedule_name].is_synchronous
 
     @property
-    def overlaps_stages(self) -> bool:
-        """True if rows pair the forward of one stage with the backward of another (DualPipe)."""
-        return Op.OVERLAP in self.schedule(min(self.decisive_counts)).ops
-
-    @property
     def splits_backward(self) -> bool:
         """True if the training schedule has I and W instead of B, at least in part."""
         return SCHEDULES[self.schedule_name].splits_backward
@@ -438,6 +428,10 @@ class RunPlan:
 
     def _training(self, num_microbatches: int) -> LoweredSchedule:
         parallel, limit = self.config.parallel, self.config.parallel.pipeline_memory_limit
+        reading_in_w: list[int] = []  # stages whose W reads weights, where these are sharded
+        if self.sharding is not None and self.sharding.gathers and self.splits_backward:
+            stages = enumerate(self.partition.stages)
+            reading_in_w += (stage for stage, held in stages if reads_weights_in_w(self.model, self.shape, held))
         return _training_schedule(
             self.schedule_name,
             self.topology.pp,
@@ -451,16 +445,8 @@ class RunPlan:
             self.num_slices,
             self.num_units,
             self.sharding,
-            self._reading_in_w,
+            frozenset(reading_in_w),
         )
-
-    @cached_property
-    def _reading_in_w(self) -> frozenset[int]:
-        """The stages whose W reads weights, where these are sharded."""
-        if self.sharding is None or not self.sharding.gathers or not self.splits_backward:
-            return frozenset()
-        stages = enumerate(self.partition.stages)
-        return frozenset(stage for stage, layers in stages if reads_weights_in_w(self.model, self.shape, layers))
 
     def _in_parts(self, num_microbatches: int) -> LoweredSchedule:
         assert self.parts is not None, "without --overlap-moe-expert-parallel-comm stages run as a whole"
