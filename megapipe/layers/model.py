@@ -111,10 +111,21 @@ def model_spec(
     model: ResolvedModelConfig, precision: PrecisionConfig, cp_comm_type: tuple[str, ...] = ("p2p",)
 ) -> ModelSpec:
     """Return the parts of a resolved model. cp_comm_type: one, or one for each layer."""
-    in_fp8, alike = fp8_layers(precision, model.num_layers), cache(_layer_spec)
+
+    @cache
+    def layer_spec(layer: LayerConfig, is_fp8: bool, comm_type: str) -> LayerSpec:  # alike layers are one object
+        parts: list[Part] = []
+        if layer.has_attention:
+            table = LatentAttentionTable if layer.multi_latent_attention else AttentionTable
+            parts.append(table(layer, is_fp8, comm_type))
+        if layer.has_mlp:
+            parts.append(MLPTable(layer, is_fp8) if layer.num_experts is None else MoETable(layer, is_fp8))
+        return LayerSpec(tuple(parts), is_fp8)
+
+    in_fp8 = fp8_layers(precision, model.num_layers)
     kinds = cp_comm_type * (model.num_layers if len(cp_comm_type) == 1 else 1)
     layers = (
-        alike(layer, number in in_fp8, kind)
+        layer_spec(layer, number in in_fp8, kind)
         for number, (layer, kind) in enumerate(zip(layer_configs(model), kinds, strict=True))
     )
     last, last_in_fp8 = layer_configs(model)[-1], model.num_layers - 1 in in_fp8
@@ -123,18 +134,8 @@ def model_spec(
         EmbeddingTable(model),
         tuple(layers),
         HeadTable(model),
-        tuple((prediction, alike(last, last_in_fp8, kinds[-1])) for prediction in predictions),
+        tuple((prediction, layer_spec(last, last_in_fp8, kinds[-1])) for prediction in predictions),
     )
-
-
-def _layer_spec(layer: LayerConfig, is_fp8: bool, cp_comm_type: str) -> LayerSpec:
-    parts: list[AttentionTable | LatentAttentionTable] = []
-    if layer.has_attention and layer.multi_latent_attention:
-        parts = [LatentAttentionTable(layer, is_fp8, cp_comm_type)]
-    elif layer.has_attention:
-        parts = [AttentionTable(layer, is_fp8, cp_comm_type)]
-    branch = MoETable(layer, is_fp8) if layer.num_experts is not None else MLPTable(layer, is_fp8)
-    return LayerSpec((*parts, *([branch] if layer.has_mlp else [])), is_fp8)
 
 
 @cache
