@@ -50,6 +50,10 @@ class LayerSpec:
     def mlp(self) -> MLPTable | None:
         return next((part for part in self.parts if isinstance(part, MLPTable)), None)
 
+    @cached_property
+    def experts(self) -> MoETable | None:
+        return next((part for part in self.parts if isinstance(part, MoETable)), None)
+
     def attention_flops(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token."""
         return 0.0 if self.attention is None else self.attention.flops_per_token(seq_length, causal)
@@ -65,9 +69,10 @@ class LayerSpec:
 
     def fp8_gemms(self, shape: RankShape) -> tuple[Gemm, ...]:
         """Return its linears on one rank that multiply in 8 bits, with those of all experts."""
-        mixtures = (part for part in self.parts if isinstance(part, MoETable))
-        experts = (gemm for part in mixtures for gemm in part.num_experts // shape.ep * part.expert_gemms(shape.etp))
-        return tuple(gemm for gemm in (*self.linears(shape.tp), *experts) if gemm.is_fp8)
+        gemms = self.linears(shape.tp)
+        if self.experts is not None:
+            gemms += self.experts.num_experts // shape.ep * self.experts.expert_gemms(shape.etp)
+        return tuple(gemm for gemm in gemms if gemm.is_fp8)
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class ModelSpec:
 
     @cached_property
     def has_experts(self) -> bool:
-        return any(isinstance(part, MoETable) for layer in self.kinds for part in layer.parts)
+        return any(layer.experts is not None for layer in self.kinds)
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
@@ -175,9 +180,8 @@ def model_states(model: ResolvedModelConfig) -> tuple[ParamSpec, ...]:
     return tuple(
         state
         for layer, prefix, number in layers
-        for part in layer.parts
-        if isinstance(part, MoETable)
-        for state in part.states(prefix, number)
+        if layer.experts is not None
+        for state in layer.experts.states(prefix, number)
     )
 
 

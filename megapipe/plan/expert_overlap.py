@@ -66,7 +66,7 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
     forward, backward = way
     link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
     return PlannedExperts(
-        has_experts=tuple(any(isinstance(part, MoETable) for part in layer.parts) for layer in plan.model.layers),
+        has_experts=tuple(layer.experts is not None for layer in plan.model.layers),
         attention=_mean(attention),
         dense_mlp=_mean(dense),
         expert_mlp=_mean(experts),

@@ -26,7 +26,6 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import LayerSpec, ModelSpec, comm_chunks, model_spec
-from megapipe.layers.moe import MoETable
 from megapipe.layers.table import RankShape
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.schedule.action import Op
@@ -83,14 +82,14 @@ def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int
     """
     if recompute.recompute_granularity == "full":
         return gemm_flops(layer) if recompute.recompute_keep_attention else layer_flops(layer, seq_length, causal)
-    experts = [part for part in layer.parts if isinstance(part, MoETable)]
-    attention = layer.attention
+    attention, experts = layer.attention, layer.experts
+    shared = None if experts is None else experts.shared
     of_module = {
         "core_attn": layer.attention_flops(seq_length, causal),
         "mla_up_proj": 2.0 * sum(gemm.num_weights for gemm in attention.up_gemms(tp=1)) if attention else 0.0,
         "mlp": 0.0 if layer.mlp is None else 2.0 * layer.mlp.gemms(tp=1)[0].num_weights,
-        "moe": sum(2.0 * gemm.num_weights for part in experts for gemm in part.gemms(tp=1)),
-        "shared_experts": sum(2.0 * part.shared.gemms(tp=1)[0].num_weights for part in experts if part.shared),
+        "moe": 0.0 if experts is None else 2.0 * sum(gemm.num_weights for gemm in experts.gemms(tp=1)),
+        "shared_experts": 0.0 if shared is None else 2.0 * shared.gemms(tp=1)[0].num_weights,
     }
     modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     return sum(of_module.get(module, 0.0) for module in modules)

@@ -153,11 +153,11 @@ def layer_seconds(
     table, gemms = layer_table(layer, plain), layer.linears(shape.tp)
     columns = [gemm for gemm in gemms if gemm.is_column and not gemm.is_replicated]
     rows = [gemm for gemm in gemms if not gemm.is_column]
-    mixtures = [part for part in layer.parts if isinstance(part, MoETable)]
-    gemm = sum(map(clock.gemm, gemms)) + sum(map(clock.routed, mixtures))
+    mixture = layer.experts
+    gemm = sum(map(clock.gemm, gemms)) + (0.0 if mixture is None else clock.routed(mixture))
 
     def casts_of(op: Op) -> float:
-        return clock.casts(op, gemms) + sum(clock.expert_casts(op, part) for part in mixtures)
+        return clock.casts(op, gemms) + (0.0 if mixture is None else clock.expert_casts(op, mixture))
 
     cores = [operation.attention for operation in table.operations if operation.attention is not None]
     attention = sum(map(clock.attention, cores))
@@ -168,9 +168,10 @@ def layer_seconds(
     moved = pointwise + casts_of(Op.F)
     forward = {"gemm": gemm, "attention": attention, "pointwise": moved, "tp": messages}
     core_backward = sum(core.backward_forwards * clock.attention(core) for core in cores)
-    if mixtures:
-        ways = [(0.0, 0.0) if experts is None else expert_message_seconds(part, shape, experts) for part in mixtures]
-        forward["ep"] = sum(2 * rows_seconds + counts_seconds for rows_seconds, counts_seconds in ways)
+    if mixture is not None:
+        ways = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
+        rows_seconds, counts_seconds = ways
+        forward["ep"] = 2 * rows_seconds + counts_seconds
     again = _recomputed(layer, shape, plain, clock, forward)
     inputs = {
         "gemm": gemm,
@@ -185,8 +186,8 @@ def layer_seconds(
         links = contexts or ContextLinks(tp_link, tp_link, tp_link)
         computed = attention, core_backward, again.get("attention", 0.0)
         forward["cp"], inputs["cp"], again["cp"] = _context_seconds(layer.attention, shape, links, computed)
-    if mixtures:
-        inputs["ep"] = (2 if shape.recomputes("moe") else 1) * sum(2 * rows_seconds for rows_seconds, _ in ways)
+    if mixture is not None:
+        inputs["ep"] = (2 if shape.recomputes("moe") else 1) * 2 * rows_seconds
     weights = {
         "gemm": gemm,
         "pointwise": casts_of(Op.W),
@@ -380,10 +381,9 @@ def _recomputed(
             again["pointwise"] += clock.casts(Op.F, [operation.gemm])
             messages = clock.gather if operation.gemm.is_column else clock.reduction
             again["tp"] += messages(operation.gemm)
-    if shape.recomputes("moe"):  # its messages are those of the backward once more
-        mixtures = [part for part in layer.parts if isinstance(part, MoETable)]
-        again["gemm"] += sum(map(clock.routed, mixtures))
-        again["pointwise"] += sum(clock.expert_casts(Op.F, part) for part in mixtures)
+    if shape.recomputes("moe") and layer.experts is not None:  # its messages are those of the backward once more
+        again["gemm"] += clock.routed(layer.experts)
+        again["pointwise"] += clock.expert_casts(Op.F, layer.experts)
     # core attention's results are already part of its time
     others = tuple(module for module in recompute.recompute_modules if module != "core_attn")
     without = replace(plain, recompute=replace(recompute, recompute_modules=others))

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, layer_table
-from megapipe.layers.moe import MoETable
 from megapipe.layers.table import Operation, RankShape, total_bytes
 
 ELEMENTWISE_FLOPS = 8.0  # for each element that a norm or an activation computes again; only orders steps without GEMMs
@@ -103,7 +102,7 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
     is_own = shape.transformer_impl == "local"  # Transformer Engine keeps the inputs of its linears anyway
     cores, norms = [(), ("core_attn",)], ((), ("layernorm",)) if is_own else ((),)
     mlps: tuple[tuple[str, ...], ...] = ((), ("activation",), ("mlp",)) if is_own else ((), ("mlp",))
-    mixture = next((part for part in layer.parts if isinstance(part, MoETable)), None)
+    mixture = layer.experts
     if mixture is not None:
         mlps = ((), ("moe_act",), ("moe",))
         mlps += () if mixture.shared is None else (("shared_experts",), ("moe_act", "shared_experts"))

@@ -14,7 +14,6 @@ from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, RecomputeCon
 from megapipe.config.rules.context import slice_unit
 from megapipe.config.training import OPTIMIZERS
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape, stage_parameters
-from megapipe.layers.moe import MoETable
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import group_sizes, reads_weights_in_w
 from megapipe.plan.batch import BatchSchedule
@@ -232,8 +231,7 @@ class RunPlan:
     def active_parameters(self) -> int:
         """Parameters that a token goes through: all but those of the experts that did not choose it."""
         layers = (*self.model.layers, *(layer for _, layer in self.model.predictions))
-        parts = (part for layer in layers for part in layer.parts)
-        idle = sum(part.inactive_weights for part in parts if isinstance(part, MoETable))
+        idle = sum(layer.experts.inactive_weights for layer in layers if layer.experts is not None)
         return sum(spec.num_elements for spec in self.specs) - idle
 
     def num_elements(self, stages: Iterable[int]) -> int:
@@ -301,9 +299,7 @@ class RunPlan:
         """The parts in which stages run (--overlap-moe-expert-parallel-comm); None: stages run as a whole."""
         if not self.config.parallel.overlap_moe_expert_parallel_comm:
             return None
-        return parts_of(
-            self.partition, [any(isinstance(p, MoETable) for p in layer.parts) for layer in self.model.layers]
-        )
+        return parts_of(self.partition, [layer.experts is not None for layer in self.model.layers])
 
     def part_schedule(self, num_microbatches: int) -> Schedule:
         """Return the lowered schedule of `parts` of a step: that of `schedule`, with the parts of pairs merged."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, layer_table
-from megapipe.layers.moe import INDEX_BYTES, MoETable
+from megapipe.layers.moe import INDEX_BYTES
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
 from megapipe.plan.activations import all_layers_of, end_tables, layers_with_recompute, split, with_recompute
 from megapipe.plan.muon import muon_work
@@ -89,8 +89,8 @@ def layer_expert_bytes(plan: RunPlan, layer: LayerSpec, recompute: RecomputeConf
     recompute = recompute or plan.shape.recompute
     shape = with_recompute(plan.shape, recompute)
     whole, rows = int(recompute.recompute_granularity == "full"), int(shape.recomputes("moe"))
-    parts = (part.sent_bytes(shape) for part in layer.parts if isinstance(part, MoETable))
-    return {name: (1 + whole) * forward + (1 + rows) * back for sent in parts for name, (forward, back) in sent.items()}
+    sent = {} if layer.experts is None else layer.experts.sent_bytes(shape)
+    return {name: (1 + whole) * forward + (1 + rows) * back for name, (forward, back) in sent.items()}
 
 
 def stage_collectives(plan: RunPlan, stage: int, splits_backward: bool = False) -> float:
@@ -144,7 +144,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     loads = 0.0  # of all experts, summed once a step for their biases
     if plan.config.model.moe_router_enable_expert_bias:
         layers = [layer for stage in held for layer in all_layers_of(plan.model, plan.partition.stages[stage])]
-        states = sum(part.num_experts for layer in layers for part in layer.parts if isinstance(part, MoETable))
+        states = sum(layer.experts.num_experts for layer in layers if layer.experts is not None)
         loads = ALL_REDUCE * ring_bytes(states * INDEX_BYTES, plan.topology.num_replicas)
     exchanged: Counter[str] = Counter()
     if plan.model.has_experts:
