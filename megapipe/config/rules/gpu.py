@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.config.layers import LayerConfig, of_each_kind
+from megapipe.config.layers import HALF_TYPES, LayerConfig, of_each_kind
 from megapipe.config.model import ACTIVATIONS, NORMALIZATIONS
 from megapipe.config.problems import chosen
 from megapipe.config.rules.context import FP8_MULTIPLE
 from megapipe.config.rules.pairs import words_of
 from megapipe.environment import sees_gpu
 
-HALF_TYPES = ("bf16", "fp16")
 GRAPHS = "--cuda-graph-impl local"
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
 # options that the modules of Transformer Engine do not have
