@@ -89,11 +89,11 @@ def slice_unit(config: Config) -> int:
 
 def slices(config: Config) -> Iterator[str]:
     """Check that every slice can have the least number of tokens."""
-    seq, slices, unit = config.model.seq_length, config.parallel.pipe_sp_splits, slice_unit(config)
+    seq, count, unit = config.model.seq_length, config.parallel.pipe_sp_splits, slice_unit(config)
     most = seq // unit
-    if slices > 1 and slices > most >= 1:
+    if count > 1 and count > most >= 1:
         rule = f" of a multiple of {unit} tokens" if unit > 1 else ""
-        yield f"{SPLITS} {slices}: --seq-length {seq} has at most {most} slices{rule}; use {most} or fewer"
+        yield f"{SPLITS} {count}: --seq-length {seq} has at most {most} slices{rule}; use {most} or fewer"
 
 
 def dropout(config: Config) -> Iterator[str]:
