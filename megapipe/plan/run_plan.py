@@ -424,10 +424,6 @@ class RunPlan:
 
     def _training(self, num_microbatches: int) -> LoweredSchedule:
         parallel, limit = self.config.parallel, self.config.parallel.pipeline_memory_limit
-        reading_in_w: list[int] = []  # stages whose W reads weights, where these are sharded
-        if self.sharding is not None and self.sharding.gathers and self.splits_backward:
-            stages = enumerate(self.partition.stages)
-            reading_in_w += (stage for stage, held in stages if reads_weights_in_w(self.model, self.shape, held))
         return _training_schedule(
             self.schedule_name,
             self.topology.pp,
@@ -441,8 +437,16 @@ class RunPlan:
             self.num_slices,
             self.num_units,
             self.sharding,
-            frozenset(reading_in_w),
+            self._reading_in_w,
         )
+
+    @cached_property
+    def _reading_in_w(self) -> frozenset[int]:
+        """The stages whose W reads weights, where these are sharded."""
+        if self.sharding is None or not self.sharding.gathers or not self.splits_backward:
+            return frozenset()
+        stages = enumerate(self.partition.stages)
+        return frozenset(stage for stage, layers in stages if reads_weights_in_w(self.model, self.shape, layers))
 
     def _in_parts(self, num_microbatches: int) -> LoweredSchedule:
         assert self.parts is not None, "without --overlap-moe-expert-parallel-comm stages run as a whole"
