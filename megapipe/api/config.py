@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -32,7 +32,7 @@ class Config:
     """
 
     def __init__(self, **options: Any) -> None:
-        self.flags: tuple[str, ...] = tuple(word for name, value in options.items() for word in _words(name, value))
+        self.flags = tuple(_words_of(options))
         self._loaded = self.load(is_job=False)
 
     @classmethod
@@ -49,13 +49,11 @@ class Config:
         if not paths:
             raise ConfigError("from_yaml() needs the path of a YAML file")
         files = [word for path in paths for word in ("--config", str(path))]
-        return cls.from_flags([*files, *(word for name, value in options.items() for word in _words(name, value))])
+        return cls.from_flags([*files, *_words_of(options)])
 
     def replace(self, **options: Any) -> Config:
         """Return the configuration with other values of some options."""
-        return Config.from_flags(
-            [*self.flags, *(word for name, value in options.items() for word in _words(name, value))]
-        )
+        return Config.from_flags([*self.flags, *_words_of(options)])
 
     @property
     def values(self) -> sections.Config:
@@ -82,6 +80,11 @@ class Config:
 
     def __repr__(self) -> str:
         return f"Config.from_flags({shlex.join(self.flags)!r})"
+
+
+def _words_of(options: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command line that give options their values."""
+    return [word for name, value in options.items() for word in _words(name, value)]
 
 
 def _words(name: str, value: Any) -> list[str]:

@@ -89,11 +89,15 @@ class Pipeline:
         environment = read_environment()
         self.rank, self.num_ranks = environment.global_rank, environment.world_size
         self.num_replicas, self.num_microbatches, self._loss = data_parallel, microbatches, loss
-        num_pipeline_ranks = _pipeline_ranks(self.num_ranks, data_parallel)
+        if data_parallel < 1 or self.num_ranks % data_parallel:
+            divisors = ", ".join(str(n) for n in range(1, self.num_ranks + 1) if self.num_ranks % n == 0)
+            raise ConfigError(
+                f"data_parallel={data_parallel} does not divide the {self.num_ranks} rank(s); use one of {divisors}"
+            )
+        num_pipeline_ranks = self.num_ranks // data_parallel
         self._schedule = _schedule(schedule, num_pipeline_ranks, chunks, microbatches, group_size)
         self._placement = self._schedule.placement
-        size = _modules_per_stage(len(stages), self._placement, num_pipeline_ranks)
-        _check_shared(stages, self._placement, size)
+        size = _modules_per_stage(stages, self._placement, num_pipeline_ranks)
         self._is_owner = not is_joined()
         world = start(environment, backend, timeout_seconds, device)
         topology = Topology(pp=num_pipeline_ranks, dp=data_parallel, mirrored_pipeline=self._placement.is_mirrored)
@@ -379,15 +383,6 @@ class _Reduction:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
 
-def _pipeline_ranks(num_ranks: int, data_parallel: int) -> int:
-    if data_parallel < 1 or num_ranks % data_parallel:
-        divisors = ", ".join(str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0)
-        raise ConfigError(
-            f"data_parallel={data_parallel} does not divide the {num_ranks} rank(s); use one of {divisors}"
-        )
-    return num_ranks // data_parallel
-
-
 def _schedule(name: str, num_ranks: int, chunks: int | None, microbatches: int, group_size: int | None) -> Schedule:
     """Return the lowered schedule. Raises ConfigError if it is unknown, not synchronous, or does not fit."""
     if name == "auto":
@@ -403,17 +398,17 @@ def _schedule(name: str, num_ranks: int, chunks: int | None, microbatches: int, 
     )
 
 
-def _modules_per_stage(count: int, placement: Placement, num_ranks: int) -> int:
-    """Return the number of modules of a virtual stage. Raises ConfigError."""
-    num_stages = placement.num_stages
+def _modules_per_stage(stages: Sequence[StageModule], placement: Placement, num_ranks: int) -> int:
+    """Return the number of modules of a virtual stage.
+
+    Raises ConfigError if they do not divide, or if two modules on different ranks share a parameter: each rank would
+    train its own copy.
+    """
+    count, num_stages = len(stages), placement.num_stages
     if count == 0 or count % num_stages:
         places = f"{num_ranks} pipeline rank(s) x {num_stages // num_ranks} chunk(s)"
         raise ConfigError(f"{count} stages do not divide over {places}; give a multiple of {num_stages}")
-    return count // num_stages
-
-
-def _check_shared(stages: Sequence[StageModule], placement: Placement, size: int) -> None:
-    """Raise ConfigError if two modules on different ranks share a parameter: each rank would train its own copy."""
+    size = count // num_stages
     first_use: dict[nn.Parameter, tuple[int, str]] = {}
     for position, module in enumerate(stages):
         for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
@@ -424,6 +419,7 @@ def _check_shared(stages: Sequence[StageModule], placement: Placement, size: int
                     "them; put both on one rank (a V-shaped schedule holds the first and the last stage on one rank), "
                     "or give each its own parameter"
                 )
+    return size
 
 
 def _parts(value: Any, count: int, what: str, device: torch.device) -> list[Any]:

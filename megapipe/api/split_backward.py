@@ -28,19 +28,16 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from megapipe.pipeline.stage import Gradients, StageRunner, Tensors
-from megapipe.tensor_parallel.gradients import WeightQueue
+from megapipe.tensor_parallel.gradients import QueuedGradient, WeightQueue
 
 
 @dataclass
-class Branch:
+class Branch(QueuedGradient):
     """The weights below one inner node, or below the outputs, and the gradients that arrive there."""
 
     leaves: list[Tensor]
     roots: list[GradientEdge]
     gradients: list[Tensor | None]
-
-    def launch(self) -> None:
-        """There is nothing to communicate."""
 
     def accumulate(self) -> None:
         """Add the gradients of the weights to their .grad."""

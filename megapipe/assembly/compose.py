@@ -34,7 +34,6 @@ from megapipe.gpu.kernels import Kernels
 from megapipe.gpu.libraries import Apex
 from megapipe.layers.model import comm_chunks
 from megapipe.model.context import SharedTables
-from megapipe.model.init import draw
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.run_plan import RunPlan
@@ -42,6 +41,7 @@ from megapipe.schedule.action import Op
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
+from megapipe.tensor_parallel.random import draw
 
 DrawSlice = Callable[[ParamSpec, int, int], Tensor]  # (spec, tp_rank, tp) -> this rank's slice of the initial values
 
@@ -77,7 +77,9 @@ def communicators(plan: RunPlan, groups: ProcessGroups, num_stages: int, trains:
     can_overlap = trains and num_stages == 2 and plan.parts is None
     if can_overlap and Op.OVERLAP in plan.schedule(min(plan.decisive_counts)).ops:
         tp = second_communicator(first.tp) if first.tp.size > 1 else first.tp
-        context = first.context.second_communicators() if groups.cp.size > 1 else first.context
+        context = first.context
+        if groups.cp.size > 1:
+            context = ContextGroups(*map(second_communicator, (context.cp, context.a2a, context.p2p)))
         experts = first.experts
         if plan.model.has_experts:
             ep, etp, dp = (second_communicator(group) for group in (groups.ep, groups.etp, groups.dp))

@@ -10,7 +10,7 @@ from megapipe.config.files import DataConfig, parse_blend
 from megapipe.data.batch import DocumentRules, padding_remarks
 from megapipe.data.build_datasets import DatasetRequest, build_datasets
 from megapipe.data.chat_dataset import build_chat_datasets
-from megapipe.data.content import files_in_use
+from megapipe.data.fingerprint import files_in_use
 from megapipe.data.indexed_file import made_with, tokenizer_path
 from megapipe.data.loader import Loader
 from megapipe.errors import DataError

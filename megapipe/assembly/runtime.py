@@ -171,8 +171,9 @@ class InferenceRuntime:
         """
         for stage, stage_buffers in self.buffers.items():
             for buffer in stage_buffers.buffers:
-                is_copy = buffer.layout.kind == "tied" and stage != 0
-                is_first = buffer.sharing.saves_weights
+                is_copy, sharing = buffer.layout.kind == "tied" and stage != 0, buffer.sharing
+                # of the ranks that keep the same weights: whole ones, or with level 3 a shard
+                is_first = sharing.counts_shards and (sharing.level == 3 or sharing.shards.rank == 0)
                 for bucket in buffer.layout.buckets:
                     start, held = buffer.held_parameters(bucket)
                     for position, piece in buffer.pieces(bucket, start, start + held.numel()):
@@ -298,12 +299,9 @@ class TrainingRuntime(InferenceRuntime):
 
     def engine(self, num_microbatches: int) -> Engine:
         """Return the engine of this rank's row for a step of this many microbatches."""
-        if num_microbatches in self._engines:
-            return self._engines[num_microbatches]
-        if self.plan.parts is not None:
-            self._engines[num_microbatches] = self._part_engine(num_microbatches, self.plan.parts)
-        else:
-            self._engines[num_microbatches] = self.stage_engine(num_microbatches)
+        if num_microbatches not in self._engines:
+            make = self.stage_engine if self.plan.parts is None else partial(self._part_engine, self.plan.parts)
+            self._engines[num_microbatches] = make(num_microbatches)
         return self._engines[num_microbatches]
 
     def stage_engine(self, num_microbatches: int) -> Engine:
@@ -334,7 +332,7 @@ class TrainingRuntime(InferenceRuntime):
             sharded=self.sharded,
         )
 
-    def _part_engine(self, num_microbatches: int, parts: Parts) -> Engine:
+    def _part_engine(self, parts: Parts, num_microbatches: int) -> Engine:
         """Build the engine of this rank's row of parts. A collective over ep, which compares the rows."""
         pp_rank, schedule = self.coordinates.pp_rank, self.plan.part_schedule(num_microbatches)
         ep = Group.alone("ep") if self.device.type == "meta" else self.groups.ep  # nothing is compared in a dry run
@@ -386,7 +384,10 @@ class TrainingRuntime(InferenceRuntime):
                 self.stores.wait(0)
             module.cast_weights()
 
-        def fixed_tensors() -> list[torch.Tensor]:
-            return [*module.parameters(), *(buffer.gradients for buffer in buffers.buffers)]
-
-        return StageGraphs(stage, self.runners[stage], fixed_tensors, prepare, self.plan.splits_backward)
+        return StageGraphs(
+            stage,
+            self.runners[stage],
+            lambda: [*module.parameters(), *(buffer.gradients for buffer in buffers.buffers)],
+            prepare,
+            self.plan.splits_backward,
+        )

@@ -101,12 +101,21 @@ def changes_since(
     saved, unknown = compared_config(folder, own)
     compared = {key: kind for key, kind in classes().items() if kind in kinds or key == TOKENIZER}
     lines: dict[str, list[str]] = {FUNCTION: list(model_differences(saved.model, own.model))}
+    length = "train_samples" if saved.training.train_iters is not None else "train_iters"  # the other is derived
     for key, kind in compared.items():
-        if key not in unknown and _is_by_value(key, saved):
+        section, name = key.split(".")
+        # compared in another way: layer by layer, by content, as a part of `Schedules`
+        is_rate = kind == SCHEDULE and section == "optimizer"
+        if key not in unknown and kind != FUNCTION and name not in (*BY_CONTENT, length) and not is_rate:
             lines.setdefault(kind, []).extend(_change(key, saved, own))
     for kind, found in more.items():
         lines.setdefault(kind, []).extend(found)
-    return ConfigChanges(folder, lines, {key for key in unknown if _may_differ(key, own, kinds)})
+    may_differ = set()
+    for key in unknown:  # of a field that this version knows, the default changes nothing
+        field = fields_by_key().get(key)
+        if field is None or (classes()[key] in (FUNCTION, *kinds) and value_of(own, field) != field.default):
+            may_differ.add(key)
+    return ConfigChanges(folder, lines, may_differ)
 
 
 def model_changes(folder: CheckpointFolder, own: ModelConfig) -> list[str]:
@@ -142,20 +151,6 @@ def compared_config(folder: CheckpointFolder, own: Config) -> tuple[Config, set[
     batch = state.get("global_batch_size") or own.training.global_batch_size
     training = replace(config.training, seed=seed, global_batch_size=batch)
     return replace(config, model=replace(config.model, vocab_size=vocabulary_of(folder)), training=training), unknown
-
-
-def _is_by_value(key: str, saved: Config) -> bool:
-    """Return True unless a field is compared in another way: layer by layer, by content, as a part of `Schedules`."""
-    section, name = key.split(".")
-    length = "train_samples" if saved.training.train_iters is not None else "train_iters"  # the other is derived
-    is_rate = classes()[key] == SCHEDULE and section == "optimizer"
-    return not (classes()[key] == FUNCTION or name in BY_CONTENT or name == length or is_rate)
-
-
-def _may_differ(key: str, own: Config, kinds: Collection[str]) -> bool:
-    """Return True if a field that only one version knows may be a change: by its default an option changes nothing."""
-    field = fields_by_key().get(key)
-    return field is None or (classes()[key] in (FUNCTION, *kinds) and value_of(own, field) != field.default)
 
 
 def _change(key: str, saved: Config, own: Config) -> Iterator[str]:

@@ -139,8 +139,11 @@ class ShardReader:
         )
         needed: set[int] = set()
         for _, box in common:
-            first, stop = _span(saved.box, box)
-            needed.update(range(first * item // block_bytes, (stop * item - 1) // block_bytes + 1))
+            first, last = 0, 0  # elements of the saved box, in row-major order
+            for dim, size in enumerate(saved.box.shape):
+                low = box.offset[dim] - saved.box.offset[dim]
+                first, last = first * size + low, last * size + low + box.shape[dim] - 1
+            needed.update(range(first * item // block_bytes, ((last + 1) * item - 1) // block_bytes + 1))
         for start, stop in _runs(sorted(needed), max(1, READ_BYTES // block_bytes)):
             high = min(stop * block_bytes, saved.box.num_elements * item)
             yield _BlockRange(request, common, start * block_bytes, high)
@@ -238,16 +241,6 @@ def _target_memory(
         return None
     start = (saved.offset[0] - target.box.offset[0]) * row + first
     return target.values[start : start + stop - first]
-
-
-def _span(outer: Box, inner: Box) -> tuple[int, int]:
-    """Return [first, stop) of a box's elements in the row-major order of the box that contains it."""
-    first, last = 0, 0
-    for dim, size in enumerate(outer.shape):
-        low = inner.offset[dim] - outer.offset[dim]
-        first = first * size + low
-        last = last * size + low + inner.shape[dim] - 1
-    return first, last + 1
 
 
 def _runs(blocks: Sequence[int], max_length: int) -> Iterator[tuple[int, int]]:

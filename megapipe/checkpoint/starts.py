@@ -44,7 +44,7 @@ class Starts:
         return Starts(start.job, start.step, start.rollbacks, (*earlier, *start.times), is_restart)
 
 
-def count_start(root: Path, job: str | None, is_restart: bool, disk: Disk | None = None) -> Starts:
+def count_start(root: Path, job: str | None, is_restart: bool) -> Starts:
     """Record a start of the run that saves in `root`; a start too many is returned but not recorded. For rank 0 alone.
 
     Raises CheckpointError if the file cannot be written.
@@ -60,7 +60,7 @@ def count_start(root: Path, job: str | None, is_restart: bool, disk: Disk | None
     starts = start if before is None else before.followed_by(start)
     if starts.exhausted:
         return starts
-    disk = disk or Disk()
+    disk = Disk()
     try:
         disk.make_parents(root / STARTS_NAME)
         disk.replace_file(root / STARTS_NAME, json.dumps(asdict(starts)).encode())

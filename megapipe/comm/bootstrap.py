@@ -81,7 +81,20 @@ def start(
         remark = allow_open_files(open_files_needed(world_size, environment.num_nodes, backend, rank == 0))
         if remark and rank == 0:  # it needs most
             print(remark, file=sys.stderr)
-        _initialize(environment, backend, timeout_seconds, torch_device, facts_of, notes or {})
+        check_name(environment.master_addr)
+        if backend == "gloo":
+            # by default gloo listens at the address of the machine's host name, which other ranks cannot always reach
+            # and which can be open to other machines
+            interface = interface_towards(environment.master_addr, environment.num_nodes)
+            if interface is not None:
+                set_for_libraries(GLOO_SOCKET_IFNAME=interface)
+        own = _process(environment, torch_device if backend == "nccl" else None)
+        with _connection_errors(environment, backend, timeout_seconds):
+            store = _meet(environment, own, facts_of, notes or {}, timeout_seconds)
+            # no device_id: with it, every new group is split from the world's communicator, a collective that also
+            # blocks non-members
+            timeout = timedelta(seconds=timeout_seconds)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return World(rank, world_size, backend, torch_device, timeout_seconds)
 
 
@@ -110,9 +123,15 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
     if not torch.cuda.is_available():
         built_for = torch.version.cuda or torch.version.hip
         if built_for is not None:  # silently training on the CPU would look like a very slow GPU
+            why = "no GPU is visible (CUDA_VISIBLE_DEVICES hides all of them, or the container was started without)"
+            try:
+                torch.cuda.init()
+                torch.cuda.current_device()
+            except (RuntimeError, AssertionError) as error:
+                why = first_line(error).rstrip(".")
             raise ConfigError(
                 f"this torch is built for {'CUDA' if torch.version.cuda else 'ROCm'} {built_for}, but it cannot use a "
-                f"GPU: {_why_no_gpu()}; repair that (`nvidia-smi` shows the driver), or use the CPU with "
+                f"GPU: {why}; repair that (`nvidia-smi` shows the driver), or use the CPU with "
                 "--device cpu"
             )
         if device == "cuda":
@@ -124,41 +143,6 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
     # GPUs, as tensors travel through host memory
     index = local_rank % torch.cuda.device_count()
     return "gloo" if backend == "gloo" else "nccl", torch.device("cuda", index)
-
-
-def _why_no_gpu() -> str:
-    """Return torch's reason for not using a GPU."""
-    try:
-        torch.cuda.init()
-        torch.cuda.current_device()
-    except (RuntimeError, AssertionError) as error:
-        return first_line(error).rstrip(".")
-    return "no GPU is visible (CUDA_VISIBLE_DEVICES hides all of them, or the container was started without)"
-
-
-def _initialize(
-    environment: Environment,
-    backend: str,
-    timeout_seconds: float,
-    device: torch.device,
-    facts_of: FactsOf,
-    notes: Notes,
-) -> None:
-    rank, world_size, num_nodes = environment.global_rank, environment.world_size, environment.num_nodes
-    timeout = timedelta(seconds=timeout_seconds)
-    check_name(environment.master_addr)
-    if backend == "gloo":
-        # by default gloo listens at the address of the machine's host name, which other ranks cannot always reach
-        # and which can be open to other machines
-        interface = interface_towards(environment.master_addr, num_nodes)
-        if interface is not None:
-            set_for_libraries(GLOO_SOCKET_IFNAME=interface)
-    own = _process(environment, device if backend == "nccl" else None)
-    with _connection_errors(environment, backend, timeout_seconds):
-        store = _meet(environment, own, facts_of, notes, timeout_seconds)
-        # no device_id: with it, every new group is split from the world's communicator, a collective that also blocks
-        # non-members
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _process(environment: Environment, device: torch.device | None = None) -> Process:

@@ -2,7 +2,7 @@
 or do nothing.
 
 Tensors are contiguous, and shards follow each other along dim 0 in order of group rank. The shard may be the rank's
-slice of the whole, so that flat buffers are gathered and reduced in place. Autograd does not see any of this.
+slice of the whole, so that flat buffers are gathered and reduced in place. Autograd sees them only in a `WithAdjoint`.
 
 Raises CommunicationError, which names operation and group, if a peer is lost or does not answer (gloo; with NCCL its
 watchdog ends the process); ValueError for shapes that do not match, before anything is sent.
@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from megapipe.comm.groups import FakeHandle, Group, HostCopies, backend_of, communication_error, needs_host_copies
 from megapipe.comm.wire import pack, unpack
@@ -120,6 +122,22 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: Group, async_op: bool 
         return _reduce_scatter_single(shard, whole, group=group.handle, async_op=True)
 
     return _run("reduce_scatter", group, (output, tensor), async_op, launch)
+
+
+class WithAdjoint(Function):
+    """A linear function of a tensor, such as a collective. Its backward is the adjoint: apply(x, function, adjoint)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.adjoint = adjoint
+        return function(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.adjoint(grad), None, None
 
 
 class _Handles:

@@ -108,18 +108,6 @@ class ProcessGroups:
         """The groups of context parallelism."""
         return ContextGroups(self.cp, self.cp_a2a, self.cp_p2p)
 
-    def replicas_of(self, is_expert: bool) -> Group:
-        """Return the ranks that hold the same dense parameters, or the same experts."""
-        return self.expert_replicas if is_expert else self.replicas
-
-    def shards_of(self, is_expert: bool) -> Group:
-        """Return the ranks that divide the optimizer state of dense parameters, or of experts."""
-        return self.expert_shards if is_expert else self.shards
-
-    def instances_of(self, is_expert: bool) -> Group:
-        """Return the ranks that keep the same part of that state."""
-        return self.expert_instances if is_expert else self.instances
-
     def cut_of(self, is_expert: bool) -> tuple[int, int]:
         """Return this rank's place among the ranks that cut dense parameters (tp) or experts (ep x etp), and how many
         there are.
@@ -143,10 +131,6 @@ class ContextGroups:
     cp: Group = field(default_factory=lambda: Group.alone("cp"))
     a2a: Group = field(default_factory=lambda: Group.alone("cp_a2a"))
     p2p: Group = field(default_factory=lambda: Group.alone("cp_p2p"))
-
-    def second_communicators(self) -> ContextGroups:
-        """Return the same ranks with other communicators; called by all ranks of the world together."""
-        return ContextGroups(*map(second_communicator, (self.cp, self.a2a, self.p2p)))
 
 
 @dataclass(frozen=True)

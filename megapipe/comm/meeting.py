@@ -126,7 +126,9 @@ def attend(store: dist.Store, own: Process, facts_of: FactsOf, timeout_seconds: 
                 return room
             if answer == DETAILS:
                 room.set(f"details {own.rank}", to_json(facts))
-            _raise_verdict(room)
+            kind, text = json.loads(room.get("verdict"))
+            room.add("left", 1)
+            raise (DisagreementError if kind == DisagreementError.__name__ else CommunicationError)(text)
         time.sleep(pause)
         pause = min(2 * pause, longest)
     raise CommunicationError(f"rank 0 did not answer {own} within {timeout_seconds:g} s")
@@ -153,12 +155,6 @@ def _announce(room: dist.Store, opening: Opening, arrival: Arrival) -> Arrival:
     return arrival
 
 
-def _raise_verdict(room: dist.Store) -> None:
-    kind, text = json.loads(room.get("verdict"))
-    room.add("left", 1)
-    raise (DisagreementError if kind == DisagreementError.__name__ else CommunicationError)(text)
-
-
 def chair(
     store: dist.Store, own: Process, facts: Facts, notes: Notes, timeout_seconds: float, text: str = ""
 ) -> dist.Store:
@@ -174,7 +170,12 @@ def chair(
     room.add("arrived", 1)
     store.set(START_KEY, json.dumps(asdict(opening)))
     num_failures = _await(store, room, opening, timeout_seconds, bool(text))
-    arrivals = _arrivals(room, own.world_size)
+    arrivals: list[Arrival] = []  # of the ranks that can start
+    for first in range(0, own.world_size, RANKS_PER_REQUEST):
+        keys = [f"process {rank}" for rank in range(first, min(own.world_size, first + RANKS_PER_REQUEST))]
+        if not room.check(keys):
+            keys = [key for key in keys if room.check([key])]
+        arrivals += map(Arrival.from_json, _get(room, keys))
     failed = [Arrival.from_json(room.get(f"failure {n}")) for n in range(1, min(num_failures, MOST_FAILURES) + 1)]
     if text:
         failed.insert(0, mine)
@@ -191,7 +192,9 @@ def chair(
     room.set("verdict", json.dumps([error.__name__, reason]))
     told = {arrival.token for arrival, _ in asked}
     _answer(room, [arrival for arrival in others if arrival.token not in told], VERDICT)
-    _until(lambda: room.add("left", 0) >= len(others), VERDICT_SECONDS)  # the store ends with this process
+    deadline = time.monotonic() + VERDICT_SECONDS
+    while room.add("left", 0) < len(others) and time.monotonic() < deadline:  # the store ends with this process
+        time.sleep(POLL_SECONDS)
     raise error(reason)
 
 
@@ -218,17 +221,6 @@ def _await(store: dist.Store, room: dist.Store, opening: Opening, timeout_second
             )
         time.sleep(pause)
         pause = min(2 * pause, 10 * POLL_SECONDS)
-
-
-def _arrivals(room: dist.Store, world_size: int) -> list[Arrival]:
-    """Return the ranks that have come and can start."""
-    found: list[Arrival] = []
-    for first in range(0, world_size, RANKS_PER_REQUEST):
-        keys = [f"process {rank}" for rank in range(first, min(world_size, first + RANKS_PER_REQUEST))]
-        if not room.check(keys):
-            keys = [key for key in keys if room.check([key])]
-        found += map(Arrival.from_json, _get(room, keys))
-    return found
 
 
 def _reason(
@@ -311,12 +303,6 @@ def _get(room: dist.Store, keys: Sequence[str]) -> list[bytes]:
     if keys and room.has_extended_api():  # type: ignore[attr-defined]
         return list(room.multi_get(list(keys)))  # type: ignore[attr-defined]
     return [room.get(key) for key in keys]
-
-
-def _until(is_done: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_done() and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
 
 
 @dataclass(frozen=True)

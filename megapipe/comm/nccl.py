@@ -32,9 +32,16 @@ class NcclSettings:
     @classmethod
     def of(cls, config: GpuConfig) -> NcclSettings:
         """Read the flags and the file of communicator options. Raises ConfigError."""
+        variables: dict[str, str] = {}
+        for word in config.nccl_settings or ():
+            if not re.fullmatch(r"NCCL_[A-Z0-9_]+=.+", word):
+                raise ConfigError(f"--nccl-settings {word}: expected NCCL_NAME=VALUE, such as NCCL_DEBUG=INFO")
+            name, _, value = word.partition("=")
+            if variables.setdefault(name, value) != value:
+                raise ConfigError(f"--nccl-settings sets {name} twice, to {variables[name]} and to {value}")
         path = config.nccl_communicator_config_path
         communicators = {} if path is None else read_communicators(Path(path))
-        return cls(parse_variables(config.nccl_settings or ()), communicators, config.high_priority_stream_groups)
+        return cls(variables, communicators, config.high_priority_stream_groups)
 
     def options(self, kind: str, timeout: timedelta | None) -> Any:
         """Return torch's options for a communicator of this kind of group; None if nothing is set for it."""
@@ -69,18 +76,6 @@ class NcclSettings:
             recorder_folder.mkdir(parents=True, exist_ok=True)
             prefix = str(recorder_folder / "rank_")
             set_for_libraries(TORCH_FR_DUMP_TEMP_FILE=prefix, TORCH_NCCL_DEBUG_INFO_TEMP_FILE=prefix)
-
-
-def parse_variables(settings: tuple[str, ...]) -> dict[str, str]:
-    """Parse NCCL_NAME=VALUE words. Raises ConfigError."""
-    variables: dict[str, str] = {}
-    for word in settings:
-        if not re.fullmatch(r"NCCL_[A-Z0-9_]+=.+", word):
-            raise ConfigError(f"--nccl-settings {word}: expected NCCL_NAME=VALUE, such as NCCL_DEBUG=INFO")
-        name, _, value = word.partition("=")
-        if variables.setdefault(name, value) != value:
-            raise ConfigError(f"--nccl-settings sets {name} twice, to {variables[name]} and to {value}")
-    return variables
 
 
 def read_communicators(path: Path) -> dict[str, dict[str, int | str]]:

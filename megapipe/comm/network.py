@@ -36,9 +36,25 @@ class Interface:
 
 def interfaces() -> tuple[Interface, ...]:
     """Return all interfaces in the kernel's order; an empty tuple where the system does not list them."""
+    import fcntl  # not on every system
+
+    found: list[Interface] = []
     with suppress(OSError, AttributeError):
-        ipv6 = _ipv6_addresses()
-        return tuple(_interface(name, ipv6.get(name, ())) for _, name in socket.if_nameindex())
+        ipv6: dict[str, tuple[str, ...]] = {}
+        for line in _read(Path("/proc/net/if_inet6")).splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope != "20":  # link-local addresses need a scope to be used
+                ipv6[name] = (*ipv6.get(name, ()), socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+        for _, name in socket.if_nameindex():
+            addresses, speed = ipv6.get(name, ()), _read(SYS_CLASS_NET / name / "speed")
+            with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                addresses = (socket.inet_ntoa(answer[20:24]), *addresses)
+            state = _read(SYS_CLASS_NET / name / "operstate") or "unknown"
+            megabits = int(speed) if speed.isdigit() else None  # "-1" if the interface has no speed
+            driver = SYS_CLASS_NET / name / "device" / "driver"
+            found.append(Interface(name, addresses, state, megabits, driver.resolve().name if driver.exists() else ""))
+        return tuple(found)
     return ()
 
 
@@ -133,38 +149,6 @@ def listening_address(host: str, num_nodes: int) -> str:
         if socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0] == local:
             return local
     return ""
-
-
-def _interface(name: str, ipv6: tuple[str, ...]) -> Interface:
-    ipv4 = _ipv4_address(name)
-    speed = _read(SYS_CLASS_NET / name / "speed")
-    driver = SYS_CLASS_NET / name / "device" / "driver"
-    return Interface(
-        name,
-        ((ipv4,) if ipv4 else ()) + ipv6,
-        _read(SYS_CLASS_NET / name / "operstate") or "unknown",
-        int(speed) if speed.isdigit() else None,  # "-1" if the interface has no speed
-        driver.resolve().name if driver.exists() else "",
-    )
-
-
-def _ipv4_address(name: str) -> str | None:
-    import fcntl  # not on every system
-
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(answer[20:24])
-    return None
-
-
-def _ipv6_addresses() -> dict[str, tuple[str, ...]]:
-    """Return the IPv6 addresses by interface, without link-local ones, which need a scope to be used."""
-    found: dict[str, tuple[str, ...]] = {}
-    for line in _read(Path("/proc/net/if_inet6")).splitlines():
-        digits, _, _, scope, _, name = line.split()
-        if scope != "20":  # link-local
-            found[name] = (*found.get(name, ()), socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
-    return found
 
 
 def _read(path: Path) -> str:

@@ -70,23 +70,20 @@ class _LazyPlanner(DefaultSavePlanner):
         self.state_dict = {**self.state_dict, **shown}
 
     def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        items = [part for item in plan.items for part in self._by_rows(item)]
+        """Plan one item for each row of a stack."""
+        plan, items = super().create_local_plan(), list[WriteItem]()
+        for item in plan.items:
+            if item.tensor_data is None or not isinstance(self._lazy.get(item.index.fqn), LazyStack):
+                items.append(item)
+                continue
+            number, *shape = item.tensor_data.size
+            for row in range(number):
+                chunk = ChunkStorageMetadata(torch.Size([row, *(0 for _ in shape)]), torch.Size([1, *shape]))
+                data = dataclasses.replace(item.tensor_data, chunk=chunk)
+                index = MetadataIndex(item.index.fqn, chunk.offsets)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         self.plan = dataclasses.replace(plan, items=items)
         return self.plan
-
-    def _by_rows(self, item: WriteItem) -> list[WriteItem]:
-        """Return one item for each row of a stack, the item itself for everything else."""
-        if item.tensor_data is None or not isinstance(self._lazy.get(item.index.fqn), LazyStack):
-            return [item]
-        number, *shape = item.tensor_data.size
-        parts = []
-        for row in range(number):
-            chunk = ChunkStorageMetadata(torch.Size([row, *(0 for _ in shape)]), torch.Size([1, *shape]))
-            data = dataclasses.replace(item.tensor_data, chunk=chunk)
-            index = MetadataIndex(item.index.fqn, chunk.offsets)
-            parts.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return parts
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         lazy = self._lazy.get(index.fqn)

@@ -55,7 +55,7 @@ class AttentionHeads:
 class AttentionKind:
     """Core attention: from queries, keys and values to a weighted sum of values.
 
-    function: of an extension: (q, k, v, mask, AttentionHeads) -> output. Softmax: model/core_attention.py.
+    function: of an extension: (q, k, v, mask, AttentionHeads) -> output. Softmax: model/attention.py.
     has_chunks: a window is a chunk of the sequence, of which a query sees what comes before it (Llama-4).
     """
 

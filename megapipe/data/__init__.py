@@ -6,7 +6,7 @@
 - `dataset`         the interface of datasets; synthetic samples for --mock-data; `SkippedSamples`
 - `gpt_dataset`     samples of one token file: epochs, document order, sample order
 - `blend`           several datasets mixed by weight; `index_cache`: shuffled indices kept on disk
-- `indexed_file`    token files `PREFIX.bin` and `PREFIX.idx`: reading, writing, merging; `content`: files compared
+- `indexed_file`    token files `PREFIX.bin` and `PREFIX.idx`: reading, writing, merging; `fingerprint`: files compared
 - `text_source`     documents from JSON lines, plain text, directory trees, pipes; `tables`: parquet, Arrow, zstd
 - `preprocess`      text -> token files, in several threads or processes; `partial_output`: its progress
 """

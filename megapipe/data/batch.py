@@ -69,7 +69,10 @@ class Batch:
         """Build a microbatch. samples: [micro, seq + 1], or [micro, MASKED_ROWS or CHAT_ROWS, seq + 1]."""
         trained = None
         if samples.ndim == 3 and samples.shape[1] == CHAT_ROWS:
-            return cls._of_chats(samples, sample_ids)
+            chats, trained = samples[:, 2, :-1], samples[:, 1, 1:].astype(np.float32)
+            tokens, labels = np.ascontiguousarray(samples[:, 0, :-1]), np.ascontiguousarray(samples[:, 0, 1:])
+            positions, documents = _positions(chats[:, 1:] != chats[:, :-1]), np.ascontiguousarray(chats)
+            return cls(tokens, labels, trained, positions, documents, sample_ids, padding=chats == PADDING)
         if samples.ndim == 3:
             samples, trained = samples[:, 0], samples[:, 1, 1:].astype(np.float32)
         tokens, labels = np.ascontiguousarray(samples[:, :-1]), np.ascontiguousarray(samples[:, 1:])
@@ -80,11 +83,7 @@ class Batch:
         if trained is not None:
             loss_mask = trained if loss_mask is None else loss_mask * trained
         if rules.reset_position_ids:
-            # distance from the start of the document, or of the sample for the document that continues from before it
-            positions = np.arange(is_eod.shape[1], dtype=np.int64)
-            starts = np.zeros(is_eod.shape, dtype=np.int64)
-            starts[:, 1:] = np.where(is_eod[:, :-1], positions[1:], 0)
-            position_ids = positions - np.maximum.accumulate(starts, axis=1)
+            position_ids = _positions(is_eod[:, :-1])
         if rules.reset_attention_mask:
             document_ids = np.cumsum(is_eod, axis=1, dtype=np.int64) - is_eod  # number of eod tokens before each token
         return cls(tokens, labels, loss_mask, position_ids, document_ids, sample_ids)
@@ -127,22 +126,16 @@ class Batch:
             loss_tokens=float(self.tokens.size if mask is None else mask.sum(dtype=np.float64)),
         )
 
-    @classmethod
-    def _of_chats(cls, samples: TokenArray, sample_ids: tuple[int, ...]) -> Batch:
-        """Build a microbatch of conversations, each with positions from 0, that do not see each other."""
-        tokens, trained, chats = samples[:, 0], samples[:, 1], samples[:, 2, :-1]
-        positions = np.arange(chats.shape[1], dtype=np.int64)
-        starts = np.zeros(chats.shape, dtype=np.int64)
-        starts[:, 1:] = np.where(chats[:, 1:] != chats[:, :-1], positions[1:], 0)
-        return cls(
-            np.ascontiguousarray(tokens[:, :-1]),
-            np.ascontiguousarray(tokens[:, 1:]),
-            trained[:, 1:].astype(np.float32),
-            positions - np.maximum.accumulate(starts, axis=1),
-            np.ascontiguousarray(chats),
-            sample_ids,
-            padding=chats == PADDING,
-        )
+
+def _positions(begins: NDArray[np.bool_]) -> TokenArray:
+    """Return positions [micro, seq], from 0 in each document or conversation; the first continues from before.
+
+    begins: [micro, seq - 1], True where one begins at the next position.
+    """
+    positions = np.arange(begins.shape[1] + 1, dtype=np.int64)
+    starts = np.zeros((len(begins), len(positions)), dtype=np.int64)
+    starts[:, 1:] = np.where(begins, positions[1:], 0)
+    return positions - np.maximum.accumulate(starts, axis=1)
 
 
 def padding_remarks(dataset: TokenDataset, pad: int | None, others: Collection[int | None]) -> tuple[str, ...]:

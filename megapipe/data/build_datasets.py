@@ -46,9 +46,14 @@ class Datasets:
 def build_datasets(request: DatasetRequest) -> Datasets:
     """Build the datasets. Raises ConfigError for contradictory flags, DataError for missing or too small files."""
     data = request.data
-    part_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if data.dataset is not None:
-        return _registered(request)
+        if request.vocab_size is None:
+            raise ConfigError("--dataset needs the vocabulary size: give --vocab-size or a tokenizer")
+        build, options = DATASETS[data.dataset].build, options_of(data.dataset_options)
+        wanted = (request.seq_length, request.vocab_size, request.seed, options)
+        named = zip(SPLIT_NAMES, request.num_samples, strict=True)
+        return Datasets(*(build(DatasetPart(name, number, *wanted)) if number else None for name, number in named))
+    part_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
     sources = [data.mock_data, data.data_path is not None, any(path is not None for path in part_paths)]
     if sum(sources) != 1:
         ways = "--data-path, --train-data-path/--valid-data-path/--test-data-path, and --mock-data"
@@ -61,29 +66,26 @@ def build_datasets(request: DatasetRequest) -> Datasets:
         return Datasets(*(SyntheticDataset(number, *sizes, part) if number else None for part, number in numbers))
     # the parts share their files; who builds the index of a part checks the file
     open_file = functools.cache(functools.partial(IndexedFile, check=False))
-    if data.data_path is not None:
-        blend = parse_blend(data.data_path, "--data-path")
-        ranges = parse_split(data.split or DEFAULT_SPLIT)
-        return Datasets(*(_build_part(request, part, *blend, ranges[part], open_file) for part in range(3)))
     built: list[TokenDataset | None] = [None] * 3
-    for part, path in enumerate(part_paths):
-        if path is not None:
-            prefixes, weights = parse_blend(path, f"--{SPLIT_NAMES[part]}-data-path")
-            if len(prefixes) == 1:
+    for part, (words, flag, part_range) in enumerate(paths_of_parts(data)):
+        if words is not None:
+            prefixes, weights = parse_blend(words, flag)
+            if data.data_path is None and len(prefixes) == 1:
                 weights = None  # a single file needs no weight and no surplus
-            built[part] = _build_part(request, part, prefixes, weights, (0.0, 1.0), open_file)
+            if part_range is not None and request.num_samples[part]:
+                built[part] = _build_part(request, part, prefixes, weights, part_range, open_file)
     return Datasets(*built)
 
 
-def _registered(request: DatasetRequest) -> Datasets:
-    """Build the parts of --dataset."""
-    assert request.data.dataset is not None
-    if request.vocab_size is None:
-        raise ConfigError("--dataset needs the vocabulary size: give --vocab-size or a tokenizer")
-    build, options = DATASETS[request.data.dataset].build, options_of(request.data.dataset_options)
-    sizes = (request.seq_length, request.vocab_size, request.seed, options)
-    parts = zip(SPLIT_NAMES, request.num_samples, strict=True)
-    return Datasets(*(build(DatasetPart(name, number, *sizes)) if number else None for name, number in parts))
+def paths_of_parts(data: DataConfig) -> list[tuple[Sequence[str] | None, str, Range | None]]:
+    """Return the words of train, valid and test, their flag, and the range of the files.
+
+    Words are None for a part without files, ranges for an empty part of --split.
+    """
+    if data.data_path is not None:
+        return [(data.data_path, "--data-path", part) for part in parse_split(data.split or DEFAULT_SPLIT)]
+    given = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    return [(words, f"--{name}-data-path", (0.0, 1.0)) for words, name in zip(given, SPLIT_NAMES, strict=True)]
 
 
 def _build_part(
@@ -91,55 +93,60 @@ def _build_part(
     part: int,
     prefixes: list[str],
     weights: Sequence[float] | None,
-    part_range: Range | None,
+    part_range: Range,
     open_file: Callable[[str], IndexedFile],
+) -> TokenDataset:
+    """Build one part of the run from token files."""
+    files = {prefix: open_file(prefix) for prefix in prefixes}  # a missing one is found before an index is built
+
+    def build(prefix: str, count: int | None) -> GPTDataset | None:
+        file = files[prefix]
+        first, last = sequence_range(part_range, len(file))
+        if count is None and not file.has_tokens(first, last):
+            return None
+        if first == last:
+            empty = f"the {SPLIT_NAMES[part]} part of --split {request.data.split or DEFAULT_SPLIT} holds none of them"
+            way = "give it a larger share, or request no samples of it (0 in --split, --eval-iters 0)"
+            raise DataError(f"{prefix} has {len(file)} sequences, and {empty}; {way}")
+        cache, seq = IndexCache.at(request.data.data_cache_path, prefix), request.seq_length
+        found = GPTDataset(file, (first, last), num_samples=count, seq_length=seq, seed=request.seed, cache=cache)
+        return found if count is not None or len(found) else None
+
+    built = build_blend(prefixes, weights, request.num_samples[part], build, request.data.data_cache_path)
+    if built is None:
+        lacking = f"has no sample of {request.seq_length + 1} tokens in one epoch"
+        way = "give it a larger share (--split), or give the files weights: several epochs"
+        raise DataError(f"the {SPLIT_NAMES[part]} part of {' '.join(prefixes)} {lacking}; {way}")
+    return built
+
+
+def build_blend(
+    names: Sequence[str],
+    weights: Sequence[float] | None,
+    num_samples: int,
+    build: Callable[[str, int | None], TokenDataset | None],
+    cache_path: str | None,
 ) -> TokenDataset | None:
-    """Build one part of the run: a GPTDataset for a single file without weight, else a blend."""
-    num_samples = request.num_samples[part]
-    if part_range is None or num_samples == 0:
-        return None
-    files = [open_file(prefix) for prefix in prefixes]
-    if weights is None and len(files) == 1:
-        return _member(request, part, files[0], part_range, num_samples)
-    if weights is None:
-        # without weights: one epoch of each file; a file without a whole sample in this part contributes none
-        members = []
-        for file in files:
-            first, last = sequence_range(part_range, len(file))
-            if file.has_tokens(first, last):
-                members.append(_member(request, part, file, part_range, None))
-        members = [member for member in members if len(member)]
-        weights = [len(member) for member in members]
-        size = min(num_samples, sum(len(member) for member in members))
-        if not members:
-            lacking = f"has no sample of {request.seq_length + 1} tokens in one epoch"
-            way = "give it a larger share (--split), or give the files weights: several epochs"
-            raise DataError(f"the {SPLIT_NAMES[part]} part of {' '.join(prefixes)} {lacking}; {way}")
-    else:
-        weights = normalize(weights)
-        shares = [math.ceil(num_samples * weight) for weight in weights]
-        members = [
-            _member(request, part, file, part_range, math.ceil(share * (1 + SURPLUS)))
-            for file, share in zip(files, shares, strict=True)
-        ]
-        size = sum(shares)
-    cache = IndexCache.at(request.data.data_cache_path, prefixes[0])
-    return BlendedDataset(members, weights, size, names=[member.file.prefix for member in members], cache=cache)
+    """Build the dataset of a single file without weight, or a blend; without weights it has one epoch of each file.
 
-
-def _member(
-    request: DatasetRequest, part: int, file: IndexedFile, part_range: Range, num_samples: int | None
-) -> GPTDataset:
-    """Build the dataset of one part of one file; num_samples None: one epoch."""
-    first, last = sequence_range(part_range, len(file))
-    if first == last:
-        empty = f"the {SPLIT_NAMES[part]} part of --split {request.data.split or DEFAULT_SPLIT} holds none of them"
-        way = "give it a larger share, or request no samples of it (0 in --split, --eval-iters 0)"
-        raise DataError(f"{file.prefix} has {len(file)} sequences, and {empty}; {way}")
-    cache = IndexCache.at(request.data.data_cache_path, file.prefix)
-    return GPTDataset(
-        file, (first, last), num_samples=num_samples, seq_length=request.seq_length, seed=request.seed, cache=cache
+    build: makes the dataset of a file, of so many samples; None: one epoch, and None if that holds no sample. Such
+    files contribute nothing; returns None if none is left.
+    """
+    if weights is None and len(names) == 1:
+        return build(names[0], num_samples)
+    wanted = None if weights is None else [math.ceil(num_samples * share) for share in normalize(weights)]
+    counts: Sequence[int | None] = (
+        [None] * len(names) if wanted is None else [math.ceil(count * (1 + SURPLUS)) for count in wanted]
     )
+    built = [(name, build(name, count)) for name, count in zip(names, counts, strict=True)]
+    held = [name for name, member in built if member is not None]
+    members = [member for _, member in built if member is not None]
+    if not members:
+        return None
+    lengths = [len(member) for member in members]
+    shares: Sequence[float] = lengths if weights is None else normalize(weights)
+    size = min(num_samples, sum(lengths)) if wanted is None else sum(wanted)
+    return BlendedDataset(members, shares, size, names=held, cache=IndexCache.at(cache_path, names[0]))
 
 
 def parse_split(split: str) -> tuple[Range | None, ...]:

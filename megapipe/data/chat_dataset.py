@@ -7,10 +7,9 @@ holds conversations of up to seq_length + 1 tokens together, since the last toke
 
 from __future__ import annotations
 
-import math
 import zlib
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +17,13 @@ import numpy as np
 
 from megapipe.config.files import parse_blend
 from megapipe.data.batch import CHAT_ROWS, PADDING
-from megapipe.data.blend import BlendedDataset, normalize
 from megapipe.data.build_datasets import (
     DEFAULT_SPLIT,
     SPLIT_NAMES,
-    SURPLUS,
     DatasetRequest,
     Datasets,
-    parse_split,
+    build_blend,
+    paths_of_parts,
     sequence_range,
 )
 from megapipe.data.chat import ChatEncoder, ChatFile, open_chats
@@ -122,8 +120,23 @@ class ChatDataset:
         self.num_requested = len(self) if num_samples is None else num_samples
 
     def _index(self, num_samples: int) -> None:
+        """Set `_order`, places in the selection as they are read, and `_bounds`, [samples + 1], of each sample."""
+
         def build() -> Arrays:
-            return build_order(self.selection, num_samples, self.seq_length + 1, self.seed, self.packs)
+            lengths, count = self.selection.lengths, len(self.selection.numbers)
+            order, sizes = [], [np.zeros(1, dtype=np.int64)]
+            total = epoch = 0
+            while epoch == 0 or total < num_samples:
+                random = np.random.default_rng([*self.seed, epoch])
+                shuffled = random.permutation(count)
+                items = [[i] for i in range(count)]
+                if self.packs:
+                    items = pack(lengths[shuffled].tolist(), self.seq_length + 1)
+                arranged = [items[i] for i in random.permutation(len(items))]
+                order.append(shuffled[[item for sequence in arranged for item in sequence]].astype(np.int64))
+                sizes.append(np.array([len(sequence) for sequence in arranged], dtype=np.int64))
+                total, epoch = total + len(items), epoch + 1
+            return {"order": np.concatenate(order), "bounds": np.cumsum(np.concatenate(sizes))}
 
         description = {
             **self._key,
@@ -200,44 +213,23 @@ class ChatDataset:
         }
 
 
-def build_order(
-    selection: Selection, num_samples: int, capacity: int, seed: tuple[int, int], packs: bool
-) -> dict[str, Array]:
-    """Return `order`, places in the selection in the order of reading, and `bounds`, [samples + 1], of each sample."""
-    count, order, sizes = len(selection.numbers), [], [np.zeros(1, dtype=np.int64)]
-    total = epoch = 0
-    while epoch == 0 or total < num_samples:
-        random = np.random.default_rng([*seed, epoch])
-        shuffled = random.permutation(count)
-        items = pack(selection.lengths[shuffled].tolist(), capacity) if packs else [[i] for i in range(count)]
-        arranged = [items[i] for i in random.permutation(len(items))]
-        order.append(shuffled[[item for sequence in arranged for item in sequence]].astype(np.int64))
-        sizes.append(np.array([len(sequence) for sequence in arranged], dtype=np.int64))
-        total, epoch = total + len(items), epoch + 1
-    return {"order": np.concatenate(order), "bounds": np.cumsum(np.concatenate(sizes))}
-
-
 def build_chat_datasets(request: DatasetRequest, encoder: ChatEncoder) -> tuple[Datasets, tuple[str, ...]]:
     """Build the datasets of a run of --sft, and a line on each. Raises ConfigError, DataError."""
     data = request.data
     built: list[TokenDataset | None] = [None] * 3
     lines: list[str] = []
     files: dict[str, ChatFile] = {}
-    if data.data_path is not None:
-        paths = [(data.data_path, "--data-path", part) for part in parse_split(data.split or DEFAULT_SPLIT)]
-    else:
-        given = (data.train_data_path, data.valid_data_path, data.test_data_path)
-        paths = [
-            (words or (), f"--{name}-data-path", (0.0, 1.0)) for words, name in zip(given, SPLIT_NAMES, strict=True)
-        ]
-    for part, (words, flag, part_range) in enumerate(paths):
+    for part, (words, flag, part_range) in enumerate(paths_of_parts(data)):
         if not words or part_range is None or not request.num_samples[part]:
             continue
         names, weights = parse_blend(words, flag)
         for name in names:
             if name not in files:
                 files[name] = open_chats(name, encoder, IndexCache.at(data.data_cache_path, name))
-        _check_forms(list(files.values()))
+                first_file = next(iter(files.values()))
+                if files[name].form != first_file.form:
+                    forms = f"{first_file.path} has {first_file.form}, but {name} has {files[name].form}"
+                    raise DataError(f"{forms}; use one form in all files")
 
         def build(name: str, count: int | None, part: int = part, part_range: Any = part_range) -> ChatDataset:
             file = files[name]
@@ -263,35 +255,7 @@ def build_chat_datasets(request: DatasetRequest, encoder: ChatEncoder) -> tuple[
             lines.append(f"{SPLIT_NAMES[part]}: {found.describe()}")
             return found
 
-        built[part] = _blended(names, weights, request.num_samples[part], build, data.data_cache_path)
+        if len(names) == 1:
+            weights = None  # a single file needs no surplus
+        built[part] = build_blend(names, weights, request.num_samples[part], build, data.data_cache_path)
     return Datasets(*built), tuple(lines)
-
-
-def _blended(
-    names: list[str],
-    weights: Sequence[float] | None,
-    num_samples: int,
-    build: Callable[[str, int | None], ChatDataset],
-    cache_path: str | None,
-) -> TokenDataset:
-    """Build one part of a run: one file, or a blend by weight; without weights one epoch of each file."""
-    if len(names) == 1:
-        return build(names[0], num_samples)
-    if weights is None:
-        members = [build(name, None) for name in names]
-        shares, size = [float(len(member)) for member in members], sum(map(len, members))
-    else:
-        shares = list(normalize(weights))
-        counts = [math.ceil(num_samples * share) for share in shares]
-        members = [build(name, math.ceil(count * (1 + SURPLUS))) for name, count in zip(names, counts, strict=True)]
-        size = sum(counts)
-    return BlendedDataset(members, shares, size, names=names, cache=IndexCache.at(cache_path, names[0]))
-
-
-def _check_forms(files: Sequence[ChatFile]) -> None:
-    """Raise DataError if the files do not all have the same form."""
-    other = next((file for file in files if file.form != files[0].form), None)
-    if other is not None:
-        raise DataError(
-            f"{files[0].path} has {files[0].form}, but {other.path} has {other.form}; use one form in all files"
-        )

@@ -83,33 +83,26 @@ def build_sample_index(
     random.shuffle(documents[:num_together])
     if plan.separate_last:
         random.shuffle(documents[num_together:])
-    places, offsets = _sample_starts(lengths, documents, first_sequence, plan.num_samples, seq_length)
+    # tokens 0, seq, 2 seq, ... of the stream, found in blocks of documents
+    places = np.empty(plan.num_samples + 1, dtype)
+    offsets = np.empty(plan.num_samples + 1, np.min_scalar_type(int(lengths.max())))
+    filled, end = 0, 0  # samples found, and tokens of the stream, in the blocks before
+    for begin in range(0, len(documents), BLOCK):
+        held = lengths[documents[begin : begin + BLOCK] - first_sequence]
+        ends = end + np.cumsum(held, dtype=np.int64)
+        end = int(ends[-1])
+        past = min(plan.num_samples, (end - 1) // seq_length) + 1
+        positions = np.arange(filled, past, dtype=np.int64) * seq_length
+        found = np.searchsorted(ends, positions, side="right")
+        places[filled:past] = begin + found
+        offsets[filled:past] = positions - (ends[found] - held[found])
+        filled = max(filled, past)
     fits_uint32 = plan.num_samples < np.iinfo(np.uint32).max - 1
     samples = np.arange(plan.num_samples, dtype=np.uint32 if fits_uint32 else np.int64)
     random.shuffle(samples[: plan.num_samples_before_last])
     if plan.num_samples_before_last < plan.num_samples:
         random.shuffle(samples[plan.num_samples_before_last :])
     return SampleIndex(documents, places, offsets, samples)
-
-
-def _sample_starts(
-    lengths: Array, documents: Array, first_sequence: int, num_samples: int, seq_length: int
-) -> tuple[Array, Array]:
-    """Return the places and offsets of a SampleIndex: of tokens 0, seq, 2 seq, ... of the stream."""
-    places = np.empty(num_samples + 1, documents.dtype)
-    offsets = np.empty(num_samples + 1, np.min_scalar_type(int(lengths.max())))
-    filled, end = 0, 0  # samples found, and tokens of the stream, in the blocks before
-    for begin in range(0, len(documents), BLOCK):
-        held = lengths[documents[begin : begin + BLOCK] - first_sequence]
-        ends = end + np.cumsum(held, dtype=np.int64)
-        end = int(ends[-1])
-        past = min(num_samples, (end - 1) // seq_length) + 1
-        positions = np.arange(filled, past, dtype=np.int64) * seq_length
-        found = np.searchsorted(ends, positions, side="right")
-        places[filled:past] = begin + found
-        offsets[filled:past] = positions - (ends[found] - held[found])
-        filled = max(filled, past)
-    return places, offsets
 
 
 class GPTDataset:

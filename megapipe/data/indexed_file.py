@@ -188,7 +188,19 @@ class IndexedFile:
         if self._is_checked:
             return
         self._check_sequences()
-        self._check_documents()
+        idx, starts = idx_path(self.prefix), self.documents
+        rule = f"document starts must run from 0 to the number of sequences, {len(self)}"
+        if not len(starts) or starts[0] != 0 or starts[-1] != len(self):
+            found = f"{starts[0]} .. {starts[-1]}" if len(starts) else "nothing"
+            raise DataError(f"{idx}: {rule}, but hold {found}")
+        for begin in range(0, len(starts), CHECK_BLOCK):
+            block = starts[begin : begin + CHECK_BLOCK + 1]  # one is shared with the next block
+            falls = block[1:] < block[:-1]
+            if falls.any():
+                number = begin + int(np.argmax(falls)) + 1
+                start = f"document {number} starts at sequence {starts[number]}"
+                raise DataError(f"{idx}: {start}, before the preceding one")
+            self.release()
         self._is_checked = True
 
     def release(self) -> None:
@@ -208,7 +220,14 @@ class IndexedFile:
             ends = end + np.cumsum(lengths, dtype=np.int64) * item
             follows = offsets[0] == end and bool(np.array_equal(offsets[1:], ends[:-1]))
             if not follows or ends[-1] > bin_bytes:
-                self._check_places(begin, lengths.astype(np.int64), offsets)
+                last = bin_bytes - lengths.astype(np.int64) * item  # an offset plus a length could overflow
+                wrong = (offsets < 0) | (offsets > last)
+                if wrong.any():
+                    bad = int(np.argmax(wrong))
+                    sequence = f"sequence {begin + bad} ({lengths[bad]} tokens of {item} bytes) at byte {offsets[bad]}"
+                    reason = "the file is truncated or belongs to another index; copy or preprocess it again"
+                    size = f"{bin_path(self.prefix)} has {bin_bytes} bytes"
+                    raise DataError(f"{size}, but {idx.name} places {sequence}: {reason}")
             is_in_order &= follows
             end = int(ends[-1])
             self.release()
@@ -221,32 +240,6 @@ class IndexedFile:
             found = f"its {end // item} tokens of {item} bytes ({self.dtype}) do not fill {bin_path(self.prefix).name}"
             why = f"which has {bin_bytes} bytes, one after another: it is damaged or belongs to another file"
             raise DataError(f"{idx}: {found}, {why}; copy or preprocess both again")
-
-    def _check_places(self, begin: int, lengths: Array, offsets: Array) -> None:
-        """Check that sequences begin, begin + 1, ... lie in `.bin`."""
-        item, bin_bytes = self.dtype.itemsize, self.num_bytes
-        wrong = (offsets < 0) | (offsets > bin_bytes - lengths * item)  # a sum could pass the largest number
-        if wrong.any():
-            bad = int(np.argmax(wrong))
-            sequence = f"sequence {begin + bad} ({lengths[bad]} tokens of {item} bytes) at byte {offsets[bad]}"
-            reason = "the file is truncated or belongs to another index; copy or preprocess it again"
-            size = f"{bin_path(self.prefix)} has {bin_bytes} bytes"
-            raise DataError(f"{size}, but {idx_path(self.prefix).name} places {sequence}: {reason}")
-
-    def _check_documents(self) -> None:
-        idx, starts = idx_path(self.prefix), self.documents
-        rule = f"document starts must run from 0 to the number of sequences, {len(self)}"
-        if not len(starts) or starts[0] != 0 or starts[-1] != len(self):
-            found = f"{starts[0]} .. {starts[-1]}" if len(starts) else "nothing"
-            raise DataError(f"{idx}: {rule}, but hold {found}")
-        for begin in range(0, len(starts), CHECK_BLOCK):
-            block = starts[begin : begin + CHECK_BLOCK + 1]  # one is shared with the next block
-            falls = block[1:] < block[:-1]
-            if falls.any():
-                number = begin + int(np.argmax(falls)) + 1
-                start = f"document {number} starts at sequence {starts[number]}"
-                raise DataError(f"{idx}: {start}, before the preceding one")
-            self.release()
 
 
 def _open(path: Path, prefix: str) -> FileIO:
@@ -371,7 +364,12 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedFile:
     files = [IndexedFile(prefix) for prefix in prefixes]
     tokenizer = _common_tokenizer(prefixes)
     for file in files[1:]:
-        _check_alike(files[0], file)
+        if file.dtype != files[0].dtype:
+            rule = "only token files of one dtype can be merged"
+            raise DataError(f"{file.prefix} holds {file.dtype}, but the files before it {files[0].dtype}: {rule}")
+        if (file.modes is None) != (files[0].modes is None):
+            kind = "multimodal" if file.modes is not None else "not multimodal"
+            raise DataError(f"{file.prefix} is {kind}, unlike the files before it")
     partial_bin, partial_idx = (Path(f"{path}.partial-{os.getpid()}") for path in (target, idx_path(output_prefix)))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -392,16 +390,6 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedFile:
         partial_bin.unlink(missing_ok=True)
         partial_idx.unlink(missing_ok=True)
     return IndexedFile(output_prefix)
-
-
-def _check_alike(first: IndexedFile, file: IndexedFile) -> None:
-    """Raise DataError if a file cannot be merged with the first one."""
-    if file.dtype != first.dtype:
-        rule = "only token files of one dtype can be merged"
-        raise DataError(f"{file.prefix} holds {file.dtype}, but the files before it {first.dtype}: {rule}")
-    if (file.modes is None) != (first.modes is None):
-        kind = "multimodal" if file.modes is not None else "not multimodal"
-        raise DataError(f"{file.prefix} is {kind}, unlike the files before it")
 
 
 def _common_tokenizer(prefixes: Sequence[str]) -> Tokenizer | None:

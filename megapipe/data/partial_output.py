@@ -76,27 +76,28 @@ class PartialOutput:
         self.is_read = False  # all input is in the folder; what is missing is the index, or names
         self._files: dict[str, IO[bytes]] = {}
         self._marked: dict[str, Any] | None = None
-        self._refuse_existing(overwrite)
+        # files may be there if this run or the interrupted one may replace them, or if some have their names already
+        may_exist = overwrite or (_read(self.folder / "run.json") or {}).get("overwrite")
+        if not may_exist and not (_read(self.folder / "progress.json") or {}).get("is_read"):
+            for path in (name(output_prefix(prefix, key)) for key in keys for name in (bin_path, idx_path)):
+                if path.exists():
+                    raise ConfigError(f"{path} exists: choose another --output-prefix, or replace it with --overwrite")
         self._lock = self._locked_folder()
         try:
             sizes = self._earlier(description, overwrite)
             for name in (*(f"{key}.{kind}" for key in keys for kind in ("bin", "lengths")), "skipped.jsonl"):
-                self._files[name] = self._opened(name, sizes.get(name, 0))
+                path, size = self.folder / name, sizes.get(name, 0)
+                if self.is_read and not path.exists():  # it has its name already
+                    self._files[name] = open(os.devnull, "ab")  # noqa: SIM115
+                    continue
+                file = self._files[name] = open(path, "ab", buffering=1 << 20)  # noqa: SIM115 (closed by close)
+                if file.tell() < size:
+                    damage = f"has {file.tell()} bytes, but progress.json notes {size}"
+                    raise DataError(f"{path} {damage}: remove {self.folder} to begin again")
+                file.truncate(size)
         except BaseException:
             self.close()
             raise
-
-    def _refuse_existing(self, overwrite: bool) -> None:
-        """Raise ConfigError if complete files exist that neither this run nor the interrupted one may replace."""
-        run = _read(self.folder / "run.json") or {}
-        if overwrite or run.get("overwrite"):
-            return
-        if (_read(self.folder / "progress.json") or {}).get("is_read"):  # some may have their names already
-            return
-        for key in self.keys:
-            for path in (bin_path(output_prefix(self.prefix, key)), idx_path(output_prefix(self.prefix, key))):
-                if path.exists():
-                    raise ConfigError(f"{path} exists: choose another --output-prefix, or replace it with --overwrite")
 
     def _locked_folder(self) -> IO[str]:
         try:
@@ -131,18 +132,6 @@ class PartialOutput:
                 path.unlink()
         _write(self.folder / "run.json", {"description": description, "overwrite": overwrite})
         return {}
-
-    def _opened(self, name: str, size: int) -> IO[bytes]:
-        path = self.folder / name
-        if self.is_read and not path.exists():  # it has its name already
-            return open(os.devnull, "ab")
-        file = open(path, "ab", buffering=1 << 20)  # noqa: SIM115 (closed by close)
-        if file.tell() < size:
-            damage = f"has {file.tell()} bytes, but progress.json notes {size}"
-            file.close()
-            raise DataError(f"{path} {damage}: remove {self.folder} to begin again")
-        file.truncate(size)
-        return file
 
     def add(self, key: str, tokens: Array, lengths: Array) -> None:
         """Append documents: their tokens, concatenated, and the number of tokens of each, none of them 0."""

@@ -64,7 +64,10 @@ class RegisteredDataset:
         if not len(self._data):
             raise DataError(f"{self._subject} is empty, but the run takes {part.num_samples} samples of it")
         self._num_samples = part.num_samples
-        self._order = lru_cache(maxsize=2)(self._permutation)
+        kind, size = ("train", "valid", "test").index(part.name), len(self._data)
+        self._order: Callable[[int], Array] = lru_cache(maxsize=2)(
+            lambda epoch: np.random.default_rng([part.seed, kind, epoch]).permutation(size)
+        )
 
     def __len__(self) -> int:
         return self._num_samples
@@ -116,7 +119,3 @@ class RegisteredDataset:
             "tokens": f"{self._subject}, {len(self._data)} samples, the first with checksum "
             f"{zlib.crc32(self[0].tobytes()):08x}{own and f', fingerprint {own}'}",
         }
-
-    def _permutation(self, epoch: int) -> Array:
-        parts = ("train", "valid", "test").index(self.part.name)
-        return np.random.default_rng([self.part.seed, parts, epoch]).permutation(len(self._data))

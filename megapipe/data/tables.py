@@ -42,7 +42,15 @@ def read_rows(path: Path, is_parquet: bool, keys: Sequence[str], first: int = 0)
         pass  # here an OSError is that of the file system
     try:
         for begin, batch in _parquet_batches(path, keys, first) if is_parquet else _arrow_batches(path, first):
-            columns = [_texts(path, batch, key, arrow) for key in keys]
+            _check_columns(path, batch.schema.names, keys)
+            columns = []  # in UTF-8, which is checked when a row is decoded, so that one bad row does not hide others
+            for key in keys:
+                column = batch.column(key)
+                if arrow.types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                if not (arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type)):
+                    raise DataError(f"{path}: the column {key!r} holds {column.type}, not strings; see --json-keys")
+                columns.append(column.cast(arrow.large_binary()).to_pylist())
             for number, cells in enumerate(zip(*columns, strict=True), begin):
                 if number >= first:
                     yield number, cells
@@ -83,18 +91,6 @@ def _check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> Non
     for key in keys:
         if key not in names:
             raise DataError(f"{path} has no column {key!r} (it has {', '.join(map(repr, names))}); see --json-keys")
-
-
-def _texts(path: Path, batch: Any, key: str, arrow: Any) -> list[bytes | None]:
-    """Return a column as UTF-8, which is checked when a row is decoded, so that one bad row does not hide others."""
-    _check_columns(path, batch.schema.names, [key])
-    column = batch.column(key)
-    if arrow.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if not any(is_text(column.type) for is_text in (arrow.types.is_string, arrow.types.is_large_string)):
-        raise DataError(f"{path}: the column {key!r} holds {column.type}, not strings; see --json-keys")
-    texts: list[bytes | None] = column.cast(arrow.large_binary()).to_pylist()
-    return texts
 
 
 class ZstdFile(io.RawIOBase):

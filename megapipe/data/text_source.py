@@ -103,7 +103,15 @@ class Record(NamedTuple):
         if self.damage is not None:
             return self.problem(self.damage)
         if self.cells is not None:
-            return self._parse_cells(self.cells, keys)
+            texts = []
+            for key, cell in zip(keys, self.cells, strict=True):
+                if cell is None:
+                    return self.problem(f"null in the column {key!r}")
+                try:
+                    texts.append(cell.decode("utf-8"))
+                except UnicodeDecodeError as error:
+                    return self.problem(f"the column {key!r} is not UTF-8 at byte {error.start}")
+            return texts
         content = self.content
         if not self.byte and content.startswith(BYTE_ORDER_MARK):
             content = content[len(BYTE_ORDER_MARK) :]
@@ -113,17 +121,6 @@ class Record(NamedTuple):
             invalid = content[error.start : error.start + 4]
             return self.problem(f"not UTF-8 ({invalid!r})", error.start + len(self.content) - len(content))
         return self._parse_json(text.rstrip("\r\n"), keys) if self.is_json else [text]
-
-    def _parse_cells(self, cells: Cells, keys: Sequence[str]) -> list[str] | Problem:
-        texts = []
-        for key, cell in zip(keys, cells, strict=True):
-            if cell is None:
-                return self.problem(f"null in the column {key!r}")
-            try:
-                texts.append(cell.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                return self.problem(f"the column {key!r} is not UTF-8 at byte {error.start}")
-        return texts
 
     def _parse_json(self, text: str, keys: Sequence[str]) -> list[str] | Problem:
         try:
@@ -178,8 +175,20 @@ def _files_of(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     if (path / "dataset_dict.json").is_file():
         splits = sorted(f"{each.parent}" for each in path.glob("*/state.json"))
         raise ConfigError(f"--input {name} is a folder of `datasets` with several splits; name one: {' '.join(splits)}")
-    if (path / "state.json").is_file() and any(path.glob("*.arrow")):
-        return _files_of_dataset(path)
+    state_path = path / "state.json"
+    if state_path.is_file() and any(path.glob("*.arrow")):  # written by Dataset.save_to_disk
+        try:
+            state = json.loads(state_path.read_text("utf-8"))
+            names = [each["filename"] for each in state["_data_files"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            rule = f"{state_path} is not the state of a `datasets` folder ({error!r})"
+            raise ConfigError(f"--input {path}: {rule}") from None
+        if state.get("_indices_data_files"):
+            raise ConfigError(f"--input {path}: its rows are selected by an index; save it after flatten_indices()")
+        missing = [each for each in names if Path(each).name != each or not (path / each).is_file()]
+        if missing or not names:
+            raise ConfigError(f"--input {path}: its data files are missing: {', '.join(missing) or 'none is named'}")
+        return [path / each for each in names]
     if path.is_dir():
         found = [
             each
@@ -193,22 +202,6 @@ def _files_of(name: str, suffixes: tuple[str, ...]) -> list[Path]:
     if not any(match.is_file() for match in matches):
         raise ConfigError(f"--input {name}: no such file, directory or pattern")
     return [match for match in matches if match.is_file()]
-
-
-def _files_of_dataset(folder: Path) -> list[Path]:
-    """Return the data files of a folder written by `Dataset.save_to_disk`, in their order."""
-    path = folder / "state.json"
-    try:
-        state = json.loads(path.read_text("utf-8"))
-        names = [each["filename"] for each in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--input {folder}: {path} is not the state of a `datasets` folder ({error!r})") from None
-    if state.get("_indices_data_files"):
-        raise ConfigError(f"--input {folder}: its rows are selected by an index; save it after flatten_indices()")
-    missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
-    if missing or not names:
-        raise ConfigError(f"--input {folder}: its data files are missing: {', '.join(missing) or 'none is named'}")
-    return [folder / name for name in names]
 
 
 def is_regular(path: Path) -> bool:

@@ -84,10 +84,6 @@ class StageBuffers:
         """Return the main gradient of one parameter in its local shape, a view of the flat buffer."""
         return self._main_grads[name]
 
-    def zero_gradients(self) -> None:
-        for buffer in self.buffers:
-            buffer.kept_gradients.zero_()
-
     def fill(self, draw: Draw) -> None:
         """Set every parameter to draw(spec), which returns its local values in any floating dtype."""
         for buffer, bucket in ((held, bucket) for held in self.buffers for bucket in held.layout.buckets):
@@ -121,10 +117,15 @@ class StageBuffers:
         self._check(module, lender)
         if draw is not None:
             self.fill(draw)
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        held: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # by which submodules, as which attribute
+        for submodule in module.modules():
+            for attribute, parameter in submodule._parameters.items():
+                if parameter is not None:
+                    held.setdefault(parameter, []).append((submodule, attribute))
+        names = {parameter: name for name, parameter in module.named_parameters()}
         unpredictable = set()
-        for old, places in _parameter_places(module):
-            name = names[id(old)]
+        for old, places in held.items():
+            name = names[old]
             if name not in self.slots:
                 assert lender is not None
                 lender._lend(name, places)
@@ -211,13 +212,3 @@ def _hook(buffers: weakref.ref[StageBuffers], name: str) -> Callable[[Tensor], N
         alive._notify(name)
 
     return add
-
-
-def _parameter_places(module: nn.Module) -> list[tuple[Tensor, list[tuple[nn.Module, str]]]]:
-    """Return each distinct parameter with the (submodule, attribute) pairs that hold it, in model order."""
-    found: dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]] = {}
-    for submodule in module.modules():
-        for attribute, parameter in submodule._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), (parameter, []))[1].append((submodule, attribute))
-    return list(found.values())

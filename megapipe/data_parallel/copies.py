@@ -91,7 +91,11 @@ class Copies:
         differs = False
         for group in self._groups:  # all of them, because other ranks take part in their collectives
             if group.name in WHOLE:
-                checksums = [checksum(values) for values in self._flat(WHOLE[group.name])]
+                checksums = []  # of whole buffers
+                for stage, buffers in self._stages.items():
+                    with self._whole([stage]):
+                        held = (each for each in buffers.buffers if each.layout.is_expert == WHOLE[group.name])
+                        checksums += [checksum(values) for buffer in held for values in buffer.versions]
                 if group.name in STATE_GROUPS:
                     checksums += [checksum(values) for values in self._states().values()]
             else:
@@ -122,20 +126,22 @@ class Copies:
                 found.append(CopyDifference(group.name, group.ranks, suspects, names, place))
         return found
 
-    def _flat(self, is_expert: bool) -> Iterator[Tensor]:
-        """Yield whole buffers, each valid until the next one is asked for."""
-        for stage, buffers in self._stages.items():
-            with self._whole([stage]):
-                for buffer in buffers.buffers:
-                    if buffer.layout.is_expert == is_expert:
-                        yield from buffer.versions
-
     def _by_parameter(self, group: Group) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and the values, flat and contiguous, of every copy that the group compares; values are valid
         until the next copy is asked for.
         """
-        if group.name == "embedding":
-            yield from self._tied(group)
+        if group.name == "embedding":  # the word embedding at each end of the pipeline
+            tied = [
+                (stage, name, buffer, slot)
+                for stage, buffers in self._stages.items()
+                for name, (buffer, slot) in buffers.slots.items()
+                if buffer.layout.kind == "tied"
+            ]
+            # with two directions a rank holds both ends, the other way round than its peer does
+            first = group.rank % max(len(tied), 1)
+            with self._whole(stage for stage, *_ in tied):
+                for stage, name, buffer, slot in [*tied[first:], *tied[:first]]:
+                    yield f"{name} of stage {stage}", buffer.parameters[slot.start : slot.stop]
             return
         if group.name in STATE_GROUPS:
             yield from self._states().items()
@@ -162,22 +168,6 @@ class Copies:
                 rows = range(interval.start, interval.stop)
                 own = [p for p in pieces(slot.spec, self._tp_rank, self._tp) if p.box.offset[dim] in rows]
                 yield own[0].start, own[-1].stop
-
-    def _tied(self, group: Group) -> Iterator[tuple[str, Tensor]]:
-        """Yield the word embedding at each end of the pipeline.
-
-        With two directions a rank holds both ends, the other way round than its peer does: the order rotates by rank.
-        """
-        places = [
-            (stage, name, buffer, slot)
-            for stage, buffers in self._stages.items()
-            for name, (buffer, slot) in buffers.slots.items()
-            if buffer.layout.kind == "tied"
-        ]
-        first = group.rank % max(len(places), 1)
-        with self._whole(stage for stage, *_ in places):
-            for stage, name, buffer, slot in [*places[first:], *places[:first]]:
-                yield f"{name} of stage {stage}", buffer.parameters[slot.start : slot.stop]
 
     def _gather_checksums(self, checksums: Sequence[Tensor], group: Group) -> Tensor:
         """Return the checksums on all ranks of the group: int64 [ranks, tensors], on the host."""

@@ -45,10 +45,11 @@ class Sharing:
     @classmethod
     def of(cls, groups: ProcessGroups, level: int, is_expert: bool = False) -> Sharing:
         """Return how dense parameters or experts are shared. One shard has nothing to divide: level 0."""
-        shards, instances = groups.shards_of(is_expert), groups.instances_of(is_expert)
+        shards = groups.expert_shards if is_expert else groups.shards
+        instances = groups.expert_instances if is_expert else groups.instances
         if level == 0:
             shards = Group.alone("shards", groups.world.global_rank)
-            instances = groups.replicas_of(is_expert)
+            instances = groups.expert_replicas if is_expert else groups.replicas
         return cls(level if shards.size > 1 else 0, shards, instances, groups.cut_of(is_expert))
 
     @property
@@ -60,11 +61,6 @@ class Sharing:
     def counts_shards(self) -> bool:
         """True if of all ranks that keep the same shard this one counts and saves it."""
         return self.instances.rank == 0
-
-    @property
-    def saves_weights(self) -> bool:
-        """True if of all ranks that keep the same weights this one saves them."""
-        return self.instances.rank == 0 and (self.level == 3 or self.shards.rank == 0)
 
 
 ALONE = Sharing()

@@ -266,7 +266,11 @@ class Stores:
         if store.layout.kind == "partial" and not store.is_reduced:
             if store not in self._tp_sums:
                 self._tp_sums[store] = tp_sums(store, self._groups)
-            sum_over_tp(self._tp_sums[store])
+            for group, gradients in self._tp_sums[store]:  # many small tensors with one all-reduce a group
+                flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+                all_reduce(flat, group)
+                for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                    gradient.copy_(summed.view(gradient.shape))
         store.reduce()
 
     def _complete(self) -> None:
@@ -303,12 +307,3 @@ def tp_sums(store: Store, groups: ProcessGroups) -> TpSums:
                 raise ValueError(f"{slot.spec.name}: its replicas {members} are neither the tp nor the kv group")
             (over_tp if members == tp.ranks else over_kv).append(rows)
     return [(group, gradients) for group, gradients in ((tp, over_tp), (kv, over_kv)) if gradients]
-
-
-def sum_over_tp(sums: TpSums) -> None:
-    """Replace gradients by their sums over the replicas: many small tensors with one all-reduce a group."""
-    for group, gradients in sums:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        all_reduce(flat, group)
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(summed.view(gradient.shape))

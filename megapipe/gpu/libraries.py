@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.comm.collectives import WithAdjoint
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
@@ -216,7 +217,7 @@ class TransformerEngine(_FusedAdam):
         )
         linear.slots, linear.weight_queue = {}, queue if splits_backward else None
         linear.bias_by_autograd = kind == "row" and tp.size > 1
-        linear.enter_fp8 = partial(self._region, tp, uses_fp8)
+        linear.enter_fp8 = partial(self.region, tp, uses_fp8)
         return linear  # type: ignore[no-any-return]
 
     def norm(self, normalization: str, size: int, epsilon: float, zero_centered: bool) -> torch.nn.Module:
@@ -247,12 +248,8 @@ class TransformerEngine(_FusedAdam):
 
         return attend
 
-    def stage_region(self, tp: Group) -> AbstractContextManager[Any]:
-        """Enclose a stage's forward, at whose end delayed scales are updated from maxima over tp."""
-        return self._region(tp, True)
-
-    def _region(self, tp: Group, enabled: bool) -> AbstractContextManager[Any]:
-        """Enter fp8.
+    def region(self, tp: Group, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Enter fp8. The region of a stage's whole forward updates delayed scales at its end, from maxima over tp.
 
         Only tp ranks share maxima, since they multiply slices of the same tensors and gather them in 8 bits;
         data-parallel replicas have independent scales.
@@ -312,14 +309,9 @@ class _EngineLinear:
         if torch.is_grad_enabled():
             x = _AfterBackward.apply(x, self)
         with self.enter_fp8():
-            return _NoView.apply(super().forward(x))  # type: ignore[misc]
-
-    def after_backward(self) -> None:
-        """Queue or report the weight gradient, once the library's backward of one use is done."""
-        if self.weight_queue is not None:
-            self.weight_queue.submit(_DelayedWeightGradient(self))
-        elif "weight" in self.slots:
-            self.slots["weight"].ready()
+            output, unsafe_view = super().forward(x), torch.ops.aten._unsafe_view  # type: ignore[misc]
+            # the library's output is a view made inside its Function, which may not be changed in place
+            return WithAdjoint.apply(output, lambda y: unsafe_view(y, y.shape), lambda grad: grad)
 
 
 class _DelayedWeightGradient:
@@ -352,7 +344,9 @@ class _DelayedWeightGradient:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """The identity before a linear: its backward runs when that of the linear is done."""
+    """The identity before a linear: its backward, which queues or reports the weight gradient, runs when that of the
+    linear is done.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: _EngineLinear) -> Tensor:
@@ -361,17 +355,9 @@ class _AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ctx.linear.after_backward()
+        linear = ctx.linear
+        if linear.weight_queue is not None:
+            linear.weight_queue.submit(_DelayedWeightGradient(linear))
+        elif "weight" in linear.slots:
+            linear.slots["weight"].ready()
         return grad, None
-
-
-class _NoView(torch.autograd.Function):
-    """The identity on the library's output, a view made inside its Function, so that it can be changed in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.ops.aten._unsafe_view(x, x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad

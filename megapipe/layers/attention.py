@@ -225,9 +225,11 @@ class AttentionTable:
         return 0 if shape.documents.attention_mask or shape.documents.borders else self._mask_bytes(shape)
 
     def document_mask_bytes(self, shape: RankShape, is_replayed: bool) -> int:
-        """Return the bytes of a microbatch's mask [b, 1, s, s]; written out, only a replay keeps it."""
+        """Return the bytes of a microbatch's mask [b, 1, s, s]; written out, only a replay keeps it. Blocks make theirs
+        for each use.
+        """
         is_dropped = self._is_written_out(shape) and self.registered is None and not is_replayed
-        if not shape.documents.attention_mask or is_dropped:
+        if not shape.documents.attention_mask or is_dropped or self._in_blocks(shape):
             return 0
         return shape.batch * self._mask_bytes(shape)
 
@@ -442,13 +444,12 @@ class AttentionTable:
         if self.registered is not None:
             qkv = (self._query(shape) + 2 * self._key(shape)) * element
             return again + 2 * qkv + int(self.registered.backward_squares * self._squares(shape) * element)
-        # the backward of softmax has the gradients of its input and output, that of v, and copies in order of GEMMs;
-        # what dropout and the product after it kept is freed by then
-        squares, beside = self._squares(shape), 4 * self._query(shape) * element
-        dropped = element + MASK_BYTES if self.model.attention_dropout > 0 else 0
-        if element != wide and self.model.attn_logit_softcapping is None and self.model.softmax_type == "vanilla":
-            dropped = max(dropped, element)
-        return again + max(squares * element, squares * (2 * wide - dropped) + beside)
+        # the backward of softmax has the gradients of its output and input, the latter also in the dtype of the GEMMs,
+        # and that of v; what dropout and the product after it kept is freed by then
+        squares, beside = self._squares(shape), self._query(shape) * element
+        cast = element if element != wide else 0
+        freed = element + MASK_BYTES if self.model.attention_dropout > 0 else cast
+        return again + max(squares * element, squares * (2 * wide + cast - freed) + beside)
 
     def _block_gradient_bytes(self, shape: RankShape) -> int:
         """Return what the backward of attention in blocks makes: keys and values of this rank, of the block and of the
@@ -464,14 +465,17 @@ class AttentionTable:
             held, sums = held - 1, max(sums - 1, 0)
         largest = self._longest_block(shape) * keys * ring // place.stop
         of_block = (query + largest) * element
+        pairs = {block: math.prod(end - start for start, end in (block.queries, block.keys)) for block in blocks}
         if self.is_explicit:
-            pairs = max(math.prod(end - start for start, end in (block.queries, block.keys)) for block in blocks)
             # probabilities, their gradients, tanh and dropout in at least fp32, and one cast
             num_wide = 2 + (self.model.attn_logit_softcapping is not None) + (self.model.attention_dropout > 0)
             matrices = num_wide * wide + (element if element != wide else 0)
-            of_block += shape.batch * self._heads(shape) * pairs * matrices
+            of_block += shape.batch * self._heads(shape) * max(pairs.values()) * matrices
             repeats = self._heads(shape) // self._groups(shape)  # of keys and values, for all heads
             of_block += largest * repeats * element if repeats > 1 else 0
+        if shape.documents.attention_mask:  # the mask of a block, made from bools
+            masked = shape.batch * max((size for block, size in pairs.items() if block.kind == "masked"), default=0)
+            of_block = max(of_block + masked * element, masked * (element + MASK_BYTES))
         again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
         made = keys * (held * element + sums * wide) + query * wide + of_block
         if ring == 1 and shape.slice is None:  # one block, whose gradients are the result

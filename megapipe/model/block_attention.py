@@ -28,11 +28,18 @@ class MaskedBlock(NamedTuple):
     """A block of queries and keys.
 
     mask: [1 or b, 1, queries, keys]; None: what the block says. empty: queries without a key, [1 or b, 1, queries].
+    make: returns both where they depend on the microbatch, for each use again, since masks that wait from a forward to
+    its backward take more memory than all else that attention keeps.
     """
 
     block: KeyBlock
     mask: Tensor | None = None
     empty: Tensor | None = None
+    make: Callable[[], tuple[Tensor, Tensor | None]] | None = None
+
+    def made(self) -> MaskedBlock:
+        """Return the block with its mask."""
+        return self if self.make is None else MaskedBlock(self.block, *self.make())
 
 
 class BlockKernel(Protocol):

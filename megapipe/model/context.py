@@ -217,12 +217,18 @@ def masked_blocks(
             if block.kind != "masked":
                 masked.append(MaskedBlock(block))
                 continue
-            q, k = queries[slice(*block.queries)], keys[slice(*block.keys)]
-            shown = visible(seen, q, k, documents, starts)
-            empty = ~shown.any(-1) if block.can_be_empty else None
-            masked.append(MaskedBlock(block, additive(shown, dtype), empty))
+            positions = queries[slice(*block.queries)], keys[slice(*block.keys)]
+            make = partial(_block_mask, block.can_be_empty, dtype, seen, *positions, documents, starts)
+            masked.append(MaskedBlock(block, *make()) if documents is None else MaskedBlock(block, make=make))
         found[source] = tuple(masked)
     return found
+
+
+def _block_mask(can_be_empty: bool, dtype: torch.dtype, *seen: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the mask of a block and its queries without a key. seen: the arguments of `visible`."""
+    shown = visible(*seen)
+    empty = ~shown.any(-1) if can_be_empty else None
+    return additive(shown, dtype), empty
 
 
 def whole_mask(
@@ -262,8 +268,9 @@ def visible(
 
 
 def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 where visible, -inf elsewhere."""
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+    """Return 0 where visible, -inf elsewhere. Overwrites `visible`."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(visible.logical_not_(), -torch.inf)
 
 
 class Rotary:

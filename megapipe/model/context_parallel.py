@@ -16,17 +16,15 @@ Shapes: as in `attention`, with s this rank's tokens. Values may have fewer chan
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from megapipe.comm.collectives import all_to_all
+from megapipe.comm.collectives import WithAdjoint, Work, all_gather, all_to_all, reduce_scatter
 from megapipe.comm.groups import ContextGroups, Group
-from megapipe.model.ring_attention import Ring
 from megapipe.sharding.sequence import SequencePart
 
 
@@ -67,34 +65,26 @@ class ContextParallel:
             q = q.unflatten(3, (copies, -1)).flatten(2, 3)
             k, v = (x.expand(-1, -1, -1, copies, -1).reshape(*x.shape[:2], groups * copies, 1, -1) for x in (k, v))
         parts = [x.flatten(3) for x in (q, k, v)]
-        exchanged = _Exchange.apply(torch.cat(parts, dim=3), self.a2a, True)
+        to_positions, to_heads = self._exchanges
+        exchanged = WithAdjoint.apply(torch.cat(parts, dim=3), to_positions, to_heads)
         split = exchanged.split([part.shape[3] for part in parts], dim=3)
         q, k, v = (x.unflatten(3, (heads, -1)) for x, heads in zip(split, (q.shape[3], 1, 1), strict=True))
         return q, k, v
 
     def positions_for_heads(self, output: Tensor) -> Tensor:
         """Return attention's output of all heads at this rank's positions, [s, b, heads x d]."""
-        return output if self.a2a.size == 1 else _Exchange.apply(output, self.a2a, False)
+        to_positions, to_heads = self._exchanges
+        return output if self.a2a.size == 1 else WithAdjoint.apply(output, to_heads, to_positions)
+
+    @property
+    def _exchanges(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Heads for positions: [s, b, g, ...] -> [s ranks, b, g / ranks, ...], and back."""
+        return partial(_to_positions, group=self.a2a), partial(_to_heads, group=self.a2a)
 
     @property
     def exchange(self) -> Ring:
         """How keys and values come from the other ranks of the ring."""
         return Ring(self.ring, self.gathers)
-
-
-class _Exchange(Function):
-    """Heads for positions: [s, b, g, ...] -> [s ranks, b, g / ranks, ...], or back; each is the other's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, to_positions: bool) -> Tensor:
-        ctx.arguments = group, to_positions
-        return _to_positions(x, group) if to_positions else _to_heads(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        group, to_positions = ctx.arguments
-        return (_to_heads if to_positions else _to_positions)(grad, group), None, None
 
 
 def _to_positions(x: Tensor, group: Group) -> Tensor:
@@ -118,3 +108,102 @@ def _all_to_all(x: Tensor, group: Group) -> Tensor:
     received, rows = torch.empty_like(x), [1] * group.size
     all_to_all(received, x, rows, rows, group)
     return received
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """The exchange of keys and values, [s, b, g, 1, channels of both]. gathers: all at once, in place of messages."""
+
+    group: Group
+    gathers: bool = False
+
+    def keys(self, own: Tensor, sources: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield each source with its keys and values; those of the next one come while the caller computes.
+
+        sources: ranks whose keys some rank needs, its own first.
+        """
+        if self.gathers and self.group.size > 1:
+            everyone = own.new_empty(self.group.size, *own.shape)
+            work = all_gather(everyone.view(-1, *own.shape[1:]), own, self.group, async_op=True)
+            yield sources[0], own
+            work.wait()
+            for source in sources[1:]:
+                yield source, everyone[source]
+            return
+        following = self._receive(own, sources[1:])
+        yield sources[0], own
+        for number, source in enumerate(sources[1:], 1):
+            assert following is not None
+            received, work = following
+            work.wait()
+            following = self._receive(own, sources[number + 1 :])
+            yield source, received
+
+    def _receive(self, own: Tensor, sources: Sequence[int]) -> tuple[Tensor, Work] | None:
+        return self.shift(own, self.group.rank - sources[0]) if sources else None
+
+    def shift(self, tensor: Tensor, step: int) -> tuple[Tensor, Work]:
+        """Start to send a tensor to the rank `step` places on, and to receive one from the rank as far before."""
+        ranks, received = self.group.size, torch.empty_like(tensor)
+        sends, receives = [0] * ranks, [0] * ranks
+        sends[(self.group.rank + step) % ranks] = receives[(self.group.rank - step) % ranks] = tensor.shape[0]
+        return received, all_to_all(received, tensor, receives, sends, self.group, async_op=True)
+
+    def sums(self, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> _GatheredSums | _RingSums:
+        """Return what sums the gradients of keys and values over the ring. into: where this rank's are summed."""
+        return (_GatheredSums if self.gathers else _RingSums)(self, keys, dtype, into)
+
+
+class _RingSums:
+    """Gradients of keys and values that go back to their rank one by one, each under the computation of the next."""
+
+    def __init__(self, ring: Ring, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> None:
+        self.ring = ring
+        self.own = self.current = torch.zeros_like(keys, dtype=dtype) if into is None else into
+        self.following: tuple[Tensor, Work] | None = None
+
+    def of(self, source: int) -> Tensor:
+        """Return the tensor in which to sum the gradients of a source's keys and values."""
+        if source != self.ring.group.rank:
+            self.current = torch.zeros_like(self.own)
+        return self.current
+
+    def done(self, source: int) -> None:
+        """Send the gradients of a source."""
+        if source != self.ring.group.rank:
+            self._add()
+            self.following = self.ring.shift(self.current, source - self.ring.group.rank)
+
+    def finish(self) -> Tensor:
+        """Return the sum of this rank's."""
+        self._add()
+        return self.own
+
+    def _add(self) -> None:
+        if self.following is not None:
+            received, work = self.following
+            work.wait()
+            self.own += received
+            self.following = None
+
+
+class _GatheredSums:
+    """Gradients of the gathered keys and values, reduced and scattered at the end."""
+
+    def __init__(self, ring: Ring, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> None:
+        self.ring, self.into = ring, into
+        self.everyone = keys.new_zeros(ring.group.size, *keys.shape, dtype=dtype)
+
+    def of(self, source: int) -> Tensor:
+        return self.everyone[source]
+
+    def done(self, source: int) -> None:
+        """Keep them until all are there."""
+
+    def finish(self) -> Tensor:
+        own = torch.empty_like(self.everyone[0])
+        reduce_scatter(own, self.everyone.view(-1, *own.shape[1:]), self.ring.group)
+        return own if self.into is None else self.into.add_(own)
+
+
+ALONE = Ring(Group.alone("cp"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megapipe.comm.collectives import Work, all_gather, all_to_all
+from megapipe.comm.collectives import WithAdjoint, Work, all_gather, all_to_all
 from megapipe.comm.groups import ExpertGroups, Group
 
 
@@ -75,19 +76,31 @@ class Routes:
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Return the rows that the ranks of ep send to this one. rows: this rank's, in the order of experts."""
-        return _Exchange.apply(rows, self.sent, self.received, self.groups.ep)
+        return self._exchange(rows, self.sent, self.received)
 
     def by_expert(self, received: Tensor) -> Tensor:
         """Return the dispatched rows of all ranks of etp, expert by expert. received: those of this rank."""
-        return _Reorder.apply(_Gather.apply(received, self.gathered, self.groups.etp), self.order, True)
+        gather, add = self._over_etp
+        return _Reorder.apply(WithAdjoint.apply(received, gather, add), self.order, True)
 
     def by_rank(self, results: Tensor) -> Tensor:
         """Return the results of the dispatched rows, in their order. results: partial over etp, expert by expert."""
-        return _Sum.apply(_Reorder.apply(results, self.order, False), self.gathered, self.groups.etp)
+        gather, add = self._over_etp
+        return WithAdjoint.apply(_Reorder.apply(results, self.order, False), add, gather)
+
+    @property
+    def _over_etp(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """The gather of the dispatched rows, and its adjoint."""
+        counts, etp = self.gathered, self.groups.etp
+        return partial(gather_rows, counts=counts, group=etp), partial(sum_rows, counts=counts, group=etp)
 
     def combine(self, results: Tensor) -> Tensor:
         """Return the results for this rank's rows, in their order. results: those of the rows dispatched to it."""
-        return _Exchange.apply(results, self.received, self.sent, self.groups.ep)
+        return self._exchange(results, self.received, self.sent)
+
+    def _exchange(self, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
+        there = partial(exchange, sent=sent, received=received, group=self.groups.ep)
+        return WithAdjoint.apply(rows, there, partial(there, sent=received, received=sent))
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +139,11 @@ class GatheredRoutes:
 
     def gather(self, tokens: Tensor) -> Tensor:
         """Return the tokens of all ranks, [t, ...] of each."""
-        return tokens if self._is_alone else _GatherTokens.apply(tokens, self.groups)
+        if self._is_alone:
+            return tokens
+        return WithAdjoint.apply(
+            tokens, partial(gather_tokens, groups=self.groups), partial(sum_tokens, groups=self.groups)
+        )
 
     def dispatch(self, tokens: Tensor, topk: int) -> Tensor:
         """Return the rows of this rank's experts. tokens: gathered, [tokens, h]."""
@@ -139,7 +156,11 @@ class GatheredRoutes:
         results of its own experts in the order of the choice; the ranks' sums are added in their order.
         """
         sums = _WeightedSum.apply(results, weights, self.rows, self.order)
-        return sums if self._is_alone else _SumTokens.apply(sums, self.groups)
+        if self._is_alone:
+            return sums
+        return WithAdjoint.apply(
+            sums, partial(sum_tokens, groups=self.groups), partial(gather_tokens, groups=self.groups)
+        )
 
     @property
     def _is_alone(self) -> bool:
@@ -163,30 +184,6 @@ def sum_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
     for group in (groups.ep, groups.etp):
         tokens = sum_rows(tokens, (tokens.shape[0] // group.size,) * group.size, group)
     return tokens
-
-
-class _GatherTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, groups: ExpertGroups) -> Tensor:
-        ctx.groups = groups
-        return gather_tokens(tokens, groups)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return sum_tokens(grad, ctx.groups), None
-
-
-class _SumTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, groups: ExpertGroups) -> Tensor:
-        ctx.groups = groups
-        return sum_tokens(tokens, groups)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_tokens(grad, ctx.groups), None
 
 
 class _Select(Function):
@@ -327,42 +324,6 @@ def sum_rows(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     for part in parts[1:]:
         total += part
     return total
-
-
-class _Exchange(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-        ctx.arguments = received, sent, group
-        return exchange(rows, sent, received, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange(grad, *ctx.arguments), None, None, None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        ctx.arguments = counts, group
-        return gather_rows(rows, counts, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return sum_rows(grad, *ctx.arguments), None, None
-
-
-class _Sum(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
-        ctx.arguments = counts, group
-        return sum_rows(rows, counts, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return gather_rows(grad, *ctx.arguments), None, None
 
 
 class _Reorder(Function):

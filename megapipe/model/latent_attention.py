@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megapipe.comm.groups import Group
+from megapipe.comm.collectives import WithAdjoint
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.model.attention import SelfAttention, rotated
+from megapipe.model.attention import CoreAttention, SelfAttention, rotated
 from megapipe.model.context import rotate_pairs_
-from megapipe.model.core_attention import CoreAttention
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.norm import norm_element
 from megapipe.model.recompute import KeptAttention
@@ -123,9 +123,10 @@ class LatentAttention(SelfAttention):
             yield Operator("latent", lambda context, latent: latent.contiguous(), SECOND)
         yield linear_element("linear_kv_up_proj", self.linear_kv_up_proj, SECOND)
         if self.tp.size > 1:
-            yield Operator(
-                "shared_key", lambda context, key: _SharedKey.apply(key, self.tp, self.sequence_parallel), THIRD
-            )
+            # from a slice of s, with sequence parallelism; the gradient is a sum over tp
+            add = partial(summed, group=self.tp, scatter=self.sequence_parallel)
+            whole = partial(gathered, group=self.tp) if self.sequence_parallel else lambda key: key.view_as(key)
+            yield Operator("shared_key", lambda context, key: WithAdjoint.apply(key, whole, add), THIRD)
         heads = LatentHeads(self.groups, config.qk_head_dim, self.head_dim, config.v_head_dim, self.value_dim)
         yield Segment("heads", heads, lambda context, like: context.rotary)
 
@@ -133,20 +134,6 @@ class LatentAttention(SelfAttention):
 def _latent_norm(factory: LayerFactory, config: ResolvedModelConfig, size: int) -> nn.Module:
     """Build the norm of a latent, if latents are normalized."""
     return factory.norm(size, config.latent_norm_epsilon) if config.qk_layernorm else nn.Identity()
-
-
-class _SharedKey(Function):
-    """The key of all heads [s, b, dr] from a slice of s, with sequence parallelism; its gradient, a sum over tp."""
-
-    @staticmethod
-    def forward(ctx: Any, key: Tensor, tp: Group, is_slice: bool) -> Tensor:
-        ctx.arguments = tp, is_slice
-        return gathered(key, tp) if is_slice else key.view_as(key)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return summed(grad, *ctx.arguments), None, None
 
 
 @dataclass(frozen=True)

@@ -149,20 +149,14 @@ _gelu_tanh_backward = partial(torch.ops.aten.gelu_backward, approximate="tanh")
 QUICK_GELU = 1.702  # x sigmoid(1.702 x) is close to GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
-    return F.silu(x * QUICK_GELU).div_(QUICK_GELU)
-
-
-def _quick_gelu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    result: Tensor = torch.ops.aten.silu_backward(grad, x * QUICK_GELU)
-    return result
-
-
 # name -> the activation of the gate, and (grad, gate) -> its gradient
 GATES: dict[str, tuple[Pointwise, Pointwise]] = {
     "swiglu": (F.silu, torch.ops.aten.silu_backward),
     "geglu_tanh": (_gelu_tanh, _gelu_tanh_backward),
-    "quick_geglu": (_quick_gelu, _quick_gelu_backward),
+    "quick_geglu": (
+        lambda x: F.silu(x * QUICK_GELU).div_(QUICK_GELU),
+        lambda grad, x: torch.ops.aten.silu_backward(grad, x * QUICK_GELU),
+    ),
 }
 
 

@@ -49,7 +49,7 @@ from megapipe.model.segments import (
     tensor_of,
 )
 from megapipe.tensor_parallel.gemms import Gemms, RowGroups, at_least_fp32
-from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue, add_to_grad
+from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, QueuedGradient, WeightQueue, add_to_grad
 
 ROWS = slice(-2, None)  # of a branch: the routes and the rows
 
@@ -549,7 +549,7 @@ class _Product(Function):
 
 
 @dataclass(eq=False)
-class _WeightGradients:
+class _WeightGradients(QueuedGradient):
     """grad_e^T x_e for every expert, or x_e^T grad_e for linear 2, waiting for W. An expert without rows gets no
     gradient, but is counted.
 
@@ -565,9 +565,6 @@ class _WeightGradients:
     slot: GradientSlot | None
     weight: Tensor
 
-    def launch(self) -> None:
-        """Do nothing: no communication is needed."""
-
     @torch.no_grad()
     def accumulate(self) -> None:
         x = self.inputs[0] if self.function is None else self.function(*self.inputs)
@@ -580,16 +577,13 @@ class _WeightGradients:
 
 
 @dataclass(eq=False)
-class _BiasGradients:
+class _BiasGradients(QueuedGradient):
     """The sum of every expert's rows, waiting for W."""
 
     rows: Tensor
     counts: tuple[int, ...]
     slot: GradientSlot | None
     bias: Tensor
-
-    def launch(self) -> None:
-        """Do nothing: no communication is needed."""
 
     @torch.no_grad()
     def accumulate(self) -> None:

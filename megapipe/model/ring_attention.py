@@ -10,7 +10,7 @@ Shapes: as in `attention`, with s this rank's tokens. Values may have fewer chan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megapipe.comm.collectives import Work, all_gather, all_to_all, reduce_scatter
-from megapipe.comm.groups import Group
 from megapipe.model.block_attention import BlockKernel, MaskedBlock
+from megapipe.model.context_parallel import Ring
 from megapipe.model.microbatch import MicrobatchSlice
 from megapipe.model.recompute import KeptAttention
 from megapipe.tensor_parallel.gemms import at_least_fp32
@@ -53,7 +52,7 @@ class BlockAttention:
     @property
     def only_block(self) -> MaskedBlock | None:
         """The one block of a whole sequence on one rank."""
-        return self.blocks[0][0] if self.ring.group.size == 1 and self.slice is None else None
+        return self.blocks[0][0].made() if self.ring.group.size == 1 and self.slice is None else None
 
     def joined(self, k: Tensor, v: Tensor) -> Tensor:
         """Return the keys and values side by side, with those of earlier slices."""
@@ -73,7 +72,7 @@ class BlockAttention:
                         slice(*block.block.queries),
                         keys[slice(*block.block.keys)].split(widths, -1),
                     )
-                    merged.add(block, *self.kernel.forward(q[rows], k_seen, v_seen, block, source))
+                    merged.add(block, *self.kernel.forward(q[rows], k_seen, v_seen, block.made(), source))
         output, lse = merged.finish(sink)
         return output.permute(2, 0, 1, 3).to(q.dtype, memory_format=torch.contiguous_format).contiguous(), lse
 
@@ -88,7 +87,8 @@ class BlockAttention:
             for block in self.blocks[source]:
                 rows, seen = slice(*block.block.queries), slice(*block.block.keys)
                 k, v = held[seen].split(widths, dim=-1)
-                parts = self.kernel.backward(grad[rows], q[rows], k, v, result[rows], lse[:, :, rows], block, source)
+                given = grad[rows], q[rows], k, v, result[rows], lse[:, :, rows]
+                parts = self.kernel.backward(*given, block.made(), source)
                 totals = grad_q[rows], *grad_keys[seen].split(widths, dim=-1)
                 for total, part in zip(totals, parts, strict=True):
                     total.add_(part)
@@ -111,7 +111,11 @@ class _BlockAttention(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (q, sink, result, lse, *own), attention = ctx.saved_tensors, ctx.attention
         grad, of_slice, block = grad.reshape(result.shape), attention.slice, attention.only_block
-        grad_sink = _sink_gradient(sink, lse, grad, result)
+        grad_sink = None
+        if sink is not None:  # its value is 0, so that its probability's gradient is -delta alone
+            rows = zip(grad.chunk(CHUNKS), result.chunk(CHUNKS), strict=True)
+            delta = torch.cat([(g.to(lse.dtype) * r.to(lse.dtype)).sum(-1) for g, r in rows]).permute(1, 2, 0)
+            grad_sink = -((sink.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sink.dtype)
         if block is not None:
             return *attention.kernel.backward(grad, q, *own, result, lse, block, 0), grad_sink, None
         keys = attention.joined(*own) if of_slice is None else of_slice.keys.of(attention.layer, of_slice.place, len(q))
@@ -153,111 +157,3 @@ class _Merged:
             return self.output, self.lse
         total = torch.logaddexp(self.lse, sink.to(self.lse.dtype)[:, None])
         return self.output * (self.lse - total).exp_().unsqueeze(-1), total
-
-
-def _sink_gradient(sink: Tensor | None, lse: Tensor, grad: Tensor, result: Tensor) -> Tensor | None:
-    """Return the gradient of sinks: their value is 0, so that their probability's gradient is -delta alone."""
-    if sink is None:
-        return None
-    rows = zip(grad.chunk(CHUNKS), result.chunk(CHUNKS), strict=True)
-    delta = torch.cat([(g.to(lse.dtype) * r.to(lse.dtype)).sum(-1) for g, r in rows]).permute(1, 2, 0)
-    return -((sink.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sink.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class Ring:
-    """The exchange of keys and values, [s, b, g, 1, channels of both]. gathers: all at once, in place of messages."""
-
-    group: Group
-    gathers: bool = False
-
-    def keys(self, own: Tensor, sources: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield each source with its keys and values; those of the next one come while the caller computes.
-
-        sources: ranks whose keys some rank needs, its own first.
-        """
-        if self.gathers and self.group.size > 1:
-            everyone = own.new_empty(self.group.size, *own.shape)
-            work = all_gather(everyone.view(-1, *own.shape[1:]), own, self.group, async_op=True)
-            yield sources[0], own
-            work.wait()
-            for source in sources[1:]:
-                yield source, everyone[source]
-            return
-        following = self._receive(own, sources[1:])
-        yield sources[0], own
-        for number, source in enumerate(sources[1:], 1):
-            assert following is not None
-            received, work = following
-            work.wait()
-            following = self._receive(own, sources[number + 1 :])
-            yield source, received
-
-    def _receive(self, own: Tensor, sources: Sequence[int]) -> tuple[Tensor, Work] | None:
-        return self.shift(own, self.group.rank - sources[0]) if sources else None
-
-    def shift(self, tensor: Tensor, step: int) -> tuple[Tensor, Work]:
-        """Start to send a tensor to the rank `step` places on, and to receive one from the rank as far before."""
-        ranks, received = self.group.size, torch.empty_like(tensor)
-        sends, receives = [0] * ranks, [0] * ranks
-        sends[(self.group.rank + step) % ranks] = receives[(self.group.rank - step) % ranks] = tensor.shape[0]
-        return received, all_to_all(received, tensor, receives, sends, self.group, async_op=True)
-
-    def sums(self, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> _GatheredSums | _RingSums:
-        """Return what sums the gradients of keys and values over the ring. into: where this rank's are summed."""
-        return (_GatheredSums if self.gathers else _RingSums)(self, keys, dtype, into)
-
-
-class _RingSums:
-    """Gradients of keys and values that go back to their rank one by one, each under the computation of the next."""
-
-    def __init__(self, ring: Ring, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> None:
-        self.ring = ring
-        self.own = self.current = torch.zeros_like(keys, dtype=dtype) if into is None else into
-        self.following: tuple[Tensor, Work] | None = None
-
-    def of(self, source: int) -> Tensor:
-        """Return the tensor in which to sum the gradients of a source's keys and values."""
-        if source != self.ring.group.rank:
-            self.current = torch.zeros_like(self.own)
-        return self.current
-
-    def done(self, source: int) -> None:
-        """Send the gradients of a source."""
-        if source != self.ring.group.rank:
-            self._add()
-            self.following = self.ring.shift(self.current, source - self.ring.group.rank)
-
-    def finish(self) -> Tensor:
-        """Return the sum of this rank's."""
-        self._add()
-        return self.own
-
-    def _add(self) -> None:
-        if self.following is not None:
-            received, work = self.following
-            work.wait()
-            self.own += received
-            self.following = None
-
-
-class _GatheredSums:
-    """Gradients of the gathered keys and values, reduced and scattered at the end."""
-
-    def __init__(self, ring: Ring, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> None:
-        self.ring, self.into = ring, into
-        self.everyone = keys.new_zeros(ring.group.size, *keys.shape, dtype=dtype)
-
-    def of(self, source: int) -> Tensor:
-        return self.everyone[source]
-
-    def done(self, source: int) -> None:
-        """Keep them until all are there."""
-
-    def finish(self) -> Tensor:
-        own = torch.empty_like(self.everyone[0])
-        reduce_scatter(own, self.everyone.view(-1, *own.shape[1:]), self.ring.group)
-        return own if self.into is None else self.into.add_(own)
-
-
-ALONE = Ring(Group.alone("cp"))

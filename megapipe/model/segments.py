@@ -49,10 +49,6 @@ class Remade(NamedTuple):
     again: Callable[[], InputRecompute]
 
 
-def _no_operands(context: Any, like: Tensor) -> tuple[Tensor | None, ...]:
-    return ()
-
-
 class Segment(NamedTuple):
     """A pure function of tensors.
 
@@ -64,7 +60,7 @@ class Segment(NamedTuple):
 
     name: str
     function: Callable[..., Any]
-    operands: Callable[[Any, Tensor], tuple[Tensor | None, ...]] = _no_operands
+    operands: Callable[[Any, Tensor], tuple[Tensor | None, ...]] = lambda context, like: ()
     at: slice = ALL
     joins: bool = False
     module: nn.Module | None = None

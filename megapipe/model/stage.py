@@ -53,14 +53,13 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.layers.table import WHOLE, CommChunks
-from megapipe.model.block import Block
+from megapipe.model.block import Block, Prediction
 from megapipe.model.context import ContextBuilder, LayerContext, SharedTables
 from megapipe.model.context_parallel import ContextParallel
 from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.moe import MoE, Router
-from megapipe.model.prediction import Prediction
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups, recomputed_modules
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
@@ -324,7 +323,7 @@ class GPTStage(nn.Module):
             for tensor in (*context.masks, *(context.rotary or ()), context.borders and context.borders.starts)
             if tensor is not None
         ]
-        with nullcontext() if self._library is None else self._library.stage_region(self.tp):
+        with nullcontext() if self._library is None else self._library.region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):
                 kept = KeptAttention() if is_checkpointed and layers[0] in self.keep_attention else None
                 run: Callable[[Tensor], Tensor] = partial(

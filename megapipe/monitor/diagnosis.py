@@ -78,8 +78,17 @@ def diagnose(sightings: Sequence[Sighting], roster: Roster, limit_seconds: float
     awaited = {target for rank, targets in edges.items() if rank in stuck for target in targets}
     found: dict[Fault, list[int]] = {}
     for sighting in sightings:
-        rank = sighting.member.rank
-        fault = _fault_of(sighting, rank in stuck, rank in awaited)
+        rank, fault = sighting.member.rank, None
+        if sighting.is_gone:  # stuck for the limit or not: it never comes back
+            fault = Fault.GONE
+        elif sighting.has_left:
+            fault = Fault.LEFT if rank in awaited else None
+        elif rank in stuck and sighting.is_stopped:
+            fault = Fault.STOPPED
+        elif rank in stuck and sighting.answers is False:
+            fault = Fault.SILENT
+        elif rank in stuck and not sighting.waits:
+            fault = Fault.STUCK
         if fault is not None:
             found.setdefault(fault, []).append(rank)
     for fault in Fault:  # worst first
@@ -98,21 +107,6 @@ def diagnose(sightings: Sequence[Sighting], roster: Roster, limit_seconds: float
     while (following := min(stuck_edges[chain[-1]])) not in chain:
         chain.append(following)
     return Diagnosis(Fault.MISMATCH, tuple(chain[chain.index(following) :]), edges)
-
-
-def _fault_of(sighting: Sighting, is_stuck: bool, is_awaited: bool) -> Fault | None:
-    """Return why a rank that waits for no other makes no progress."""
-    if sighting.is_gone:  # stuck for the limit or not: it never comes back
-        return Fault.GONE
-    if sighting.has_left:
-        return Fault.LEFT if is_awaited else None
-    if not is_stuck:
-        return None
-    if sighting.is_stopped:
-        return Fault.STOPPED
-    if sighting.answers is False:
-        return Fault.SILENT
-    return None if sighting.waits else Fault.STUCK
 
 
 def doing(record: Record) -> str:
@@ -143,7 +137,19 @@ def report_text(
     """Return the whole message: who is missing, the waits, stacks or what is known instead."""
     step = max((s.record.step for s in sightings if s.record is not None), default=-1)
     culprits = [sightings[rank] for rank in diagnosis.culprits]
-    lines = [f"{_headline(diagnosis, culprits, sightings)} (step {step})", *_wait_lines(diagnosis, sightings)]
+    lines = [f"{_headline(diagnosis, culprits, sightings)} (step {step})"]
+    # a line for each waiting rank, those that wait for a culprit directly first
+    left_out = diagnosis.culprits if diagnosis.fault not in (Fault.MISMATCH, Fault.NO_END) else ()
+    waiting = [rank for rank in diagnosis.edges if rank not in left_out]
+    waiting.sort(key=lambda rank: (len(diagnosis.chain(rank)) == 1, len(diagnosis.chain(rank)), rank))
+    for rank in waiting[:MOST_WAITS]:
+        sighting = sightings[rank]
+        assert sighting.record is not None
+        waits = _waiting(sighting.record, diagnosis.edges[rank])
+        where = f", {what}," if (what := doing(sighting.record)) else ""
+        lines.append(f"  {sighting.member}{where} waits {sighting.age_seconds:.1f} s {waits}")
+    if len(waiting) > MOST_WAITS:
+        lines.append(f"  and {len(waiting) - MOST_WAITS} more ranks wait for these, directly or indirectly")
     for culprit in culprits[:MOST_CULPRITS]:
         rank, stack = culprit.member.rank, stacks.get(culprit.member.rank)
         if stack:
@@ -186,23 +192,6 @@ def _headline(diagnosis: Diagnosis, culprits: Sequence[Sighting], sightings: Seq
     if diagnosis.fault is not Fault.STUCK:
         parts.append(str(first.process) if diagnosis.fault is Fault.STOPPED else diagnosis.fault.value)
     return f"training hangs on {names}: {', '.join(parts)}"
-
-
-def _wait_lines(diagnosis: Diagnosis, sightings: Sequence[Sighting]) -> list[str]:
-    """Return one line per waiting rank, those that wait for a culprit directly first."""
-    left_out = diagnosis.culprits if diagnosis.fault not in (Fault.MISMATCH, Fault.NO_END) else ()
-    ranks = [rank for rank in diagnosis.edges if rank not in left_out]
-    ranks.sort(key=lambda rank: (len(diagnosis.chain(rank)) == 1, len(diagnosis.chain(rank)), rank))
-    lines = []
-    for rank in ranks[:MOST_WAITS]:
-        sighting = sightings[rank]
-        assert sighting.record is not None
-        waits = _waiting(sighting.record, diagnosis.edges[rank])
-        where = f", {what}," if (what := doing(sighting.record)) else ""
-        lines.append(f"  {sighting.member}{where} waits {sighting.age_seconds:.1f} s {waits}")
-    if len(ranks) > MOST_WAITS:
-        lines.append(f"  and {len(ranks) - MOST_WAITS} more ranks wait for these, directly or indirectly")
-    return lines
 
 
 def _ranks(ranks: Sequence[int]) -> str:

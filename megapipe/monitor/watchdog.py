@@ -115,16 +115,21 @@ class Watchdog:
             if self.is_reported:
                 self._set_reported()  # for the other ranks of this host, which do not ask the store
                 self._leave(())
-            elif (now >= self._not_before and self._is_stuck() and self._may_look()) or self._has_dead_rank():
+            elif (now >= self._not_before and self._is_stuck()) or self._has_dead_rank():
                 self._look()
                 before = time.time()
             else:
                 self._suspects_since = None
 
     def _is_stuck(self) -> bool:
-        """Return True if this rank's record has not changed for the limit; then its stack is written, once."""
+        """Return True if this rank's record has not changed for the limit, and it is its turn to look.
+
+        Its stack is then written, once. One rank a host asks the store, the lowest that answers, and the others only if
+        that one has not ended the run after a while.
+        """
         record = self._heartbeat.snapshot().record
-        if (time.time_ns() - record.since_ns) / 1e9 < self._limit_seconds * record.patience:
+        stuck_seconds = (time.time_ns() - record.since_ns) / 1e9 - self._limit_seconds * record.patience
+        if stuck_seconds < 0:
             return False
         if self._stack_beat != record.beat:
             self._stack_beat = record.beat
@@ -133,16 +138,8 @@ class Watchdog:
             with suppress(OSError):
                 replace_file(stack_path(self._live, self._rank), text.encode())
             self._ask(lambda exchange: exchange.publish_stack(text))
-        return True
-
-    def _may_look(self) -> bool:
-        """Return True unless a lower rank of this host, which answers, looks at the other hosts: one rank a host asks
-        the store, and the others only if that one has not ended the run after a while."""
-        if self._exchange is None or speaks(self._here, self._rank, self._live):
-            return True
-        record = self._heartbeat.snapshot().record
-        stuck_seconds = (time.time_ns() - record.since_ns) / 1e9 - self._limit_seconds * record.patience
-        return stuck_seconds >= TURN_SECONDS + REPORT_SECONDS
+        looks = self._exchange is None or speaks(self._here, self._rank, self._live)
+        return looks or stuck_seconds >= TURN_SECONDS + REPORT_SECONDS
 
     def _has_dead_rank(self) -> bool:
         """Return True if a rank of this host has been dead for GONE_SECONDS."""
@@ -168,19 +165,21 @@ class Watchdog:
         first = min((s.member.rank for s in able if is_gone or s.is_stuck(self._limit_seconds)), default=self._rank)
         if self._rank != first and now - self._suspects_since < TURN_SECONDS:
             return
-        if self._claim():
-            self._say(report_text(diagnosis, sightings, self._stacks(diagnosis, sightings), self._limit_seconds))
-            self._set_reported()
-            self._ask(lambda exchange: exchange.set_reported())
-            self._leave(sightings)
+        try:  # only the first of all ranks reports
+            (self._live / "claimed").touch(mode=0o600, exist_ok=False)
+        except OSError:
+            return
+        if self._ask(lambda exchange: exchange.claim()) is False:
+            return
+        self._say(report_text(diagnosis, sightings, self._stacks(diagnosis, sightings), self._limit_seconds))
+        self._set_reported()
+        self._ask(lambda exchange: exchange.set_reported())
+        self._leave(sightings)
 
     def _sightings(self) -> list[Sighting]:
-        remote = {} if self._exchange is None else self._remote()
-        return [remote.get(member.rank) or sight(member, self._live) for member in self._roster.members]
-
-    def _remote(self) -> dict[int, Sighting]:
-        """Look at the ranks of other hosts. Their clocks are not ours: a pulse that changes in between is an answer."""
-        members = [member for member in self._roster.members if member not in self._here]
+        """Look at all ranks. The clocks of other hosts are not ours: a pulse that changes in between is an answer."""
+        has_exchange = self._exchange is not None
+        members = [member for member in self._roster.members if member not in self._here] if has_exchange else []
         ranks = [member.rank for member in members]
         before, after = self._snapshots(ranks), {}
         if before:
@@ -198,7 +197,7 @@ class Watchdog:
             age = (now.pulse_ns - now.record.since_ns) / 1e9
             silent = self._limit_seconds * now.record.patience  # a silent host does not say how old its record is
             found[member.rank] = Sighting(member, now, age if answers else max(age, silent), None, answers)
-        return found
+        return [found.get(member.rank) or sight(member, self._live) for member in self._roster.members]
 
     def _snapshots(self, ranks: Sequence[int]) -> dict[int, Snapshot | None]:
         fetched: dict[int, bytes] = self._ask(lambda exchange: exchange.fetch(ranks)) or {}
@@ -238,14 +237,6 @@ class Watchdog:
                 time.sleep(0.05)
                 self._heartbeat.pulse()
         return stacks
-
-    def _claim(self) -> bool:
-        """Claim the report; only the first of all ranks gets it."""
-        try:
-            (self._live / "claimed").touch(mode=0o600, exist_ok=False)
-        except OSError:
-            return False
-        return self._ask(lambda exchange: exchange.claim()) is not False
 
     @property
     def is_reported(self) -> bool:

@@ -37,10 +37,6 @@ class _Grid:
     ranks: int
     matrices: tuple[tuple[Shard, OwnedMatrix], ...]
 
-    @property
-    def is_alone(self) -> bool:
-        return self.replicas.size == self.columns.size == 1
-
     def held(self, matrices: Sequence[tuple[Shard, OwnedMatrix]]) -> Sequence[tuple[Shard, OwnedMatrix]]:
         """Return the matrices whose owner is this rank, or cuts parameters with it."""
         return [pair for pair in matrices if pair[1].replica == self.replicas.rank]
@@ -153,8 +149,8 @@ class Muon:
             updates[id(shard)] = start.to(self._device, copy=start is momentum)
         with _matmul_precision(self._config.muon_fp32_matmul_prec, self._device):
             for grid in self._grids:
-                # alone one by one, which needs less memory
-                for matrices in ([one] for one in grid.matrices) if grid.is_alone else [grid.matrices]:
+                is_alone = grid.replicas.size == grid.columns.size == 1  # then one by one, which needs less memory
+                for matrices in ([one] for one in grid.matrices) if is_alone else [grid.matrices]:
                     self._replace(grid, matrices, updates, rates)
         for shard in self._shards:
             master = shard.master.detach()

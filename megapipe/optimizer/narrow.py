@@ -76,10 +76,6 @@ class NarrowState:
     def __init__(self, dtype: str, stored: Tensor, parameter: Tensor) -> None:
         self.dtype, self.stored, self._parameter = dtype, stored, parameter
 
-    @property
-    def is_scaled(self) -> bool:
-        return self.dtype in SCALED
-
     def read(self, start: int, stop: int, scale: Tensor | None = None) -> Tensor:
         """Return elements [start, stop) in fp32, in separate memory."""
         stored = self.stored[start:stop]

@@ -17,8 +17,7 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OPTIMIZERS, OptimizerConfig
 from megapipe.data_parallel.copies import raw_bytes
 from megapipe.data_parallel.stores import Stores
-from megapipe.optimizer.gradient_norm import ModelSum, clip_coefficient, count_zeros, sum_of_squares
-from megapipe.optimizer.loss_scale import LossScaler
+from megapipe.optimizer.gradients import LossScaler, ModelSum, clip_coefficient, count_zeros, sum_of_squares
 from megapipe.optimizer.muon import Muon
 from megapipe.optimizer.narrow import Scales
 from megapipe.optimizer.registered import RegisteredRule

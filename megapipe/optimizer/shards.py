@@ -83,7 +83,12 @@ class Shard:
                 self.states[name] = self._zeros(wide).copy_(self.parameter) if self.has_own_master else self.parameter
             else:
                 self.states[name] = self._zeros(wide)
-        self.runs = tuple(self._find_runs())
+        self.runs: list[UpdateRange] = []  # the longest ones of neighbouring parameters with the same rates
+        held = (slot for slot in bucket.slots if max(slot.start, self.start) < min(slot.stop, self.stop))
+        for rates, slots in groupby(held, key=lambda slot: (slot.spec.weight_decay, slot.spec.decoupled_lr)):
+            run = list(slots)
+            first, end = max(run[0].start, self.start), min(run[-1].stop, self.stop)
+            self.runs.append(UpdateRange(first - self.start, end - self.start, *rates))
         self.exact_ranges: list[tuple[int, int]] = []
         self.merged_ranges: list[tuple[int, int]] = []
         if store.sharing.counts_shards and not self.is_copy:
@@ -206,14 +211,6 @@ class Shard:
         for position, piece in self.store.pieces(self.bucket, self.start, self.stop):
             start = position - self.start
             yield slice(start, start + piece.box.num_elements), piece
-
-    def _find_runs(self) -> Iterator[UpdateRange]:
-        """Yield the longest runs of neighbouring parameters with the same rates."""
-        held = (slot for slot in self.bucket.slots if max(slot.start, self.start) < min(slot.stop, self.stop))
-        for rates, slots in groupby(held, key=lambda slot: (slot.spec.weight_decay, slot.spec.decoupled_lr)):
-            run = list(slots)
-            start, stop = max(run[0].start, self.start), min(run[-1].stop, self.stop)
-            yield UpdateRange(start - self.start, stop - self.start, *rates)
 
     def _count_elements(self) -> None:
         """Find the ranges that this rank counts."""

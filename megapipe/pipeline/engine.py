@@ -200,7 +200,13 @@ class Engine:
             binders[Op.RESHARD] = lambda action: self._of_first_part(action, sharded.reshard)
         act = binders[op](action)
         if sharded is not None:
-            act = self._after_providing(action, sharded, act)
+            # waits for weights and provides gradients, for both halves of a pair before their streams
+            slot = self.row.index(action) + 1 if op is Op.OVERLAP else 0
+            for each in self.row[slot : slot + 2] if slot else (action,):
+                if self._reads_weights(each):
+                    act = _after(partial(sharded.use, self._stage_of(each.stage)), act)
+                if each.op in BACKWARD_OPS:
+                    act = _after(partial(sharded.accumulate, self._stage_of(each.stage)), act)
         if op in COMPUTE_OPS:
             if weights is not None:
                 act = _after(partial(weights.use, stage, _number(action)), act)
@@ -336,19 +342,6 @@ class Engine:
             return self._of_first_part(action, sharded.reduce_part)
         of_stage = [a for a in self.row if a.op is Op.REDUCE_GRAD and self._stage_of(a.stage) == stage]
         return (lambda run: self._reduce_gradients(stage)) if action == of_stage[-1] else lambda run: None
-
-    def _after_providing(self, action: Action, sharded: Sharded, act: Act) -> Act:
-        """Wait for weights and provide gradients before an action; for both halves of a pair before their streams."""
-        following: tuple[Action, ...] = (action,)
-        if action.op is Op.OVERLAP:
-            slot = self.row.index(action)
-            following = self.row[slot + 1 : slot + 3]
-        for each in following:
-            if self._reads_weights(each):
-                act = _after(partial(sharded.use, self._stage_of(each.stage)), act)
-            if each.op in BACKWARD_OPS:
-                act = _after(partial(sharded.accumulate, self._stage_of(each.stage)), act)
-        return act
 
     def _of_first_part(self, action: Action, run_stage: Callable[[int], None]) -> Act:
         """Return what an action of a stage does; of the actions of all its parts only the first does it."""

@@ -7,7 +7,7 @@ Tensors are [s, b, h]; with sequence parallelism the hidden states between layer
     gradients      where the main gradient of a parameter accumulates, and where weight gradients wait between I and W
     embedding      VocabParallelEmbedding
     cross_entropy  the loss on vocabulary-parallel logits, optionally fused with the output layer
-    random         dropout masks that depend on a key, not on the order of calls
+    random         dropout masks and initial weights that depend on a key, not on the order of calls
 
 Groups are arguments, and a group of one (`Group.alone`) runs the same code. Without slots, gradients go through
 autograd.

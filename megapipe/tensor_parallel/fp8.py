@@ -73,11 +73,6 @@ def fp8_unsupported_reason(device: torch.device, in_blocks: bool = False) -> str
             lacking = f"torch {torch.__version__}: it comes with torch 2.10"
         if lacking is not None:
             return f"there is no product with scales of blocks of 128 for {lacking}; --fp8-recipe tensorwise needs none"
-    return _uncompilable_reason()
-
-
-def _uncompilable_reason() -> str | None:
-    """Return why torch.compile cannot fuse casts on this machine's GPU, or None."""
     lacking = None if has_triton() else "Triton, which comes with torch's wheels for GPUs (pip install triton)"
     if lacking is None and not any(map(shutil.which, C_COMPILERS)):
         lacking = "a C compiler (apt-get install gcc)"

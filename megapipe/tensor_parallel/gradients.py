@@ -124,7 +124,8 @@ class QueuedGradient(Protocol):
     """A weight gradient that waits for W."""
 
     def launch(self) -> None:
-        """Start the communication it needs."""
+        """Start the communication it needs, if any."""
+        return  # what needs none inherits this
 
     def accumulate(self) -> None:
         """Finish the communication, compute the gradient and add it to its slot, or without one to .grad."""

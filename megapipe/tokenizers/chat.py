@@ -97,7 +97,21 @@ class ChatTokenizer:
         self._where = f"{FLAG} {prompt_format}" if prompt_format in FORMATS else f"the template of {tokenizer.origin}"
         self._specials = {name: text for name, text in tokenizer.special.items() if self._id(text) is not None}
         self._written = Template(self.template, {"bos_token": "", "eos_token": ""} | self._specials, self._where)
-        self._check_special_tokens()
+        added = self._library_tokenizer.get_added_tokens_decoder().values()
+        texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._forbidden = re.compile("|".join(map(re.escape, texts))) if texts else None
+        if prompt_format == "plain" and "eos_token" not in self._specials:
+            raise ConfigError(f"{FLAG} plain ends an answer with the eos_token, which {tokenizer.origin} does not have")
+        try:
+            text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        except DataError:
+            text = ""  # a template that asks for a system message, say; the data will show whether it works
+        missing = [token for token in dict.fromkeys(SPECIAL.findall(text)) if self._id(token) is None]
+        if missing:
+            raise ConfigError(
+                f"{self._where} writes the special token {missing[0]}, which {tokenizer.origin} does not have; choose "
+                f"another format ({FLAG} {', '.join(FORMATS)}), or a tokenizer with this token"
+            )
 
     @cached_property
     def key(self) -> str:
@@ -127,15 +141,11 @@ class ChatTokenizer:
     def ends(self) -> tuple[int, ...]:
         """The tokens that end a text: that at the end of an answer, the tokenizer's own, and those that its files name.
 
-        Templates end an answer with a special token, or with none.
+        Templates end an answer with a special token, or with none. A short conversation shows it, with a system message
+        if the template demands one.
         """
-        own = () if self.eod is None else (self.eod,)
-        return tuple(dict.fromkeys((*self._turn_end(), *own, *self._base.ends)))
-
-    def _turn_end(self) -> tuple[int, ...]:
-        """Return the special token after the answers of a short conversation; none if the template writes none, or
-        demands other conversations."""
         asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        found: list[int] = []
         for messages in ([asked, answer], [{"role": "system", "content": "c"}, asked, answer]):
             try:
                 (chat,) = self.tokenize([self.render(messages)])
@@ -143,12 +153,19 @@ class ChatTokenizer:
                 continue
             last = int(chat.tokens[chat.trained][-1])
             added = self._library_tokenizer.get_added_tokens_decoder()
-            return (last,) if last in added and added[last].special else ()
-        return ()
+            if last in added and added[last].special:
+                found.append(last)
+            break
+        own = () if self.eod is None else (self.eod,)
+        return tuple(dict.fromkeys((*found, *own, *self._base.ends)))
 
     def render(self, messages: Sequence[Message]) -> Rendered:
         """Write a conversation. Raises DataError if its text is ambiguous, or the template cannot write it."""
-        self._check_contents(messages)
+        for number, message in enumerate(messages, 1):
+            # the text of a special token would become that token
+            if self._forbidden is not None and (found := self._forbidden.search(message["content"])):
+                rule = f"the special token {found[0]}, which must come from the template alone"
+                raise DataError(f"the content of message {number} holds {rule}; remove it from the text")
         whole = self._text(messages)
         answers = []
         for number, message in enumerate(messages):
@@ -185,34 +202,6 @@ class ChatTokenizer:
             # many templates look at the first message; a conversation that begins with an answer has no prompt there
             raise DataError("the conversation begins with an answer; begin it with a message of the user")
         return self._written.text(messages, prompt)
-
-    def _check_contents(self, messages: Sequence[Message]) -> None:
-        """Raise DataError if a content holds the text of a special token, which would become that token."""
-        pattern = self._forbidden
-        for number, message in enumerate(messages, 1):
-            if pattern is not None and (found := pattern.search(message["content"])):
-                rule = f"the special token {found[0]}, which must come from the template alone"
-                raise DataError(f"the content of message {number} holds {rule}; remove it from the text")
-
-    def _check_special_tokens(self) -> None:
-        """Raise ConfigError if the template writes special tokens that the vocabulary does not have."""
-        added = self._library_tokenizer.get_added_tokens_decoder().values()
-        texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        self._forbidden = re.compile("|".join(map(re.escape, texts))) if texts else None
-        if self.prompt_format == "plain" and "eos_token" not in self._specials:
-            raise ConfigError(
-                f"{FLAG} plain ends an answer with the eos_token, which {self._base.origin} does not have"
-            )
-        try:
-            text = self._text([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-        except DataError:
-            return  # a template that asks for a system message, say; the data will show whether it works
-        missing = [token for token in dict.fromkeys(SPECIAL.findall(text)) if self._id(token) is None]
-        if missing:
-            raise ConfigError(
-                f"{self._where} writes the special token {missing[0]}, which {self._base.origin} does not have; choose "
-                f"another format ({FLAG} {', '.join(FORMATS)}), or a tokenizer with this token"
-            )
 
 
 def chat_tokenizer(tokenizer: object, prompt_format: str = DEFAULT_FORMAT) -> ChatTokenizer:

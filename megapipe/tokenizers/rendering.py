@@ -125,7 +125,17 @@ def _reason(error: Exception) -> str:
 def compiled(template: str, names: Mapping[str, str]) -> Callable[[list[dict[str, str]], bool], str]:
     """Compile a template with the names that transformers gives to it. Raises jinja2.TemplateSyntaxError."""
     from jinja2 import TemplateError
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Reads transformers' {% generation %} blocks as their content."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja's interface
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
@@ -134,7 +144,7 @@ def compiled(template: str, names: Mapping[str, str]) -> Callable[[list[dict[str
         return json.dumps(value, ensure_ascii=False, indent=indent)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation()]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse  # no strftime_now: the text must not depend on the day
@@ -144,17 +154,3 @@ def compiled(template: str, names: Mapping[str, str]) -> Callable[[list[dict[str
         return built.render(messages=messages, add_generation_prompt=prompt, tools=None, documents=None, **names)
 
     return write
-
-
-def _generation() -> Any:
-    """Return a Jinja extension that reads transformers' {% generation %} blocks as their content."""
-    from jinja2.ext import Extension
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - Jinja's interface
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return Generation

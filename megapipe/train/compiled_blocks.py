@@ -20,7 +20,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.config.layers import LayerConfig
 from megapipe.errors import ConfigError
-from megapipe.gpu.compile import missing_compiler
+from megapipe.gpu.kernels import missing_compiler
 from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.block import Block
 from megapipe.model.dispatch import KeptRouting

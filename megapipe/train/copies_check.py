@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce, gather_objects
-from megapipe.data.content import SourceFiles
+from megapipe.data.fingerprint import SourceFiles
 from megapipe.data_parallel.copies import Copies, CopyDifference
 from megapipe.errors import DataError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE, READING

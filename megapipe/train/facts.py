@@ -27,7 +27,7 @@ from megapipe.comm.nccl import NcclSettings
 from megapipe.config.config import Config, all_fields, value_of
 from megapipe.config.fields import value_text
 from megapipe.config.files import CheckpointConfig, is_hugging_face
-from megapipe.data.content import blend_content, sampled_content, whole_content
+from megapipe.data.fingerprint import blend_content, sampled_content, whole_content
 from megapipe.environment import Environment, value_for_libraries
 from megapipe.errors import CheckpointError
 from megapipe.plan.run_plan import RunPlan

@@ -20,7 +20,6 @@ from megapipe.config.config import Config
 from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
 from megapipe.config.layers import is_explicit, layer_configs
-from megapipe.config.model import ModelConfig
 from megapipe.config.tuned import read_tuned
 from megapipe.dtypes import DTYPES
 from megapipe.environment import Environment, replace_for_libraries, set_for_libraries, value_for_libraries
@@ -283,18 +282,6 @@ def ways_out(plan: RunPlan) -> str:
     return "Ways out: " + "; ".join(way for way, is_left in ways.items() if is_left)
 
 
-def _attention_kernel(model: ModelConfig, dtype: torch.dtype, device: torch.device, masked: bool) -> str:
-    """Name the kernel of scaled_dot_product_attention for the heads of one layer, as in model.core_attention."""
-    queries = model.num_attention_heads // model.query_groups()
-    q, k = (
-        torch.empty(1, heads, FEW_TOKENS, model.head_size(), dtype=dtype, device=device, requires_grad=True)
-        for heads in (queries, 1)
-    )
-    mask = torch.zeros(1, 1, FEW_TOKENS, FEW_TOKENS, dtype=dtype, device=device) if masked else None
-    choice = torch._fused_sdp_choice(q, k, k, mask, 0.0, not masked, enable_gqa=queries > 1)
-    return ATTENTION_KERNELS.get(SDPBackend(choice), SDPBackend(choice).name)
-
-
 def active_kernels(config: Config, kernels: Kernels, device: torch.device) -> tuple[str, ...]:
     """Return lines on the attention and the weight gradients of this device; () on a CPU."""
     if device.type == "cpu":
@@ -304,11 +291,17 @@ def active_kernels(config: Config, kernels: Kernels, device: torch.device) -> tu
     plain = [layer for layer in layer_configs(model) if not is_explicit(layer)]
     packs = config.data.reset_attention_mask and why_not_packed(config, device) is None
     if kernels.attention is None and plain and not packs:
-        masks = {layer.window_size is not None or config.data.reset_attention_mask for layer in plain}
-        parts = (
-            f"{_attention_kernel(plain[0], dtype, device, masked)}{' under a mask' * masked}"
-            for masked in sorted(masks)
+        # what scaled_dot_product_attention chooses for the heads of one layer, as in model.attention
+        queries, head, parts = plain[0].num_attention_heads // plain[0].query_groups(), plain[0].head_size(), []
+        q, k = (
+            torch.empty(1, heads, FEW_TOKENS, head, dtype=dtype, device=device, requires_grad=True)
+            for heads in (queries, 1)
         )
+        for masked in sorted({layer.window_size is not None or config.data.reset_attention_mask for layer in plain}):
+            mask = torch.zeros(1, 1, FEW_TOKENS, FEW_TOKENS, dtype=dtype, device=device) if masked else None
+            choice = torch._fused_sdp_choice(q, k, k, mask, 0.0, not masked, enable_gqa=queries > 1)
+            name = ATTENTION_KERNELS.get(SDPBackend(choice), SDPBackend(choice).name)
+            parts.append(f"{name}{' under a mask' * masked}")
         lines.append(f"           on this GPU: {', '.join(parts)}")
     if kernels.layers is None and dtype in (torch.bfloat16, torch.float16):
         adds = kernels.norms is not None or gemm_adds_to_fp32(device, dtype)

@@ -257,12 +257,17 @@ class Guard:
         limit, minutes = config.training.exit_duration_in_mins, config.checkpoint.save_interval_minutes
         interval = config.training.exit_interval
         is_late = limit is not None and time.monotonic() - self._started > 60.0 * limit
-        is_due = minutes is not None and saving.seconds_since_save >= 60.0 * minutes
+        is_due = minutes is not None and time.monotonic() - saving.saved_at >= 60.0 * minutes
         asked = is_late, is_due, not saving.is_ready
         if not self._asks_ahead:
             reason, late, due, not_ready, worst = self._agree(*asked, health)
         else:
-            (reason, late, due, not_ready), worst = self._agreed_before(*asked), health
+            agreed = [None, False, False, True] if self._asked is None else _reasons(self._asked.values())
+            if self._has_saved:
+                agreed[2:] = False, True
+            # a save that follows now is not yet seen by what is asked now
+            self._asked, self._has_saved = self._ask(*asked), agreed[2:] != [False, True]
+            (reason, late, due, not_ready), worst = agreed, health
         if reason is None and late:
             reason = f"--exit-duration-in-mins {limit:g} is over"
         elif reason is None and interval is not None and self._state.step % interval == 0:
@@ -277,15 +282,6 @@ class Guard:
     def _agree(self, *values: int) -> list[Any]:
         """Return why any rank's signals or observer ask to stop, or None, then the maximum of each value."""
         return _reasons(self._ask(*values).values())
-
-    def _agreed_before(self, *values: int) -> list[Any]:
-        """Return what `_agree` would have returned after the last step, and ask now, for the next one."""
-        agreed = [None, False, False, True] if self._asked is None else _reasons(self._asked.values())
-        if self._has_saved:
-            agreed[2:] = False, True
-        # a save that follows now is not yet seen by what is asked now
-        self._asked, self._has_saved = self._ask(*values), agreed[2:] != [False, True]
-        return agreed
 
     def _ask(self, *values: int) -> HostCopy:
         """Start the all-reduce of this rank's signals, observer and values, on a stream that no kernel waits for."""
@@ -309,20 +305,28 @@ class Guard:
         Returns False if there is no checkpoint yet and the run can continue without. Raises TrainingError if going back
         is not asked for, or not possible and the numbers are not finite.
         """
+        runtime, loader = self._runtime, self._loader
         why, first_bad, error = self._spike, self._state.step, None
         if self._spikes is not None:
             first_bad -= max(0, self._spikes.num_spiking - 1)
         if self._nonfinite is not None:
-            why, self._nonfinite = self._explain(*self._nonfinite), None
+            (batch, result, sums), self._nonfinite = self._nonfinite, None
+            # first, as it reads the gradients, which repeating the step overwrites
+            why = describe_nonfinite(runtime, sums, batch.microbatches, result.loss, result.update)
+            if runtime.updates is None and result.update.skipped and loader is not None:  # no weights have changed
+                again = read_microbatches(runtime, loader, batch.first_sample, len(batch.microbatches), batch.step - 1)
+                with runtime.heartbeat.phase("searching", PATIENCE):
+                    objective = LossAverage.of(runtime.plan).objective(lambda: runtime.optimizer.loss_scale)
+                    why += f"; {repeat_step(runtime, again, objective)}"
             error = TrainingError(f"step {self._state.step}: {why}. {WAY_OUT}")
-        if self._spikes is None or self._loader is None:
+        if self._spikes is None or loader is None:
             raise error or TrainingError(why)
         # rank 0 decides, as the last bits of a norm may differ
-        why, first_bad = broadcast_object((why, first_bad), self._runtime.groups.world)
+        why, first_bad = broadcast_object((why, first_bad), runtime.groups.world)
         self._saving.finish(is_last=False)
-        with self._runtime.heartbeat.phase("loading", PATIENCE):
+        with runtime.heartbeat.phase("loading", PATIENCE):
             disk = self._saving.disk
-            went_back = go_back(self._runtime, self._loader, self._journal, self._state, first_bad, why, disk)
+            went_back = go_back(runtime, loader, self._journal, self._state, first_bad, why, disk)
         if not went_back:
             if error is not None:
                 raise error
@@ -330,18 +334,6 @@ class Guard:
             self._journal.say(f"step {self._state.step}: {why}; {text}")
         self._spikes.load_state(self._state.spikes)
         return went_back
-
-    def _explain(self, batch: StepBatch, result: StepResult, sums: Sums) -> str:
-        """Say what is known of a non-finite step, and what repeating it shows if it has changed no weights."""
-        runtime, loader = self._runtime, self._loader
-        # first, as it reads the gradients, which repeating the step overwrites
-        text = describe_nonfinite(runtime, sums, batch.microbatches, result.loss, result.update)
-        if runtime.updates is not None or not result.update.skipped or loader is None:
-            return text
-        again = read_microbatches(runtime, loader, batch.first_sample, len(batch.microbatches), batch.step - 1)
-        with runtime.heartbeat.phase("searching", PATIENCE):
-            objective = LossAverage.of(runtime.plan).objective(lambda: runtime.optimizer.loss_scale)
-            return f"{text}; {repeat_step(runtime, again, objective)}"
 
 
 def _reasons(asked: Sequence[float]) -> list[Any]:

@@ -172,7 +172,19 @@ class PipelineProfiler:
             error_ns = clock.error_ns + max(step.error_ns for step in recorded[rank])
             offset_ns = 0 if clock.before is None else clock.before.offset_ns
             notes.append(ClockOffset(rank, offset_ns, error_ns, clock.is_shared))
-        return Profile(self._about(), schedules, plan.sent_bytes, tuple(links), tuple(notes), tuple(pipelines))
+        t, device = plan.topology, self._runtime.device
+        about: dict[str, object] = {
+            "schedule": plan.schedule_name,
+            "grid": {"tp": t.tp, "pp": t.pp, "chunks": plan.num_chunks, "dp": t.dp},
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "dtype": plan.config.precision.dtype,
+            "cores": available_cores(),
+            "ranks_per_node": t.ranks_per_node or t.world_size,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "time": time.time(),
+        }
+        return Profile(about, schedules, plan.sent_bytes, tuple(links), tuple(notes), tuple(pipelines))
 
     def _read_clocks(self) -> dict[int, ClockReading]:
         """Return on rank 0, for every recorded rank with another clock, how far its clock is ahead of rank 0's."""
@@ -201,18 +213,3 @@ class PipelineProfiler:
             if pp.rank == low and runtime.coordinates.tp_rank == runtime.coordinates.dp_rank == 0:
                 links.append(LinkTime((low, high), seconds[0], max(0.0, seconds[1] - seconds[0])))
         return tuple(links)
-
-    def _about(self) -> dict[str, object]:
-        plan, device = self._runtime.plan, self._runtime.device
-        t = plan.topology
-        return {
-            "schedule": plan.schedule_name,
-            "grid": {"tp": t.tp, "pp": t.pp, "chunks": plan.num_chunks, "dp": t.dp},
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "dtype": plan.config.precision.dtype,
-            "cores": available_cores(),
-            "ranks_per_node": t.ranks_per_node or t.world_size,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "time": time.time(),
-        }

@@ -77,13 +77,20 @@ class Profiling:
         phases = self.timers.take(self._num_steps)
         seconds = max(time.perf_counter() - self._since, 1e-9)
         flops = step_flops(config.model, self._samples, causal=True) / seconds / plan.topology.world_size
-        per_step = seconds / max(self._num_steps, 1)
+        per_step, device = seconds / max(self._num_steps, 1), self._runtime.device
+        if device.type == "cuda":  # allocated since the last line
+            peak = torch.cuda.max_memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        else:  # of the process
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        largest = torch.tensor([peak], device=device)
+        all_reduce(largest, self._runtime.groups.world, op="max")
         taken = {
             "phases": phases,
             "step_seconds": per_step,
             "tokens_per_second": self._samples * config.model.seq_length / seconds,
             "seconds_left": per_step * steps_left,
-            "memory_bytes": self._largest_memory(),
+            "memory_bytes": int(largest),
             "bubble": self._bubble(),
             "predicted_bubble": None if self._bubble_note else self._expected_bubble(self._num_microbatches).share,
             "bubble_note": self._bubble_note,
@@ -106,18 +113,6 @@ class Profiling:
         all_reduce(busy, world)
         all_reduce(longest, world, op="max")
         return max(0.0, 1.0 - float(busy) / max(float(longest) * world.size, 1.0))
-
-    def _largest_memory(self) -> int:
-        """Return the peak memory over all ranks: allocated on the GPU since the last line, else of the process."""
-        device = self._runtime.device
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        largest = torch.tensor([peak], device=device)
-        all_reduce(largest, self._runtime.groups.world, op="max")
-        return int(largest)
 
     def finish(self, num_steps: int) -> None:
         """Write the profiles that are not written yet, when the run ends after num_steps steps."""

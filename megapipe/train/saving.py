@@ -86,16 +86,12 @@ class Saving:
         self._in_flight: BackgroundSave | None = None
         self._failure: CheckpointError | None = None  # of the newest save, where training went on
         self.saved_step: int | None = None  # the step that the newest checkpoint holds, or that needs none
-        self._saved_at = time.monotonic()
+        self.saved_at = time.monotonic()
 
     @property
     def is_ready(self) -> bool:
         """True if a save is in flight whose next `advance` need not wait for this rank."""
         return self._in_flight is not None and self._in_flight.is_ready
-
-    @property
-    def seconds_since_save(self) -> float:
-        return time.monotonic() - self._saved_at
 
     def is_needed(self, step: int) -> bool:
         """Return True if this step can be saved and is not saved yet."""
@@ -123,7 +119,7 @@ class Saving:
                     self._in_flight = BackgroundSave(attempt, boxes, self._runtime.groups.world, self._staging)
                 except CheckpointError as error:
                     self._failed(state.step, error)
-        self.saved_step, self._saved_at = state.step, time.monotonic()
+        self.saved_step, self.saved_at = state.step, time.monotonic()
 
     def write(self, state: TrainingState) -> SaveReport:
         """Save after a step, in the foreground. Raises CheckpointError on all ranks."""

@@ -71,9 +71,19 @@ class StragglerLog:
         """Gather the times of all ranks and report who is slow, at a log line."""
         if not self._active or not self.steps:
             return
-        paces = self._gather(num_microbatches)
+        runtime, world, topology = self._runtime, self._runtime.groups.world, self._runtime.plan.topology
+        own = torch.tensor([*_medians(self.steps), *self._slowest_link()], dtype=torch.float64, device=runtime.device)
+        whole = own.new_empty(world.size * own.numel())
+        all_gather(whole, own, world)
+        work = simulate(runtime.plan.schedule(num_microbatches), runtime.plan.stage_costs).work_seconds
+        places = [topology.coordinates(rank).pp_rank for rank in range(world.size)]
+        paces = []
+        for rank, row in enumerate(whole.view(world.size, -1).tolist()):
+            seconds, computing, reading, *waits, peer, link_seconds = row
+            by_cause, own_work = dict(zip(CAUSES, waits, strict=True)), work[places[rank]]
+            same = tuple(other for other in range(world.size) if other != rank and places[other] == places[rank])
+            paces.append(RankPace(rank, seconds, computing, reading, by_cause, own_work, same, int(peer), link_seconds))
         steps, self.steps, self.moments = len(self.steps), [], {}
-        topology, world = self._runtime.plan.topology, self._runtime.groups.world
         self._hosts = self._hosts or gather_objects(host(), world)
         names = [f"{rank_text(topology, rank)} on {host}" for rank, host in enumerate(self._hosts)]
         groups = {name: topology.groups(name) for name in ("tp", "cp", "replicas")}
@@ -85,22 +95,6 @@ class StragglerLog:
         if sentences:
             slowest = sorted(paces, key=lambda pace: -pace.computing)[: self._count]
             self._journal.record("stragglers", step=step, told=sentences, slowest=[asdict(pace) for pace in slowest])
-
-    def _gather(self, num_microbatches: int) -> list[RankPace]:
-        runtime, world, topology = self._runtime, self._runtime.groups.world, self._runtime.plan.topology
-        link = self._slowest_link()
-        own = torch.tensor([*_medians(self.steps), *link], dtype=torch.float64, device=runtime.device)
-        whole = own.new_empty(world.size * own.numel())
-        all_gather(whole, own, world)
-        work = simulate(runtime.plan.schedule(num_microbatches), runtime.plan.stage_costs).work_seconds
-        places = [topology.coordinates(rank).pp_rank for rank in range(world.size)]
-        paces = []
-        for rank, row in enumerate(whole.view(world.size, -1).tolist()):
-            step, computing, reading, *waits, peer, seconds = row
-            by_cause, own_work = dict(zip(CAUSES, waits, strict=True)), work[places[rank]]
-            same = tuple(other for other in range(world.size) if other != rank and places[other] == places[rank])
-            paces.append(RankPace(rank, step, computing, reading, by_cause, own_work, same, int(peer), seconds))
-        return paces
 
     def _slowest_link(self) -> tuple[int, float]:
         """Return (global rank, seconds both ways) of the slowest link to a higher pipeline rank, or (-1, 0)."""

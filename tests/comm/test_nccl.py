@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megapipe.comm import groups
-from megapipe.comm.nccl import NcclSettings, parse_variables, read_communicators
+from megapipe.comm.nccl import NcclSettings, read_communicators
 from megapipe.config.gpu import NCCL_GROUPS, GpuConfig
 from megapipe.errors import ConfigError
 from megapipe.topology import GROUP_NAMES
@@ -66,13 +66,14 @@ def test_environment_is_set_but_never_overridden(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("word", ["DEBUG=INFO", "NCCL_DEBUG", "NCCL_DEBUG=", "nccl_debug=INFO", "LD_PRELOAD=x.so"])
 def test_only_variables_of_nccl_are_settings(word: str) -> None:
     with pytest.raises(ConfigError, match=f"{word}: expected NCCL_NAME=VALUE"):
-        parse_variables((word,))
+        NcclSettings.of(GpuConfig(nccl_settings=(word,)))
 
 
 def test_a_setting_given_twice_is_refused() -> None:
-    assert parse_variables(("NCCL_ALGO=Ring", "NCCL_ALGO=Ring")) == {"NCCL_ALGO": "Ring"}
+    same = NcclSettings.of(GpuConfig(nccl_settings=("NCCL_ALGO=Ring", "NCCL_ALGO=Ring")))
+    assert same.variables == {"NCCL_ALGO": "Ring"}
     with pytest.raises(ConfigError, match="sets NCCL_ALGO twice, to Ring and to Tree"):
-        parse_variables(("NCCL_ALGO=Ring", "NCCL_ALGO=Tree"))
+        NcclSettings.of(GpuConfig(nccl_settings=("NCCL_ALGO=Ring", "NCCL_ALGO=Tree")))
 
 
 @pytest.mark.parametrize(

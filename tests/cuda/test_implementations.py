@@ -14,7 +14,7 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
 from megapipe.gpu.kernels import choose_kernels, compiled
 from megapipe.gpu.libraries import Apex, AttentionShape, TransformerEngine
-from megapipe.model.core_attention import fused_attention
+from megapipe.model.attention import fused_attention
 from megapipe.model.mlp import ACTIVATIONS, GRADIENTS, activation
 from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.fp8 import Fp8Gemms, fp8_unsupported_reason

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megapipe.gpu.packed_attention import DocumentBorders, packed_attention, torch_kernel
+from megapipe.model.attention import fused_attention
 from megapipe.model.context import whole_mask
-from megapipe.model.core_attention import fused_attention
 from megapipe.sharding.sequence import SequenceSlice, Visibility
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS
 from megapipe.tensor_parallel.gradients import GradientSlot, gemm_adds_to_fp32

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.data import content
+from megapipe.data import fingerprint
 from megapipe.data.build_datasets import build_datasets
-from megapipe.data.content import TOKEN_BLOCKS, SourceFiles, files_in_use
 from megapipe.data.dataset import SyntheticDataset
+from megapipe.data.fingerprint import COMPARED_BLOCKS, SourceFiles, files_in_use
 from megapipe.errors import DataError
 from tests.data.fixtures import FOLDER, request_of, write_file
 
@@ -64,7 +64,7 @@ def test_a_file_that_is_touched_or_replaced_by_its_copy_is_accepted_with_one_rem
 
 
 def test_a_change_that_keeps_size_and_time_is_found_in_the_sampled_blocks(tmp_path: Path) -> None:
-    path, (count, block_bytes) = tmp_path / "x.bin", TOKEN_BLOCKS
+    path, (count, block_bytes) = tmp_path / "x.bin", COMPARED_BLOCKS
     path.write_bytes(bytes(2 * count * block_bytes))
     files, before = SourceFiles([path]), os.stat(path)
     with open(path, "r+b") as file:
@@ -77,7 +77,7 @@ def test_a_change_that_keeps_size_and_time_is_found_in_the_sampled_blocks(tmp_pa
 
 
 def test_files_of_a_large_blend_are_looked_at_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "MOST_LOOKS", 2)
+    monkeypatch.setattr(fingerprint, "MOST_LOOKS", 2)
     paths = [tmp_path / str(number) for number in range(5)]
     for path in paths:
         path.write_bytes(b"1234")

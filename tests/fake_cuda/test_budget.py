@@ -48,7 +48,7 @@ PARTS = {
     "outside rms_norm": "norms",
     "model/norm.py": "norms",
     "data_parallel/buffers.py:add": "norms",
-    "data_parallel/stores.py:sum_over_tp": "norms",
+    "data_parallel/stores.py:_reduce": "norms",
     "outside cat": "qkv gradient",
     "outside add": "residual",
     "model/block.py:__call__ add_": "residual",

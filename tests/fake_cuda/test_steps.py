@@ -24,7 +24,7 @@ NOT_HERE = {"fp64"} | {
 # two moments of the step take the same within 1 %; the plan's largest one has other units gathered than the count's
 TIES = {("zero3_units_offload", "gpt2"): {"gathered weights", "whole gradients"}}
 # what the host reads in a step, once its row is launched: the loss, and the norm with the health of all ranks
-HOST_READS = {"train/step.py:wait", "optimizer/gradient_norm.py:wait"}
+HOST_READS = {"train/step.py:wait", "optimizer/gradients.py:wait"}
 
 
 @pytest.mark.parametrize("base", ["gpt2", "llama"])

@@ -20,8 +20,8 @@ from megapipe.errors import ConfigError
 from megapipe.gpu.kernels import Kernels, choose_kernels, describe_kernels
 from megapipe.gpu.libraries import AttentionShape, FlashAttention, TransformerEngine
 from megapipe.gpu.packed_attention import DocumentBorders
+from megapipe.model.attention import explicit_attention
 from megapipe.model.context import whole_mask
-from megapipe.model.core_attention import explicit_attention
 from megapipe.optimizer.schedule import Rates
 from megapipe.sharding.sequence import SequenceSlice, Visibility
 from tests.gpu.stand_ins import NAMES, installed

@@ -17,9 +17,9 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
+from megapipe.extras.verify.conversion import replace_parameter
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.layers.model import model_parameters
-from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers

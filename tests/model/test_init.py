@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from megapipe.comm.groups import Group
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
+from megapipe.extras.verify.conversion import replace_parameter
 from megapipe.layers.model import model_parameters
-from megapipe.model import init
-from megapipe.model.init import draw, draw_box_into, replace_parameter
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.spec import Init, ParamSpec
+from megapipe.tensor_parallel import random
+from megapipe.tensor_parallel.random import draw, draw_box_into
 from tests.model.grids import GPT2, LLAMA, local_slice, model_config
 
 SEED = 1234
@@ -26,7 +27,7 @@ SEED = 1234
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(init, "BLOCK_ELEMENTS", 100)  # a few rows, so that slices start and end inside blocks
+    monkeypatch.setattr(random, "BLOCK_ELEMENTS", 100)  # a few rows, so that slices start and end inside blocks
 
 
 @pytest.mark.parametrize("tp", [2, 4])

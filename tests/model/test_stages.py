@@ -12,8 +12,8 @@ from megapipe.comm.groups import Group
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.model import model_parameters, stage_parameters
+from megapipe.model.attention import explicit_attention
 from megapipe.model.context import whole_mask
-from megapipe.model.core_attention import explicit_attention
 from megapipe.model.microbatch import KVCache
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers

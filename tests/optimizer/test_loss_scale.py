@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megapipe.config.model import PrecisionConfig
-from megapipe.optimizer.loss_scale import LossScaler
+from megapipe.optimizer.gradients import LossScaler
 
 
 def scales(scaler: LossScaler, steps: str) -> list[float]:

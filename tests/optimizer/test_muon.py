@@ -20,7 +20,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.folder import open_folder
 from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
 from megapipe.config.training import NEWTON_SCHULZ
-from megapipe.extras.reference.muon import MuonOptions, newton_schulz
+from megapipe.extras.reference.train import MuonOptions, newton_schulz
 from megapipe.optimizer import muon
 from megapipe.optimizer.muon import orthogonalized
 from megapipe.optimizer.schedule import Rates

@@ -13,7 +13,7 @@ from megapipe.comm.groups import ProcessGroups
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.stores import Stores
-from megapipe.optimizer.gradient_norm import sum_of_squares
+from megapipe.optimizer.gradients import sum_of_squares
 from megapipe.optimizer.optimizer import Optimizer, StepReport
 from megapipe.optimizer.schedule import Rates
 from megapipe.sharding.spec import Fused, ParamSpec

@@ -91,7 +91,7 @@ def test_masks_of_blocks_are_parts_of_the_whole_mask(seen: Visibility, has_docum
     queries = torch.tensor(positions(seen.query_runs))
     for source, blocks in masked_blocks(seen, device, dtype, documents).items():
         keys = torch.tensor(positions(seen.key_runs(source)))
-        for block, mask, empty in blocks:
+        for block, mask, empty, _ in (each.made() for each in blocks):
             rows, columns = slice(*block.queries), slice(*block.keys)
             shown = visible(seen, queries[rows], keys[columns], documents)
             assert (mask is None) == (block.kind != "masked")

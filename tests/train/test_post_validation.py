@@ -21,7 +21,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.trace import Event, Tracer
 from megapipe.model.block import Block
 from megapipe.optimizer import optimizer as optimizer_module
-from megapipe.optimizer.gradient_norm import ModelSum
+from megapipe.optimizer.gradients import ModelSum
 from megapipe.optimizer.optimizer import EarlyUpdatePolicy, StepReport
 from megapipe.optimizer.schedule import Rates
 from megapipe.train import saving as saving_module

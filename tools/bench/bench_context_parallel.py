@@ -29,10 +29,10 @@ from megapipe.config.model import ModelConfig
 from megapipe.environment import Environment
 from megapipe.layers.attention import AttentionTable
 from megapipe.layers.table import RankShape
+from megapipe.model.attention import fused_attention
 from megapipe.model.block_attention import FusedBlocks
 from megapipe.model.context import masked_blocks
 from megapipe.model.context_parallel import ContextParallel
-from megapipe.model.core_attention import fused_attention
 from megapipe.model.ring_attention import BlockAttention
 from megapipe.sharding.sequence import SequenceSlice, Visibility
 from megapipe.topology import Topology

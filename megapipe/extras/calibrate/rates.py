@@ -35,7 +35,7 @@ from megapipe.environment import Environment
 from megapipe.extras.doctor.examination import SEND, Sample, Trial, measure_rounds, rounds_of
 from megapipe.extras.doctor.examination import SIZES as LINK_SIZES
 from megapipe.gpu.device_clock import DeviceClock, device_clock
-from megapipe.model.core_attention import fused_attention
+from megapipe.model.attention import fused_attention
 from megapipe.model.microbatch import Microbatch
 from megapipe.monitor.process import host
 from megapipe.plan.hardware import Link

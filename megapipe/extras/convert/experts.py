@@ -7,6 +7,7 @@ prediction.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megapipe.config.layers import LayerConfig
@@ -22,8 +23,8 @@ from megapipe.extras.convert.tables import (
     Row,
     Rule,
     Settings,
+    again,
     always,
-    check_alike,
     fixed,
     gate_and_up,
     interleaved_experts,
@@ -41,15 +42,7 @@ from megapipe.extras.convert.tables import (
 # the last one, and a head with a norm of its own. Copies of the embedding and of the output layer belong to it, which
 # here the modules share.
 PREDICTED, OTHER_NAME = "num_nextn_predict_layers", "num_mtp_layers"
-
-
-def read_count(settings: Settings) -> dict[str, Any]:
-    value = settings.get(PREDICTED)
-    check_alike({name: settings.get(name) for name in (PREDICTED, OTHER_NAME)})
-    return {"mtp_num_layers": (settings.get(OTHER_NAME) if value is None else value) or None}
-
-
-PREDICTION = Rule((PREDICTED, OTHER_NAME), read_count, lambda layers: {PREDICTED: layers[0].mtp_num_layers or 0})
+PREDICTION = key((PREDICTED, OTHER_NAME), "mtp_num_layers", 0, none=0)
 PREDICTION_ROWS = tuple(
     Row(f"mtp.layers.{LAYER}.{ours}", (f"{LLAMA}.{theirs}",))
     for ours, theirs in (
@@ -60,14 +53,14 @@ PREDICTION_ROWS = tuple(
     )
 )
 
-SHARED = "moe_shared_expert_intermediate_size"
+SHARED, TOPK = "moe_shared_expert_intermediate_size", "num_experts_per_tok"
 
 
-def expert_rows(block: str, router: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """Return the rows of router and experts. The names are theirs, in a layer, in the block and in an expert."""
+def expert_rows(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """Return the rows of router and experts. The names are theirs, in a layer and in an expert."""
     expert = f"{LLAMA}.{block}.experts.{EXPERT}"
     return (
-        Row(f"{OURS}.mlp.router", (f"{LLAMA}.{block}.{router}",)),
+        Row(f"{OURS}.mlp.router", (f"{LLAMA}.{block}.gate",)),
         Row(f"{OURS}.mlp.experts.weight1", (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"), of_experts),
         Row(f"{OURS}.mlp.experts.weight2", (f"{expert}.{down}.weight",), of_experts_transposed),
     )
@@ -82,8 +75,8 @@ def shared_rows(name: str) -> tuple[Row, ...]:
     )
 
 
-MIXTRAL_ROWS = expert_rows("block_sparse_moe", "gate", "w1", "w3", "w2")
-ROWS = expert_rows("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+MIXTRAL_ROWS = expert_rows("block_sparse_moe", "w1", "w3", "w2")
+ROWS = expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
 GLM_ROWS = (
     *ROWS,
     *shared_rows("mlp.shared_experts"),
@@ -124,33 +117,36 @@ def of_expert_layer(layers: Layers) -> LayerConfig:
     return found
 
 
-def expert_key(theirs: str, ours: str, default: Any = REQUIRED, words: Mapping[Any, Any] | None = None) -> Rule:
+def expert_key(
+    theirs: str | Sequence[str],
+    ours: str,
+    default: Any = REQUIRED,
+    words: Mapping[Any, Any] | None = None,
+    none: Any = None,
+) -> Rule:
     """Return the rule of one key that corresponds to one field of layers with experts. Arguments as of `key`."""
-    return key(theirs, ours, default, words, lambda layers: getattr(of_expert_layer(layers), ours))
+    return key(theirs, ours, default, words, lambda layers: getattr(of_expert_layer(layers), ours), none)
 
 
 def count_and_choice(names: Sequence[str], topk: int) -> tuple[Rule, Rule]:
     """Return the rules of the number of experts, which has one of several names, and of how many see a token."""
-
-    def read(settings: Settings) -> dict[str, Any]:
-        values = {name: settings[name] for name in names if settings.get(name) is not None}
-        check_alike(values)
-        if not values:
-            raise ConfigError(f"the key {names[0]} is missing")
-        return {"num_experts": next(iter(values.values()))}
-
-    count = Rule(tuple(names), read, lambda layers: {names[0]: of_expert_layer(layers).num_experts})
-    return count, expert_key("num_experts_per_tok", "moe_router_topk", topk)
+    return expert_key(names, "num_experts"), expert_key(TOPK, "moe_router_topk", topk)
 
 
 DENSE_WIDTH, WIDTH = "intermediate_size", "moe_intermediate_size"
-EXPERT_WIDTH = key(WIDTH, "moe_ffn_hidden_size", value_of=lambda layers: of_expert_layer(layers).expert_ffn_size)
+
+
+def expert_width(theirs: str, ours: str, default: Any = REQUIRED) -> Rule:
+    """Return the rule of the width of an expert, by the names of a key and of one of our two fields that state it."""
+    return key(theirs, ours, default, value_of=lambda layers: of_expert_layer(layers).expert_ffn_size)
+
+
+EXPERT_WIDTH = expert_width(WIDTH, "moe_ffn_hidden_size")
 
 
 def all_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
     """Return the rules of experts in all layers, whose width is intermediate_size. Arguments of `count_and_choice`."""
-    width = key(DENSE_WIDTH, "ffn_hidden_size", value_of=lambda layers: of_expert_layer(layers).expert_ffn_size)
-    return (*count_and_choice(num_experts, topk), width)
+    return (*count_and_choice(num_experts, topk), expert_width(DENSE_WIDTH, "ffn_hidden_size"))
 
 
 def some_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
@@ -202,7 +198,7 @@ SHARED_GATED = (expert_key("shared_expert_intermediate_size", SHARED, 5632), alw
 # --------------------------------------------------------------------------------------- GLM and its relatives
 
 FIRST, SHARED_COUNT = "first_k_dense_replace", "n_shared_experts"
-GROUPS, TAKEN, TOPK = "n_group", "topk_group", "num_experts_per_tok"
+GROUPS, TAKEN = "n_group", "topk_group"
 
 
 def dense_layers(default: int) -> Rule:
@@ -218,18 +214,25 @@ def dense_layers(default: int) -> Rule:
     return Rule((FIRST,), read, lambda layers: {FIRST: [layer.num_experts is not None for layer in layers].index(True)})
 
 
-def read_shared_width(settings: Settings) -> dict[str, Any]:
-    """Read the width of all shared experts together, a multiple of that of one expert."""
-    count = settings.get(SHARED_COUNT)
-    count = 1 if count is None else count
-    if not count >= 1:
-        raise ConfigError(f"{SHARED_COUNT} {count} cannot be expressed: shared experts of width 0 hold empty tensors")
-    return {SHARED: count * settings[WIDTH]}
+def shared_experts(default_count: int, default_width: int | None = None) -> Rule:
+    """Return the rule of the width of all shared experts together, a multiple of that of one expert."""
 
+    def read(settings: Settings) -> dict[str, Any]:
+        count = settings.get(SHARED_COUNT)
+        count = default_count if count is None else count
+        if not count >= 1:
+            raise ConfigError(f"{SHARED_COUNT} {count} cannot be expressed: this architecture has shared experts")
+        return {SHARED: count * settings.get(WIDTH, default_width)}
 
-def write_shared_width(layers: Layers) -> dict[str, Any]:
-    layer = of_expert_layer(layers)
-    return {SHARED_COUNT: (layer.moe_shared_expert_intermediate_size or 0) // layer.expert_ffn_size}
+    def write(layers: Layers) -> dict[str, Any]:
+        layer = of_expert_layer(layers)
+        shared, width = layer.moe_shared_expert_intermediate_size or 0, layer.expert_ffn_size
+        if not shared or shared % width:
+            rule = f"its shared experts are as wide as a number of experts, {width} each"
+            raise ConfigError(f"shared experts of {shared} channels cannot be expressed: {rule}")
+        return {SHARED_COUNT: shared // width}
+
+    return Rule((SHARED_COUNT,), read, write)
 
 
 def read_groups(settings: Settings) -> dict[str, Any]:
@@ -248,49 +251,19 @@ def write_groups(layers: Layers) -> dict[str, Any]:
     return {GROUPS: layer.moe_router_num_groups or 1, TAKEN: layer.moe_router_group_topk or 1}
 
 
-def factor_of(layers: Layers) -> float:
-    """Return the factor on the weights of the chosen experts."""
-    return of_expert_layer(layers).moe_router_topk_scaling_factor or 1.0
-
-
-SCALING = "routed_scaling_factor"
+SCALING, FACTOR = "routed_scaling_factor", "moe_router_topk_scaling_factor"  # on the weights of the chosen experts
 SIGMOID_ROUTER = (
     always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32"),
     fixed(NORMALIZED, True, "sigmoid scores are divided by the sum over the chosen experts here"),
-    key(SCALING, "moe_router_topk_scaling_factor", 1.0, value_of=factor_of),
+    key(SCALING, FACTOR, 1.0, value_of=lambda layers: getattr(of_expert_layer(layers), FACTOR) or 1.0),
     Rule((GROUPS, TAKEN), read_groups, write_groups),
-    Rule((SHARED_COUNT,), read_shared_width, write_shared_width),
+    shared_experts(1),
 )
 FIRST_DENSE = dense_layers(1)
 
 # ---------------------------------------------------------------------------------------------------- GPT-OSS
 
-LIMIT, QUANTIZATION = "swiglu_limit", "quantization_config"
-AGAIN, CONTEXT, LENGTH = "experts_per_token", "initial_context_length", "original_max_position_embeddings"
-
-
-def read_again(settings: Settings) -> dict[str, Any]:
-    """Check keys of the first files that repeat others."""
-    scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or GPT_OSS_ROPE
-    check_alike({AGAIN: settings.get(AGAIN), TOPK: settings.get(TOPK, 4)})
-    check_alike({CONTEXT: settings.get(CONTEXT), LENGTH: scaling.get(LENGTH)})
-    return {}
-
-
-GPT_OSS = (
-    always(
-        add_bias_linear=True,
-        activation="quick_geglu",
-        glu_linear_offset=1.0,
-        softmax_type="learnable",
-        moe_router_score_function="softmax",
-    ),
-    key(LIMIT, "activation_func_clamp_value", 7.0),
-    fixed("swiglu_alpha", 1.702, "it is the factor of quick GELU here"),
-    fixed("attention_bias", True, "experts and routers have biases, and here all linears have them or none"),
-    Rule((AGAIN, CONTEXT), read_again, lambda layers: {}),
-    unwritten(fixed(QUANTIZATION, None, "weights are quantized; save them in bf16 with transformers (dequantize)")),
-)
+QUANTIZATION, LENGTH = "quantization_config", "original_max_position_embeddings"
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -299,6 +272,25 @@ GPT_OSS_ROPE = {
     "truncate": False,
     LENGTH: 4096,
 }
+GPT_OSS = (
+    always(
+        add_bias_linear=True,
+        activation="quick_geglu",
+        glu_linear_offset=1.0,
+        softmax_type="learnable",
+        moe_router_score_function="softmax",
+    ),
+    key("swiglu_limit", "activation_func_clamp_value", 7.0),
+    fixed("swiglu_alpha", 1.702, "it is the factor of quick GELU here"),
+    fixed("attention_bias", True, "experts and routers have biases, and here all linears have them or none"),
+    again("experts_per_token", TOPK, lambda settings: settings.get(TOPK, 4)),  # in the first files, as the next one
+    again(
+        "initial_context_length",
+        LENGTH,
+        lambda own: (own.get("rope_parameters") or own.get("rope_scaling") or GPT_OSS_ROPE).get(LENGTH),
+    ),
+    unwritten(fixed(QUANTIZATION, None, "weights are quantized; save them in bf16 with transformers (dequantize)")),
+)
 
 # --------------------------------------------------------------------------------------------------- DeepSeek
 
@@ -309,45 +301,6 @@ def check_deepseek(layers: Layers) -> dict[str, Any]:
     if found is None or not found.multi_latent_attention:
         raise ConfigError("the model lacks experts or latent attention, which this architecture has")
     return {}
-
-
-def read_head_sizes(settings: Settings) -> dict[str, Any]:
-    """Check keys that repeat others."""
-    rotated, plain = settings.get("qk_rope_head_dim", 64), settings.get("qk_nope_head_dim", 128)
-    heads = settings["num_attention_heads"]
-    for name, value in {"head_dim": rotated, "qk_head_dim": rotated + plain, "num_key_value_heads": heads}.items():
-        check_alike({name: settings.get(name), "its value by the other keys": value})
-    return {}
-
-
-def shared_experts(default_width: int, default_count: int) -> Rule:
-    """Return the rule of the width of an expert, and of the shared ones, which are as wide as a number of experts."""
-
-    def read(settings: Settings) -> dict[str, Any]:
-        width, count = settings.get(WIDTH, default_width), settings.get(SHARED_COUNT, default_count)
-        if not count:
-            raise ConfigError(f"{SHARED_COUNT} {count} cannot be expressed: this architecture has shared experts")
-        return {"moe_ffn_hidden_size": width, SHARED: count * width}
-
-    def write(layers: Layers) -> dict[str, Any]:
-        layer = of_expert_layer(layers)
-        shared, width = layer.moe_shared_expert_intermediate_size or 0, layer.expert_ffn_size
-        if not shared or shared % width:
-            rule = f"its shared experts are as wide as a number of experts, {width} each"
-            raise ConfigError(f"shared experts of {shared} channels cannot be expressed: {rule}")
-        return {WIDTH: width, SHARED_COUNT: shared // width}
-
-    return Rule((WIDTH, SHARED_COUNT), read, write)
-
-
-def scale(default: float) -> Rule:
-    """Return the rule of the factor on the weights of chosen experts."""
-
-    def read(settings: Settings) -> dict[str, Any]:
-        value = settings.get(SCALING, default)
-        return {"moe_router_topk_scaling_factor": None if value == 1.0 else value}
-
-    return Rule((SCALING,), read, lambda layers: {SCALING: factor_of(layers)})
 
 
 def read_choice(settings: Settings) -> dict[str, Any]:
@@ -389,17 +342,20 @@ def write_choice_of_v2(layers: Layers) -> dict[str, Any]:
     return {TOPK: layer.moe_router_topk, GROUPS: groups, TAKEN: taken, METHOD: BY_GROUP if groups else GREEDY}
 
 
+PLAIN, ROTATED = "qk_nope_head_dim", "qk_rope_head_dim"
+BY_OTHERS = "its value by the other keys"
 _DEEPSEEK = (
     Rule((), lambda settings: {}, check_deepseek),
     key("kv_lora_rank", "kv_lora_rank", 512),
     nullable("q_lora_rank", "q_lora_rank", 1536),
-    key("qk_nope_head_dim", "qk_head_dim", 128),
-    key("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+    key(PLAIN, "qk_head_dim", 128),
+    key(ROTATED, "qk_pos_emb_head_dim", 64),
     key("v_head_dim", "v_head_dim", 128),
-    Rule(
-        ("head_dim", "qk_head_dim", "num_key_value_heads"),
-        read_head_sizes,
-        lambda layers: {"num_key_value_heads": layers[0].num_attention_heads},
+    again("head_dim", BY_OTHERS, lambda own: own.get(ROTATED, 64)),
+    again("qk_head_dim", BY_OTHERS, lambda own: own.get(ROTATED, 64) + own.get(PLAIN, 128)),
+    replace(
+        again("num_key_value_heads", BY_OTHERS, lambda own: own["num_attention_heads"]),
+        write=lambda layers: {"num_key_value_heads": layers[0].num_attention_heads},
     ),
     key("rms_norm_eps", "norm_epsilon", 1e-6),
     fixed("attention_bias", False, "projections of latent attention have no biases here"),
@@ -418,9 +374,10 @@ _DEEPSEEK = (
 DEEPSEEK_V3 = (
     *_DEEPSEEK,
     expert_key("n_routed_experts", "num_experts", 256),
-    scale(2.5),
+    expert_key(SCALING, FACTOR, 2.5, none=1.0),
     dense_layers(3),
-    shared_experts(2048, 1),
+    expert_width(WIDTH, "moe_ffn_hidden_size", 2048),
+    shared_experts(1, 2048),
     Rule(
         (GROUPS, TAKEN, TOPK),
         read_choice,
@@ -436,9 +393,10 @@ DEEPSEEK_V3 = (
 DEEPSEEK_V2 = (
     *_DEEPSEEK,
     expert_key("n_routed_experts", "num_experts", 64),
-    scale(1.0),
+    expert_key(SCALING, FACTOR, 1.0, none=1.0),
     dense_layers(0),
-    shared_experts(1407, 2),
+    expert_width(WIDTH, "moe_ffn_hidden_size", 1407),
+    shared_experts(2, 1407),
     Rule((GROUPS, TAKEN, TOPK, METHOD), read_choice_of_v2, write_choice_of_v2),
     fixed(NORMALIZED, False, "transformers never normalizes the weights of the chosen experts in DeepSeek-V2"),
     fixed("mlp_bias", False, "projections of latent attention have no biases, and here all linears have or none has"),

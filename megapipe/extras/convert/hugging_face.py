@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -76,7 +76,9 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
         whole = map_tensors(family.rows, unpadded(model), family.architecture)
         known = {HEAD, *(name for entry in whole for name in entry.theirs)}
         found = {name if name in known else family.prefix + name: tensor for name, tensor in found.items()}
-    further = further_names(model, found)
+    # of modules after the last layer of the model
+    modules = tuple(f"model.layers.{model.num_layers + number}." for number in range(model.mtp_num_layers or 0))
+    further = {name for name in found if name.startswith(modules)} if modules else set()
     left_out = further if PREDICTED in ignored else set()
     if PREDICTED in ignored or not further:  # transformers stores no such module, but keeps their number
         model = replace(model, mtp_num_layers=None)
@@ -95,18 +97,16 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
     embedding = tensors[f"master/{WORD_EMBEDDING}"]
     if is_tied and HEAD in found:
         check_tied(folder, HEAD, found[HEAD], embedding)
-    weights = {name.removeprefix("master/"): tensor for name, tensor in tensors.items()}
-    check_copies(folder, model, found, weights)
+    for name, original in copies(model).items():
+        if name in found and not are_equal(found[name], tensors[f"master/{original}"]):
+            raise CheckpointError(
+                f"{folder}: {name} differs from the model's own, {original}, which multi-token prediction shares "
+                f"here; to leave the modules out give --ignore-key {PREDICTED}"
+            )
     precision = DTYPE_NAMES[embedding.dtype]
     settings = {key: value for key, value in config.items() if key in INERT | ignored}
     ours = Config(model=model, precision=PrecisionConfig(dtype=precision))
     return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings)
-
-
-def further_names(model: ModelConfig, names: Collection[str]) -> set[str]:
-    """Return those names that belong to modules after the last layer of the model."""
-    layers = tuple(f"model.layers.{model.num_layers + number}." for number in range(model.mtp_num_layers or 0))
-    return {name for name in names if name.startswith(layers)} if layers else set()
 
 
 def copies(model: ModelConfig) -> dict[str, str]:
@@ -117,18 +117,6 @@ def copies(model: ModelConfig) -> dict[str, str]:
         module = f"model.layers.{model.num_layers + number}"
         found |= {f"{module}.embed_tokens.weight": WORD_EMBEDDING, f"{module}.shared_head.head.weight": head}
     return found
-
-
-def check_copies(
-    where: Path, model: ModelConfig, found: Mapping[str, LazyTensor], ours: Mapping[str, LazyTensor]
-) -> None:
-    """Raise CheckpointError unless the copies that are stored equal what they copy. ours: tensors by our names."""
-    for name, original in copies(model).items():
-        if name in found and not are_equal(found[name], ours[original]):
-            raise CheckpointError(
-                f"{where}: {name} differs from the model's own, {original}, which multi-token prediction shares "
-                f"here; to leave the modules out give --ignore-key {PREDICTED}"
-            )
 
 
 def dequantized(folder: Path, found: Mapping[str, LazyTensor], quantization: Any) -> dict[str, LazyTensor]:
@@ -325,23 +313,18 @@ def start_from(loaded: LoadedConfig, rules: Sequence[Rule] = ()) -> tuple[Loaded
         rule = "is a Hugging Face folder: weights without a step, an optimizer or random state"
         raise ConfigError(f"--load {folder} {rule}; add --finetune to start at step 0 from these weights")
     snapshot = read(folder)
-    if loaded.config.data.tokenizer_type is not None and not loaded.config.data.mock_data:
-        _check_tokenizer(loaded.config, snapshot, folder)
+    data = loaded.config.data
+    is_given = data.tokenizer_type is not None and not data.mock_data
+    tokenizer, theirs = (tokenizer_of(loaded.config), trained_with(snapshot)) if is_given else (None, None)
+    if tokenizer is not None and theirs is not None:
+        own = tokenizer_fingerprint(tokenizer, data.tokenizer_model or data.vocab_file)
+        beside = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in snapshot.files}
+        # another of the folder's tokenizers, such as tokenizer.model for tokenizer.json, is the same
+        if not own["files"] or not own["files"].items() <= beside.items():
+            may_differ = loaded.config.checkpoint.allow_changed_data
+            check_tokenizer({"tokenizer": theirs}, own, str(folder), is_finetuning=True, may_differ=may_differ)
     if snapshot.tokenizer is not None:
         kind, file = snapshot.tokenizer
         found = {"tokenizer_type": kind, "tokenizer_model": str(folder / file)}
         loaded = with_tokenizer(loaded, found, str(folder))
     return with_checkpoint_model(loaded, snapshot.config, str(folder), rules, "--load"), snapshot.tensors
-
-
-def _check_tokenizer(config: Config, snapshot: Snapshot, folder: Path) -> None:
-    """Raise CheckpointError if a run has another tokenizer than the folder, unless --allow-changed-data."""
-    tokenizer, theirs = tokenizer_of(config), trained_with(snapshot)
-    if tokenizer is None or theirs is None:
-        return
-    own = tokenizer_fingerprint(tokenizer, config.data.tokenizer_model or config.data.vocab_file)
-    beside = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in snapshot.files}
-    if own["files"] and own["files"].items() <= beside.items():
-        return  # another of the folder's tokenizers, such as tokenizer.model for tokenizer.json
-    may_differ = config.checkpoint.allow_changed_data
-    check_tokenizer({"tokenizer": theirs}, own, str(folder), is_finetuning=True, may_differ=may_differ)

@@ -165,17 +165,6 @@ def read_types(settings: Settings, default: Callable[[int], Types], window: int 
     return tuple(types)
 
 
-def read_patterned_types(settings: Settings, period: int, window: int | None) -> Types:
-    """Return the type of each layer, which sliding_window_pattern states too. period: where neither is given."""
-    public, private = (settings.get(name) for name in PATTERNS)
-    types = read_types(settings, every(int(public or period)), window)
-    if settings.get(TYPES) is None:  # with layer_types transformers saves the second key, whatever the types are
-        check_alike({PATTERNS[0]: public or period, PATTERNS[1]: private})
-    elif public is not None and tuple(every(int(public))(len(types))) != types:
-        raise ConfigError(f"{TYPES} and {PATTERNS[0]} {public} contradict each other; remove one of the two")
-    return types
-
-
 def every(period: int) -> Callable[[int], Types]:
     """Return the default types of an architecture with full attention in every layer of this period."""
     return lambda num_layers: [SLIDING if layer % period else FULL for layer in range(1, num_layers + 1)]
@@ -275,7 +264,13 @@ def windows_and_rope(period: int, base: float, local_key: str | None = None, loc
         given = [full] if not scaling else [full | scaling, full] if full else [scaling]
         options[FULL] |= one_of_both([rope_fields(parameters, theta, settings) for parameters in given])
         options[SLIDING] |= rope_fields(nested.get(SLIDING) or {}, local, settings, base_key=local_key)
-        return by_type(read_patterned_types(settings, period, window), options)
+        public, private = (settings.get(name) for name in PATTERNS)
+        types = read_types(settings, every(int(public or period)), window)
+        if settings.get(TYPES) is None:  # with layer_types transformers saves the second key, whatever the types are
+            check_alike({PATTERNS[0]: public or period, PATTERNS[1]: private})
+        elif public is not None and tuple(every(int(public))(len(types))) != types:
+            raise ConfigError(f"{TYPES} and {PATTERNS[0]} {public} contradict each other; remove one of the two")
+        return by_type(types, options)
 
     def write(layers: Layers) -> dict[str, Any]:
         of_type = first_of_type(layers)
@@ -315,12 +310,14 @@ def qwen_windows(has_window: Callable[[int, int], bool], write: Callable[[Layers
     return Rule((WINDOW, USE, FIRST, TYPES), read, write)
 
 
-def write_qwen_windows(layers: Layers) -> dict[str, Any]:
-    types = types_of(layers)
-    return write_types(layers) | {USE: True, FIRST: types.index(SLIDING)} if SLIDING in types else {USE: False}
-
-
-QWEN_WINDOWS = qwen_windows(lambda layer, first: layer >= first, write_qwen_windows)
+QWEN_WINDOWS = qwen_windows(
+    lambda layer, first: layer >= first,
+    lambda layers: (
+        write_types(layers) | {USE: True, FIRST: types_of(layers).index(SLIDING)}
+        if SLIDING in types_of(layers)
+        else {USE: False}
+    ),
+)
 QWEN_2_MOE_WINDOWS = qwen_windows(
     lambda layer, stop: layer % 2 == 0 and layer < stop,
     lambda layers: write_types(layers) | {USE: SLIDING in types_of(layers)},

@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.checkpoint.disk import Disk
 from megapipe.config.config import Config, ResolvedModelConfig, resolve_model
 from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.model import ModelConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.megatron_args import INTERLEAVED, LATENT, MegatronGrid, write_args
-from megapipe.extras.convert.snapshot import DTYPES, EXPERT_BIAS, LazyTensor, Snapshot, fresh_state
+from megapipe.extras.convert.snapshot import DTYPES, EXPERT_BIAS, LazyTensor, Snapshot, fresh_state, new_folder
 from megapipe.extras.convert.tables import Layout, Settings, latent_keys, latent_queries, unpadded
 from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import pieces
@@ -487,8 +489,20 @@ def check_grid(model: ResolvedModelConfig, grid: MegatronGrid, ckpt_format: str,
             raise ConfigError(f"{flags[axis]} {getattr(grid, axis)} does not divide the {size} {what}")
 
 
-def common_content(snapshot: Snapshot, run: MegatronRun) -> dict[str, Any]:
+@contextmanager
+def new_iteration(root: Path, step: int) -> Iterator[tuple[Disk, Path]]:
+    """Create a directory atomically, as `new_folder`: yield its folder of an iteration, and name it in the tracker."""
+    with new_folder(root) as (disk, temporary):
+        folder = temporary / f"iter_{step:07d}"
+        disk.make_folder(folder)
+        yield disk, folder
+        disk.sync_folder(folder)
+        disk.write_file(temporary / TRACKER, str(step).encode())
+
+
+def common_content(run: MegatronRun) -> dict[str, Any]:
     """Return the entries of a checkpoint that are neither the model's nor the optimizer's."""
+    snapshot = run.snapshot
     content: dict[str, Any] = {
         "args": argparse.Namespace(**run.args),
         "checkpoint_version": CHECKPOINT_VERSION,

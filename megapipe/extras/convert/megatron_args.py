@@ -70,11 +70,6 @@ INTERLEAVED = "rotary_interleaved"
 LINEAR, LLAMA3, FACTOR = "rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor"
 
 
-def write_query_groups(layers: Layers) -> dict[str, Any]:
-    groups, heads = layers[0].num_query_groups, layers[0].num_attention_heads
-    return {"group_query_attention": groups != heads, "num_query_groups": groups if groups != heads else 1}
-
-
 # our field -> the arg of YaRN with latent attention, without it, and both defaults
 YARN: dict[str, tuple[str | None, str, Any, Any]] = {
     "rope_scaling_factor": ("rotary_scaling_factor", "rotary_scaling_factor", 40.0, 1.0),
@@ -155,15 +150,6 @@ def read_window(args: Settings) -> dict[str, Any]:
     return {"window_size": int(left) + 1, WITHOUT_WINDOW: None if skipped is None else str(skipped)}
 
 
-def write_window(layers: Layers) -> dict[str, Any]:
-    windows = [layer.window_size for layer in layers]
-    window = next((window for window in windows if window is not None), None)
-    return {
-        WINDOW: None if window is None else (window - 1, 0),
-        WITHOUT_WINDOW: marked([w is None for w in windows], 0),
-    }
-
-
 def read_positions(args: Settings) -> dict[str, Any]:
     skipped = args.get(WITHOUT_ROPE)
     kind = args.get(POSITIONS) or "learned_absolute"
@@ -200,22 +186,6 @@ LATENT_SIZES = {
 def with_defaults(args: Settings, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the args that have defaults, each with its default where it is missing or None."""
     return {name: default if args.get(name) is None else args[name] for name, default in defaults.items()}
-
-
-def read_heads(args: Settings) -> dict[str, Any]:
-    """Read the channels of a head, which latent attention derives from its own sizes."""
-    if not args.get(LATENT):
-        channels = args.get("kv_channels")
-        return {"kv_channels": args["hidden_size"] // args["num_attention_heads"] if channels is None else channels}
-    return {LATENT: True, **with_defaults(args, LATENT_SIZES)}
-
-
-def write_heads(layers: Layers) -> dict[str, Any]:
-    layer = layers[0]
-    if not layer.multi_latent_attention:
-        return {LATENT: False, "kv_channels": layer.kv_channels}
-    channels = layer.hidden_size // layer.num_attention_heads  # as Megatron sets it, without effect
-    return {LATENT: True, "kv_channels": channels} | {name: getattr(layer, name) for name in LATENT_SIZES}
 
 
 def read_blocks(args: Settings) -> dict[str, Any]:
@@ -332,7 +302,11 @@ MODEL_RULES = (
     Rule(
         ("group_query_attention", "num_query_groups"),
         lambda args: {"num_query_groups": args["num_query_groups"] if args.get("group_query_attention") else None},
-        write_query_groups,
+        lambda layers: (
+            {"group_query_attention": False, "num_query_groups": 1}
+            if layers[0].num_query_groups == layers[0].num_attention_heads
+            else {"group_query_attention": True, "num_query_groups": layers[0].num_query_groups}
+        ),
     ),
     Rule(
         (LINEAR, LLAMA3, FACTOR, ROPE_TYPE, *(name for names in YARN.values() for name in names[:2] if name)),
@@ -344,8 +318,29 @@ MODEL_RULES = (
             FACTOR: layers[0].rope_scaling_factor,
         },
     ),
-    Rule((LATENT, "kv_channels", *LATENT_SIZES), read_heads, write_heads),
-    Rule((WINDOW, WITHOUT_WINDOW), read_window, write_window),
+    Rule(
+        (LATENT, "kv_channels", *LATENT_SIZES),
+        lambda args: (
+            {LATENT: True, **with_defaults(args, LATENT_SIZES)}
+            if args.get(LATENT)
+            else with_defaults(args, {"kv_channels": args["hidden_size"] // args["num_attention_heads"]})
+        ),
+        lambda layers: (
+            # kv_channels as Megatron sets it, without effect
+            {LATENT: True, "kv_channels": layers[0].hidden_size // layers[0].num_attention_heads}
+            | {name: getattr(layers[0], name) for name in LATENT_SIZES}
+            if layers[0].multi_latent_attention
+            else {LATENT: False, "kv_channels": layers[0].kv_channels}
+        ),
+    ),
+    Rule(
+        (WINDOW, WITHOUT_WINDOW),
+        read_window,
+        lambda layers: {
+            WINDOW: next(((own.window_size - 1, 0) for own in layers if own.window_size is not None), None),
+            WITHOUT_WINDOW: marked([own.window_size is None for own in layers], 0),
+        },
+    ),
     Rule((POSITIONS, WITHOUT_ROPE), read_positions, write_positions),
     Rule((INTERLEAVED,), lambda args: {}, lambda layers: {INTERLEAVED: False}),  # `in_halves` reorders the channels
     Rule((*OF_EXPERTS, BALANCE, COEFFICIENT, FREQUENCY), read_experts, write_experts),

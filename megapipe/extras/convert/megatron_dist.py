@@ -30,7 +30,6 @@ from megapipe.extras.convert.megatron import (
     EXTRA_STATE,
     KEYS,
     MOMENTS,
-    TRACKER,
     TRY_WEIGHTS_ONLY,
     MegatronRun,
     Member,
@@ -39,7 +38,7 @@ from megapipe.extras.convert.megatron import (
 )
 from megapipe.extras.convert.megatron_args import FREQUENCY, MegatronGrid, read_run_config
 from megapipe.extras.convert.pickled import METADATA, StoredTensor, StoredValue, load_pickled, read_folder
-from megapipe.extras.convert.snapshot import EXPERT_BIAS, LazyTensor, Snapshot, check_nothing_left, new_folder, one_step
+from megapipe.extras.convert.snapshot import EXPERT_BIAS, LazyTensor, Snapshot, check_nothing_left, one_step
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, model_states
@@ -425,7 +424,7 @@ def write(
     from megapipe.comm.torch_checkpoint import save_state_dict  # its import takes as long as all others together
 
     run = megatron.prepare(snapshot, "torch_dist", grid, transformer_engine, distributed_optimizer)
-    common = megatron.common_content(snapshot, run) | {"content_metadata": dict(CONTENT)}
+    common = megatron.common_content(run) | {"content_metadata": dict(CONTENT)}
     sources: dict[str, Mapping[str, LazyTensor]] = {"": run.weights}  # by the prefix of their names
     if run.continues:
         kinds = dict(zip(MOMENTS, MOMENTS, strict=True))
@@ -437,7 +436,17 @@ def write(
             }
         elif snapshot.config.precision.dtype != "fp32":
             kinds["fp32_param"] = "master"
-        chain = [_optimizer_content(snapshot, kind, distributed_optimizer) for kind in run.optimizers]
+        chain = []  # the state of each optimizer other than tensors
+        for of_experts in run.optimizers:
+            inner: dict[str, Any] = {"param_groups": megatron.param_groups(snapshot, of_experts)}
+            if distributed_optimizer:
+                kind = {"param_state_sharding_type": FULLY_RESHARDABLE}
+                chain.append(megatron.optimizer_content(snapshot, inner) | kind)
+                continue
+            steps = torch.tensor(float(snapshot.state["optimizer"]["num_steps"]))
+            inner = {"state": {"common_step": steps}, **inner}
+            is_fp32 = snapshot.config.precision.dtype == "fp32"
+            chain.append(inner if is_fp32 else megatron.optimizer_content(snapshot, inner))
         common["optimizer"] = chain[0] if len(chain) == 1 else dict(enumerate(chain))
         for theirs, ours in kinds.items():
             sources[f"{OPTIMIZER}{theirs}."] = {
@@ -448,24 +457,10 @@ def write(
     content: dict[str, Any] = {COMMON_VALUE: [common], **_extra_states(run)}
     for prefix, tensors in sources.items():
         content |= {prefix + name: entry for name, entry in _stacked(run, tensors).items()}
-    folder = f"iter_{snapshot.step:07d}"
-    with new_folder(root) as (disk, temporary):
-        disk.make_folder(temporary / folder)
-        save_state_dict(content, temporary / folder, is_flat=True)
-        disk.write_file(temporary / folder / BACKEND, json.dumps(BACKEND_VERSION).encode())
-        disk.sync_folder(temporary / folder)
-        disk.write_file(temporary / TRACKER, str(snapshot.step).encode())
-    return root / folder
-
-
-def _optimizer_content(snapshot: Snapshot, of_experts: bool, is_distributed: bool) -> dict[str, Any]:
-    """Return the state of an optimizer other than tensors."""
-    groups, steps = megatron.param_groups(snapshot, of_experts), float(snapshot.state["optimizer"]["num_steps"])
-    if is_distributed:
-        inner = megatron.optimizer_content(snapshot, {"param_groups": groups})
-        return inner | {"param_state_sharding_type": FULLY_RESHARDABLE}
-    inner = {"state": {"common_step": torch.tensor(steps)}, "param_groups": groups}
-    return inner if snapshot.config.precision.dtype == "fp32" else megatron.optimizer_content(snapshot, inner)
+    with megatron.new_iteration(root, snapshot.step) as (disk, folder):
+        save_state_dict(content, folder, is_flat=True)
+        disk.write_file(folder / BACKEND, json.dumps(BACKEND_VERSION).encode())
+    return root / folder.name
 
 
 def _is_stacked(run: MegatronRun) -> bool:

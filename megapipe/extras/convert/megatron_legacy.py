@@ -33,7 +33,6 @@ from megapipe.extras.convert.megatron import (
     HEAD,
     KEYS,
     MOMENTS,
-    TRACKER,
     TRY_WEIGHTS_ONLY,
     MegatronRun,
     Member,
@@ -48,7 +47,6 @@ from megapipe.extras.convert.snapshot import (
     LazyTensor,
     Snapshot,
     check_nothing_left,
-    new_folder,
     one_step,
 )
 from megapipe.extras.convert.tables import unpadded
@@ -459,15 +457,14 @@ def write(
     grid or a model that Megatron's args cannot express, CheckpointError if root exists.
     """
     run = megatron.prepare(snapshot, "torch", grid, transformer_engine, distributed_optimizer)
-    folder = f"iter_{snapshot.step:07d}"
-    with new_folder(root) as (disk, temporary):
+    with megatron.new_iteration(root, snapshot.step) as (disk, folder):
         for pp_rank in range(grid.pp):
             for tp_rank, ep_rank in _ranks(grid):
                 rank = Rank(run, pp_rank, tp_rank, ep_rank)
                 names = [f"{tp_rank:02d}", *([f"{pp_rank:03d}"] if grid.pp > 1 else [])]
-                place = temporary / folder / "_".join(["mp_rank", *names, *([f"{ep_rank:03d}"] if grid.ep > 1 else [])])
+                place = folder / "_".join(["mp_rank", *names, *([f"{ep_rank:03d}"] if grid.ep > 1 else [])])
                 disk.make_folder(place)
-                content = megatron.common_content(snapshot, run) | {"model": rank.weights()}
+                content = megatron.common_content(run) | {"model": rank.weights()}
                 if run.continues and distributed_optimizer:
                     groups = [
                         megatron.optimizer_content(
@@ -485,8 +482,7 @@ def write(
                 with disk.create(place / MODEL_FILE) as file:  # it calls write and flush
                     torch.save(content, cast(IO[bytes], file))
                 del rank, content  # before the next rank's weights are read
-        disk.write_file(temporary / TRACKER, str(snapshot.step).encode())
-    return root / folder
+    return root / folder.name
 
 
 def _ranks(grid: MegatronGrid) -> list[tuple[int, int]]:

@@ -62,8 +62,13 @@ def exported_files(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, bytes]
     own = {name: value for name, value in own.items() if value is not None}
     if generation | own != generation:
         files[GENERATION_FILE] = json_bytes(generation | own)
-    if tokenizer is not None:
-        files |= _tokenizer_config(tokenizer, files)
+    if tokenizer is not None:  # tokenizer_config.json has the special tokens that no file names
+        special: Mapping[str, str] = getattr(tokenizer, "special", {})
+        config, others = _object(files, TOKENIZER_CONFIG), _object(files, "special_tokens_map.json")
+        unnamed = {name: text for name, text in special.items() if config.get(name, others.get(name)) is None}
+        if unnamed and tokenizer.name in CLASSES:
+            known = {} if config else {"tokenizer_class": CLASSES[tokenizer.name]}
+            files[TOKENIZER_CONFIG] = json_bytes(known | config | unnamed)
     return keys, files
 
 
@@ -90,17 +95,6 @@ def _special_keys(tokenizer: Tokenizer | None, stored: Mapping[str, Any], snapsh
     elif ends:
         ids[EOS] = [ids[EOS], *ends]
     return found | {name: value for name, value in ids.items() if value is not None}
-
-
-def _tokenizer_config(tokenizer: Tokenizer, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return tokenizer_config.json with the special tokens that no file names, if one is missing there."""
-    special: Mapping[str, str] = getattr(tokenizer, "special", {})
-    config, others = _object(files, TOKENIZER_CONFIG), _object(files, "special_tokens_map.json")
-    unnamed = {name: text for name, text in special.items() if config.get(name, others.get(name)) is None}
-    if not unnamed or tokenizer.name not in CLASSES:
-        return {}
-    known = {} if config else {"tokenizer_class": CLASSES[tokenizer.name]}
-    return {TOKENIZER_CONFIG: json_bytes(known | config | unnamed)}
 
 
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -65,38 +65,43 @@ REQUIRED = object()  # in place of a default
 
 
 def key(
-    theirs: str,
+    theirs: str | Sequence[str],
     ours: str,
     default: Any = REQUIRED,
     words: Mapping[Any, Any] | None = None,
     value_of: Callable[[Layers], Any] | None = None,
+    none: Any = None,
 ) -> Rule:
     """Return the rule of one key that corresponds to one field.
 
-    default: their value if the key is missing or null, or a function of their settings. words: their values -> ours;
-    no other values can be expressed. value_of: our value to write, by default the field of the first layer.
+    theirs: its name, or several of which a file has any; the first is written. default: their value if the key is
+    missing or null, or a function of their settings. words: their values -> ours; no other values can be expressed.
+    value_of: our value to write, by default the field of the first layer. none: their value for our None.
     """
+    names = (theirs,) if isinstance(theirs, str) else tuple(theirs)
 
     def read(settings: Settings) -> dict[str, Any]:
-        value = settings.get(theirs)
+        given = {name: settings[name] for name in names if settings.get(name) is not None}
+        check_alike(given)
+        value = next(iter(given.values()), None)
         if value is None:
             if default is REQUIRED:
-                raise ConfigError(f"the key {theirs} is missing")
+                raise ConfigError(f"the key {names[0]} is missing")
             value = default(settings) if callable(default) else default
         if words is None:
-            return {ours: value}
+            return {ours: None if value == none else value}
         if value not in words:
-            raise ConfigError(f"{theirs} {value!r} cannot be expressed; it can be {', '.join(map(str, words))}")
+            raise ConfigError(f"{names[0]} {value!r} cannot be expressed; it can be {', '.join(map(str, words))}")
         return {ours: words[value]}
 
     def write(layers: Layers) -> dict[str, Any]:
         value = getattr(layers[0], ours) if value_of is None else value_of(layers)
         if words is None:
-            return {theirs: value}
+            return {names[0]: none if value is None else value}
         # if they have no word for the value, the comparison after writing finds it
-        return {theirs: next((word for word, meant in words.items() if meant == value), next(iter(words)))}
+        return {names[0]: next((word for word, meant in words.items() if meant == value), next(iter(words)))}
 
-    return Rule((theirs,), read, write)
+    return Rule(names, read, write)
 
 
 def nullable(theirs: str, ours: str, default: Any) -> Rule:
@@ -151,11 +156,17 @@ def check_alike(stated: Mapping[str, Any]) -> None:
         raise ConfigError(f"{text} contradict each other; correct the file")
 
 
-def again(theirs: str, original: str) -> Rule:
-    """Return the rule of a key that repeats another one, and is not written."""
+def again(theirs: str, original: str, value_of: Callable[[Settings], Any] | None = None) -> Rule:
+    """Return the rule of a key that repeats another one, and is not written.
+
+    value_of: of what it repeats, by default the value of the key `original`, which is its name in an error otherwise.
+    """
 
     def read(settings: Settings) -> dict[str, Any]:
-        check_alike({original: settings.get(original), theirs: settings.get(theirs)})
+        if value_of is None:
+            check_alike({original: settings.get(original), theirs: settings.get(theirs)})
+        else:
+            check_alike({theirs: settings.get(theirs), original: value_of(settings)})
         return {}
 
     return Rule((theirs,), read, lambda layers: {})
@@ -190,28 +201,27 @@ def unpadded(model: ModelConfig) -> ResolvedModelConfig:
 
 def meaning(model: ModelConfig) -> Layers:
     """Return each layer in a normal form for comparison: derived sizes filled in, fields without effect at defaults."""
-    return tuple(_normal(layer) for layer in layer_configs(unpadded(model)))
-
-
-def _normal(layer: LayerConfig) -> LayerConfig:
-    without_effect = {name for name, kinds in SCALING_FIELDS.items() if layer.rope_scaling_type not in kinds}
-    if layer.position_embedding_type != "rope":
-        without_effect = {*ROPE_ONLY, *SCALING_FIELDS}
-    if layer.add_bias_linear:
-        without_effect.add("add_qkv_bias")  # all linear layers have biases
-    if not layer.qk_layernorm:
-        without_effect |= {"qk_layernorm_scope", "latent_norm_epsilon"}
-    if layer.moe_router_topk_scaling_factor == 1.0:
-        without_effect.add("moe_router_topk_scaling_factor")
-    if layer.moe_router_num_groups == 1:
-        without_effect |= {"moe_router_num_groups", "moe_router_group_topk"}
-    if layer.num_experts is None:
-        without_effect |= {name for name in vars(layer) if name.startswith("moe_")}
-    else:
-        width = layer.expert_ffn_size
-        layer = dataclasses.replace(layer, ffn_hidden_size=width, moe_ffn_hidden_size=width)
-    defaults = ModelConfig()
-    return dataclasses.replace(layer, **{name: getattr(defaults, name) for name in (*SPELLINGS, *without_effect)})
+    defaults, found = ModelConfig(), []
+    for layer in layer_configs(unpadded(model)):
+        without_effect = {name for name, kinds in SCALING_FIELDS.items() if layer.rope_scaling_type not in kinds}
+        if layer.position_embedding_type != "rope":
+            without_effect = {*ROPE_ONLY, *SCALING_FIELDS}
+        if layer.add_bias_linear:
+            without_effect.add("add_qkv_bias")  # all linear layers have biases
+        if not layer.qk_layernorm:
+            without_effect |= {"qk_layernorm_scope", "latent_norm_epsilon"}
+        if layer.moe_router_topk_scaling_factor == 1.0:
+            without_effect.add("moe_router_topk_scaling_factor")
+        if layer.moe_router_num_groups == 1:
+            without_effect |= {"moe_router_num_groups", "moe_router_group_topk"}
+        changes = {name: getattr(defaults, name) for name in SPELLINGS}
+        if layer.num_experts is None:
+            without_effect |= {name for name in vars(layer) if name.startswith("moe_")}
+        else:
+            changes |= dict.fromkeys(("ffn_hidden_size", "moe_ffn_hidden_size"), layer.expert_ffn_size)
+        changes |= {name: getattr(defaults, name) for name in without_effect}
+        found.append(dataclasses.replace(layer, **changes))
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ class LiveBytes(TorchDispatchMode):
     `name` gives it later.
     """
 
-    def __init__(self, label: str = "other") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.label = label
+        self.label = "other"
         self.now = 0
         self.peak = 0
         self.by_label: Counter[str] = Counter()

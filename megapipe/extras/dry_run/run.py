@@ -78,7 +78,23 @@ def counted_text(plan: RunPlan, counts: Sequence[tuple[RankKind, RankCount]], de
         rows.append((ranges_text(kind.pp_ranks), f"{len(kind.ranks):,}", rank, *sizes, where, seconds))
     yield from text_table(rows, indent=11)
     kind, fullest = max(counts, key=lambda pair: pair[1].peak)
-    yield from _items(plan, kind, fullest)
+    memory, full = _planned(plan, fullest), plan.batch.num_microbatches
+    enough = f"; {fullest.num_run} of {full} microbatches run, enough for every memory state"
+    run = "" if fullest.num_run == full else enough
+    yield f"  memory   of rank {fullest.global_rank}, which represents {len(kind.ranks):,}{run}"
+    state = {item: memory.items.get(item, 0) for item in STATE}
+    items = [(item, state[item], fullest.items[item]) for item in STATE if state[item] or fullest.items[item]]
+    step = memory.total - sum(state.values())
+    inside = memory.items["temporaries"] + memory.items["recompute"]
+    if fullest.peak_action and stage_action(fullest.peak_action).op in (Op.B, Op.I):
+        # the plan's items are those at the start of a backward
+        items.append(("at the start of the peak's action", step - inside, fullest.before_action))
+        items.append((f"allocated in {fullest.peak_action}", inside, fullest.items["step"] - fullest.before_action))
+    else:
+        items.append((f"in {fullest.peak_action or 'the optimizer'}", step, fullest.items["step"]))
+    items.append(("total", memory.total, fullest.peak))
+    cells = [(name, bytes_text(a), bytes_text(b), difference_text(a, b)) for name, a, b in items]
+    yield from text_table([("item", "planned", "counted", "difference"), *cells], indent=11)
     if fullest.traffic is not None and fullest.traffic.counts:
         yield from _messages(fullest.traffic)
 
@@ -90,26 +106,6 @@ def difference_text(planned: int, counted: int) -> str:
 
 def _planned(plan: RunPlan, count: RankCount) -> RankMemory:
     return step_memory(plan, plan.topology.coordinates(count.global_rank).pp_rank, plan.batch.num_microbatches)
-
-
-def _items(plan: RunPlan, kind: RankKind, count: RankCount) -> Iterator[str]:
-    memory, full = _planned(plan, count), plan.batch.num_microbatches
-    enough = f"; {count.num_run} of {full} microbatches run, enough for every memory state"
-    run = "" if count.num_run == full else enough
-    yield f"  memory   of rank {count.global_rank}, which represents {len(kind.ranks):,}{run}"
-    planned = {item: memory.items.get(item, 0) for item in STATE}
-    rows = [(item, planned[item], count.items[item]) for item in STATE if planned[item] or count.items[item]]
-    step = memory.total - sum(planned.values())
-    inside = memory.items["temporaries"] + memory.items["recompute"]
-    if count.peak_action and stage_action(count.peak_action).op in (Op.B, Op.I):
-        # the plan's items are those at the start of a backward
-        rows.append(("at the start of the peak's action", step - inside, count.before_action))
-        rows.append((f"allocated in {count.peak_action}", inside, count.items["step"] - count.before_action))
-    else:
-        rows.append((f"in {count.peak_action or 'the optimizer'}", step, count.items["step"]))
-    rows.append(("total", memory.total, count.peak))
-    cells = [(name, bytes_text(a), bytes_text(b), difference_text(a, b)) for name, a, b in rows]
-    yield from text_table([("item", "planned", "counted", "difference"), *cells], indent=11)
 
 
 def _messages(traffic: Traffic) -> Iterator[str]:

@@ -8,7 +8,7 @@ compared with transformers (logits of a dozen public architectures) and with los
     experts       the dense MLP and its activations; a mixture of experts in its place
     gpt           ReferenceGPT: parameters under Megatron's names and layouts; forward -> (loss_sum, num_tokens)
     train         build_optimizer, reference_step -> StepResult(loss, grad_norm, grads); asynchronous_step: PipeDream,
-                  PipeDream-2BW
+                  PipeDream-2BW; Muon
 
 What is not computed in the parameters' dtype is computed in *at least* fp32, so an fp64 model stays fp64 throughout.
 """

@@ -211,40 +211,34 @@ class MoE(nn.Module):
         """Return coefficient x experts / (k T^2) x sum of n_i p_i, and the z loss.
 
         n_i: tokens whose k best shares include expert i; p_i: the sum of its shares; T tokens: those of the microbatch,
-        or of a sequence, with the mean over sequences, or of the microbatches of all dp ranks so far.
+        or of a sequence, with the mean over sequences, or of the microbatches of all dp ranks so far. Of the last kind
+        it is this microbatch's part of the loss of the `sets.size` microbatches that dp ranks run at once, times their
+        number, as the parts are averaged; nothing while counts are collected.
         """
-        config, topk = self.config, self.config.moe_router_topk
+        config, topk, sets = self.config, self.config.moe_router_topk, self.sets
         loss: Tensor | float = 0.0
         if config.moe_z_loss_coeff:
             loss = config.moe_z_loss_coeff * logits[real].logsumexp(-1).square().mean()
         shares = scores / scores.sum(-1, keepdim=True)
         for name, coefficient in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True):
-            if name == "global_aux_loss":
-                loss = loss + coefficient * self._global_loss(shares[real])
+            if name == "global_aux_loss" and sets.collects:
+                self.seen.append(self._counts(shares[real]))
+            elif name == "global_aux_loss":
+                last = sets.microbatch // sets.size + 1  # sets of microbatches up to this one
+                counts = torch.stack(self.seen[: last * sets.size]).sum(0) / last
+                total = float(torch.stack(self.seen[(last - 1) * sets.size : last * sets.size]).sum()) / topk
+                loss = loss + coefficient * (balance_loss(shares[real], counts, total) * sets.size / topk)
             elif name != "none":
                 by_sequence = [one[held] for one, held in zip(shares, real, strict=True)]
-                sets = by_sequence if name == "seq_aux_loss" else [shares[real]]
-                for one in sets:  # [T, experts]
-                    loss = loss + coefficient * balance_loss(one, self._counts(one), one.shape[0]) / (len(sets) * topk)
+                parts = by_sequence if name == "seq_aux_loss" else [shares[real]]
+                for one in parts:  # [T, experts]
+                    loss = loss + coefficient * balance_loss(one, self._counts(one), one.shape[0]) / (len(parts) * topk)
         return loss
 
     def _counts(self, shares: Tensor) -> Tensor:
         """Return how many tokens have each expert among their k best shares. shares: [T, experts]."""
         best = ordered(shares.detach())[1][:, : self.config.moe_router_topk]
         return F.one_hot(best, shares.shape[1]).sum((0, 1)).to(shares.dtype)
-
-    def _global_loss(self, shares: Tensor) -> Tensor | float:
-        """Return this microbatch's part of the loss of the `sets.size` microbatches that dp ranks run at once, times
-        their number, as the parts are averaged; 0.0 while counts are collected.
-        """
-        sets = self.sets
-        if sets.collects:
-            self.seen.append(self._counts(shares))
-            return 0.0
-        last = sets.microbatch // sets.size + 1  # sets of microbatches up to this one
-        counts, topk = torch.stack(self.seen[: last * sets.size]).sum(0) / last, self.config.moe_router_topk
-        total = float(torch.stack(self.seen[(last - 1) * sets.size : last * sets.size]).sum()) / topk
-        return balance_loss(shares, counts, total) * sets.size / topk
 
 
 def balance_loss(shares: Tensor, counts: Tensor, total: float) -> Tensor:

@@ -16,7 +16,6 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.convert.snapshot import Snapshot
 from megapipe.extras.convert.tables import unpadded
-from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
@@ -178,3 +177,11 @@ def whole_stage(snapshot: Snapshot) -> GPTStage:
     for name, state in list(stage.named_buffers()):
         state.copy_(weights[name].detach())
     return stage
+
+
+def replace_parameter(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Replace a parameter in every submodule that holds it: a tied weight is in two."""
+    for owner in module.modules():
+        for attribute, parameter in owner.named_parameters(recurse=False):
+            if parameter is old:
+                setattr(owner, attribute, new)

@@ -18,32 +18,30 @@ from torch import Tensor
 from megapipe.assembly.compose import DrawSlice
 from megapipe.assembly.microbatches import Keys, Microbatches, to_microbatch
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
+from megapipe.config.config import ResolvedConfig
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, AttentionHeads
 from megapipe.config.rules.optimizer import rule_options
 from megapipe.config.training import OPTIMIZERS, OptimizerConfig, UpdateStep
 from megapipe.data.batch import PADDING, Batch, DocumentRules
-from megapipe.data.dataset import TokenArray
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
-from megapipe.extras.reference.muon import MuonOptions
 from megapipe.extras.reference.train import (
     Delays,
     Microbatch,
+    MuonOptions,
     StepResult,
     asynchronous_step,
     build_optimizer,
     reference_step,
 )
 from megapipe.extras.verify.compare import PlainChoices
-from megapipe.model.init import draw
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.families import SCHEDULES
 from megapipe.sharding.sequence import SequencePart
 from megapipe.sharding.spec import Init, ParamSpec
-from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
+from megapipe.tensor_parallel.random import DropoutKey, draw, keyed_mask
 
 GlobalBatch = Sequence[Batch]  # microbatch k * dp + d of a global batch is microbatch k of dp_rank d
 
@@ -98,24 +96,17 @@ def random_batches(config: ResolvedConfig, dp: int, num_microbatches: Sequence[i
         batch = []
         for _ in range(count * dp):
             tokens = random.integers(0, vocab if eod is None else max(vocab - 1, 1), (micro, seq + 1))
-            if data.sft:
-                tokens = _random_chats(tokens, random)
+            if data.sft:  # conversations; up to half of a sequence is padding
+                is_real = np.arange(seq + 1) < random.integers((seq + 1) // 2, seq + 2, (micro, 1))
+                chats = np.where(is_real, np.cumsum(random.random(tokens.shape) < EOD_SHARE, axis=1), PADDING)
+                is_trained = is_real & (random.random(tokens.shape) < TRAINED_SHARE)
+                tokens = np.stack([tokens, is_trained, chats], axis=1)
             elif eod is not None:
                 tokens[random.random(tokens.shape) < EOD_SHARE] = eod
             batch.append(Batch.of(tokens, tuple(range(sample, sample + micro)), rules))
             sample += micro
         batches.append(batch)
     return batches
-
-
-def _random_chats(tokens: TokenArray, random: np.random.Generator) -> TokenArray:
-    """Return conversations in sequences of which up to half are padding, as `Batch.of` takes them. tokens: [micro,
-    seq + 1].
-    """
-    micro, length = tokens.shape
-    is_real = np.arange(length) < random.integers(length // 2, length + 1, (micro, 1))
-    chats = np.where(is_real, np.cumsum(random.random(tokens.shape) < EOD_SHARE, axis=1), PADDING)
-    return np.stack([tokens, is_real & (random.random(tokens.shape) < TRAINED_SHARE), chats], axis=1)
 
 
 def share_of(runtime: TrainingRuntime, batch: GlobalBatch, step: int) -> Microbatches:
@@ -226,10 +217,21 @@ def reference_config(config: ResolvedConfig) -> ReferenceConfig:
     """Return the reference model's configuration."""
     # every option of a resolved model section has a field of the same name there, or no effect on the result
     names = {field.name for field in dataclasses.fields(ReferenceConfig)}
-    model, *layers = (
-        {name: value for name, value in vars(section).items() if name in names} | functions_of(section)
-        for section in (config.model, *layer_configs(config.model))
-    )
+    sections: list[dict[str, Any]] = []
+    for section in (config.model, *layer_configs(config.model)):
+        # norm, activation and attention may be those of extensions
+        norm, activation = NORMALIZATIONS[section.normalization], ACTIVATIONS[section.activation]
+        heads = AttentionHeads(section.softmax_scale, range(section.num_attention_heads), section.num_attention_heads)
+        functions = {
+            "norm_function": norm.function,
+            "norm_has_bias": norm.has_bias,
+            "activation_function": activation.function,
+            "activation_is_gated": activation.is_gated,
+            "attention_function": ATTENTIONS[section.attention_kind].function,
+            "attention_heads": heads,
+        }
+        sections.append({name: value for name, value in vars(section).items() if name in names} | functions)
+    model, *layers = sections
     training = {name: getattr(config.training, name) for name in FROM_TRAINING}
     tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
     # a rank's capacity is that of its tp slice of its part of the sequence
@@ -238,20 +240,6 @@ def reference_config(config: ResolvedConfig) -> ReferenceConfig:
     if config.model.moe_expert_capacity_factor is not None:
         slices = tuple(tuple(held.tolist()) for part in parts for held in np.split(part, tp))
     return ReferenceConfig(**model, **training, moe_capacity_slices=slices, layers=tuple(layers))
-
-
-def functions_of(model: ResolvedModelConfig) -> dict[str, Any]:
-    """Return the fields of ReferenceConfig for the norm, activation and attention that extensions have added."""
-    norm, activation = NORMALIZATIONS[model.normalization], ACTIVATIONS[model.activation]
-    heads = AttentionHeads(model.softmax_scale, range(model.num_attention_heads), model.num_attention_heads)
-    return {
-        "norm_function": norm.function,
-        "norm_has_bias": norm.has_bias,
-        "activation_function": activation.function,
-        "activation_is_gated": activation.is_gated,
-        "attention_function": ATTENTIONS[model.attention_kind].function,
-        "attention_heads": heads,
-    }
 
 
 def muon_options(optimizer: OptimizerConfig) -> MuonOptions:

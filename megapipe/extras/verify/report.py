@@ -41,10 +41,19 @@ def plan_text(small: Shrunk) -> str:
         "weights that its paper gives for each stage), not with ordinary training; gradients and norm are those of a "
         "step's last update"
     )
+    before, after = _sizes(small.original), _sizes(plan)
+    changed = [
+        f"{name} {size:,} -> {after[name]:,}"
+        for name, size in before.items()
+        if size != after[name] and size is not None and after[name]
+    ]
+    if len(small.original.batch.sizes) > 2:
+        num_sizes = len(small.original.batch.sizes)
+        changed.append(f"batch ramp-up: its first and its last of {num_sizes} batch sizes")
     for title, entries in (
         ("against", [] if plan.is_synchronous else [emulated]),
         ("kept", _kept(small)),
-        ("shrunk", [_shrunk(small.original, plan)]),
+        ("shrunk", [", ".join(changed) or "nothing: it is small already"]),
         ("replaced", _replaced(small)),
         ("allowed", [allowed]),
     ):
@@ -136,18 +145,6 @@ def _sizes(plan: RunPlan) -> dict[str, int | None]:
         "parameters in a bucket": plan.config.parallel.ddp_bucket_size,
         "microbatches": plan.batch.full // plan.batch.samples_per_microbatch,
     }
-
-
-def _shrunk(original: RunPlan, plan: RunPlan) -> str:
-    after = _sizes(plan)
-    changed = [
-        f"{name} {before:,} -> {after[name]:,}"
-        for name, before in _sizes(original).items()
-        if before != after[name] and before is not None and after[name]
-    ]
-    if len(original.batch.sizes) > 2:
-        changed.append(f"batch ramp-up: its first and its last of {len(original.batch.sizes)} batch sizes")
-    return ", ".join(changed) if changed else "nothing: it is small already"
 
 
 def _replaced(small: Shrunk) -> Iterator[str]:

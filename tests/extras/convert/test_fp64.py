@@ -20,9 +20,9 @@ from megapipe.extras.convert.families import FAMILIES
 from megapipe.extras.convert.snapshot import Snapshot
 from megapipe.extras.convert.tables import map_tensors, unpadded
 from megapipe.extras.reference.gpt import ReferenceGPT
+from megapipe.extras.verify.conversion import replace_parameter
 from megapipe.extras.verify.oracle import reference_config
 from megapipe.layers.model import model_states
-from megapipe.model.init import replace_parameter
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
 from megapipe.plan.resolve import resolve

@@ -61,11 +61,19 @@ DOCUMENTS = {
     "tokenizer_type": "ByteTokenizer",
     "vocab_size": 257,
 }
+# attention's matrices are most of the step
+WRITTEN_OUT = {"num_layers": 1, "seq_length": 512, "micro_batch_size": 1, "global_batch_size": 1}
+DROPPED = {"attention_dropout": 0.1}
+SOFT_CAPPED = {"attn_logit_softcapping": 30.0}
 PADDED = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "bf16": (1, {"dtype": "bf16"}),
     "fp64": (1, {"dtype": "fp64"}),
+    "probabilities_dropped": (1, WRITTEN_OUT | DROPPED),
+    "probabilities_dropped_bf16": (1, WRITTEN_OUT | DROPPED | {"dtype": "bf16"}),
+    "logits_capped": (1, WRITTEN_OUT | SOFT_CAPPED),
+    "logits_capped_and_probabilities_dropped_bf16": (1, WRITTEN_OUT | SOFT_CAPPED | DROPPED | {"dtype": "bf16"}),
     "experts_dp2_zero1_bf16": (2, EXPERTS | ZERO1 | {"dtype": "bf16"}),
     "experts_padded_dp2_bf16": (2, EXPERTS | PADDED | {"dtype": "bf16"}),
     "experts_grouped_padded_bf16": (2, EXPERTS | PADDED | {"dtype": "bf16", "moe_grouped_gemm": True}),

@@ -20,7 +20,7 @@ from megapipe.data_parallel.stores import Stores
 from megapipe.extras.verify import parity
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.layers.norm import NormTable
-from megapipe.model import norm, ring_attention
+from megapipe.model import context_parallel, norm
 from megapipe.model.microbatch import SliceKeys
 from megapipe.pipeline.engine import Engine
 from megapipe.sharding.spec import Interval, ParamSpec
@@ -161,4 +161,4 @@ def gradients_of_keys_of_earlier_slices_lost(patch: pytest.MonkeyPatch, rank: in
 
 def gradients_of_keys_not_sent_back(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Leave the gradients of other ranks' keys and values where they were computed."""
-    patch.setattr(ring_attention._RingSums, "done", lambda self, source: None)
+    patch.setattr(context_parallel._RingSums, "done", lambda self, source: None)
