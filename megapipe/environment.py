@@ -91,12 +91,12 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
     )
 
 
-def read_meeting_place(environ: Mapping[str, str] | None = None) -> Environment | None:
+def read_meeting_place() -> Environment | None:
     """Return the part of a wrong environment that says where the other ranks meet, with rank -1 if it is unknown.
 
     None if it does not say, or there are no others.
     """
-    variables = os.environ if environ is None else environ
+    variables = os.environ
 
     def number(name: str, default: int) -> int:
         try:

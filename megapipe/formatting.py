@@ -1,4 +1,4 @@
-"""Text for people: sizes, times, counts, lists of words and tables, the same in every message and report."""
+"""Text for people: sizes, times, counts, words, quotes and tables, the same in every message and report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from itertools import groupby
 from typing import Any
+
+MOST_SHOWN = 120  # characters of a value in a message
 
 
 def bytes_text(size: float) -> str:
@@ -98,3 +100,25 @@ def text_table(rows: Sequence[Sequence[str]], left: Collection[int] = (), indent
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield (" " * indent + "  ".join(cells)).rstrip()
+
+
+def shortened(text: str) -> str:
+    """Return a text for a message: on one line, and of a long one only the start."""
+    line = text if text.isprintable() else escaped_text(text)
+    return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}... ({len(line)} characters)"
+
+
+def escaped_text(text: str) -> str:
+    """Return a text as it is written inside YAML double quotes."""
+    found = []
+    for character in text:
+        code = ord(character)
+        if character in '"\\':
+            found.append("\\" + character)
+        elif 0x20 <= code < 0x7F:
+            found.append(character)
+        elif code < 0x100:
+            found.append(f"\\x{code:02x}")
+        else:
+            found.append(f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
+    return "".join(found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megapipe.config.config import all_fields, section_types
-from megapipe.config.fields import ConfigField, expected_range
+from megapipe.config.fields import expected_range
 from megapipe.config.flags import REQUESTS, choices_of, default_text
 from megapipe.config.megatron_flags import (
     ALREADY_SO,
@@ -21,6 +21,7 @@ from megapipe.config.megatron_flags import (
     MegatronFlag,
     megatron_flags,
 )
+from megapipe.config.options import ConfigField
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 
 HEAD = """# Flags

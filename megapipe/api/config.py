@@ -8,9 +8,9 @@ from os import PathLike
 from typing import Any
 
 from megapipe.config import config as sections
-from megapipe.config.fields import NONE_WORDS, TAKES_VALUE
 from megapipe.config.flags import REQUESTS, field_flags, normalised, off_flag
 from megapipe.config.load import LoadedConfig, load_config
+from megapipe.config.options import NONE_WORDS, TAKES_VALUE
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import ConfigError
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES

@@ -26,16 +26,18 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.groups import ContextGroups, ExpertGroups, Group, ProcessGroups, second_communicator
+from megapipe.config.parallel import SHARDING_STRATEGIES, strategy_of
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.store import Sharing
 from megapipe.dtypes import DTYPES
 from megapipe.gpu.kernels import Kernels
 from megapipe.gpu.libraries import Apex
-from megapipe.layers.rank_shape import comm_chunks
+from megapipe.layers.model import comm_chunks
 from megapipe.model.context import SharedTables
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.action import Op
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
@@ -72,7 +74,8 @@ def communicators(plan: RunPlan, groups: ProcessGroups, num_stages: int, trains:
     """
     first = StageCommunicators(groups.tp, ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp), groups.context)
     found = [first] * num_stages
-    if trains and num_stages == 2 and plan.parts is None and plan.overlaps_stages:
+    can_overlap = trains and num_stages == 2 and plan.parts is None
+    if can_overlap and Op.OVERLAP in plan.schedule(min(plan.decisive_counts)).ops:
         tp = second_communicator(first.tp) if first.tp.size > 1 else first.tp
         context = first.context
         if groups.cp.size > 1:
@@ -145,11 +148,12 @@ def _buffers(plan: RunPlan, groups: ProcessGroups, stage: int, device: torch.dev
     layouts = plan.buffers(stage, groups.tp.rank)
     audit_buffers(plan.stage_specs[stage], layouts, *groups.cut_of(False), groups.cut_of(True))
     pp_rank = plan.topology.coordinates(groups.world.global_rank).pp_rank
+    level = SHARDING_STRATEGIES.index(strategy_of(plan.config.parallel))  # 0 none, else as ZeRO-1, 2 or 3
     return StageBuffers(
         layouts,
         device,
         parameter_dtype(plan.config.precision.dtype),
         parameter_dtype(plan.state_dtypes(pp_rank).gradient) if trains else None,
         plan.num_weight_versions(pp_rank) if trains else 1,
-        *(Sharing.of(groups, plan.sharding_level, is_expert) for is_expert in (False, True)),
+        *(Sharing.of(groups, level, is_expert) for is_expert in (False, True)),
     )

@@ -24,7 +24,7 @@ from megapipe.config.config import Config
 from megapipe.config.files import DataConfig
 from megapipe.config.load import from_yaml
 from megapipe.errors import CheckpointError, ConfigError, DamageError, NewerVersionError
-from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.registry import EXTENSIONS
 
 LATEST_NAME = "latest"

@@ -1,6 +1,6 @@
 """The configuration: frozen dataclasses, one for each section, filled from defaults < YAML files < flags.
 
-fields.py       the declaration of a field: help, unit, choices, range, flags, needed option; its values as text
+options.py fields.py    the declaration of a field: help, unit, choices, range, flags, needed option; its values as text
 model.py parallel.py training.py gpu.py files.py    the sections
 config.py       Config: the twelve sections; ResolvedConfig: with everything derived filled in; all_fields()
 yaml_file.py    read_entries and to_yaml: the YAML form

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
-from megapipe.config.fields import ConfigField, kind_of
 from megapipe.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megapipe.config.gpu import GpuConfig, KernelsConfig
 from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.options import ConfigField, kind_of
 from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError

@@ -1,175 +1,26 @@
-"""Configuration fields: how one is declared, the type of its values, and its values as text.
+"""The values of configuration fields as text: reading one by the type of its field, its range, errors, and writing it.
 
-Flags, YAML reading, `--help`, `--print-config`, docs/flags.md and the checks of single values are derived from the
-declarations. A text is read by the type of its field, never by what it looks like, so that YAML's own guesses play no
-part: `1e-3` is a number for a number and a string for a string, `on` is a boolean only for a boolean.
+A text is read by the type of its field, never by what it looks like, so that YAML's own guesses play no part: `1e-3` is
+a number for a number and a string for a string, `on` is a boolean only for a boolean.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import math
-import operator
 import re
-import types
-import typing
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from megapipe.config.options import EXPECTED, LIMITS, NONE_WORDS, ConfigField, Option
 from megapipe.errors import ConfigError
-from megapipe.formatting import one_of
+from megapipe.formatting import MOST_SHOWN, escaped_text, one_of, shortened
 from megapipe.registry import EXTENSIONS, Registry
 
-TAKES_VALUE: Any = object()  # as the value of a Flag: the value follows it on the command line
-NONE_WORDS = ("none", "null", "~")
 BOOL_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-MOST_SHOWN = 120  # characters of a value in a message
 MOST_INT = 2**63 - 1  # torch's largest size
-LIMITS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 PLAIN_TEXT = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
 RESERVED = (*NONE_WORDS, *BOOL_WORDS, "y", "n", ".", "..", ".nan", ".inf")  # in YAML 1.1
-
-
-@dataclass(frozen=True)
-class Need:
-    """Another option without which a field has no effect; setting the field without it is an error, or is remarked."""
-
-    key: str  # 'section.name' of the other field
-    flag: str  # how to give it, for the message
-    values: tuple[str, ...] = ()  # the values that will do; empty: any but None, False and 0
-    without: str = ""  # if given, setting the field alone is accepted, as in Megatron, and this is said
-    above: int = 0  # numbers have to be above
-
-    def is_met(self, value: Any) -> bool:
-        """Return True if this value of the other field will do."""
-        if self.values:
-            return value in self.values
-        return value > self.above if isinstance(value, int) else bool(value)
-
-
-EXPERTS = Need("model.num_experts", "--num-experts N")  # of options in several sections
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One spelling on the command line that sets a field."""
-
-    name: str
-    value: Any = TAKES_VALUE  # or the constant that the bare flag sets
-    # constants for other fields of the section: `--rotary-seq-len-interpolation-factor 4` also selects linear scaling
-    also_sets: tuple[tuple[str, Any], ...] = ()
-    # the same, only for fields that nothing else gives: `--checkpoint-activations` recomputes groups of one layer
-    or_else: tuple[tuple[str, Any], ...] = ()
-    # if given, the constant is set only where the field would otherwise hold one of these values:
-    # `--no-bias-gelu-fusion` turns tanh GELU into erf GELU and leaves SwiGLU alone, as in Megatron
-    only_from: tuple[Any, ...] | None = None
-    needs: Need | None = None  # another option without which this spelling is an error
-    # if given, makes the words of the field from the one value of this flag: a file's content from its path
-    read: Callable[[str], Sequence[str]] | None = None
-    help: str = ""  # by default, the equivalent use of the field's main flag
-
-
-@dataclass(frozen=True)
-class Option:
-    """The declaration of one field. Ranges hold for numbers and for each member of a tuple of numbers."""
-
-    help: str
-    unit: str = ""
-    choices: Collection[str] = ()  # a Registry also takes the names of extensions
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    flag: str | None = None  # instead of --field-name
-    off_flag: str | Flag | None = None  # for booleans: instead of --no-field-name
-    more_flags: tuple[Flag, ...] = ()
-    read: Callable[[str], str] | None = None  # rewrites the text of a value before it is read
-    adds_up: bool = False  # a tuple that each flag and file adds to, where others replace the value
-    reads_lists: bool = False  # a YAML list is read as its text: [1, 1, 0]
-    required: bool = False  # must be given for a training job; the default in the dataclass is for tests
-    derived: str = ""  # what plan.resolve puts in place of None
-    needs: Need | None = None
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """The range: words of LIMITS -> bound."""
-        bounds = zip(LIMITS, (self.at_least, self.above, self.at_most, self.below), strict=True)
-        return {words: bound for words, bound in bounds if bound is not None}
-
-
-def option(default: Any, help: str, unit: str = "", **declaration: Any) -> Any:
-    """Return a dataclass field with a default and its `Option`."""
-    return dataclasses.field(default=default, metadata={"option": Option(help, unit, **declaration)})
-
-
-def count(default: int | None, help: str, unit: str = "", **declaration: Any) -> Any:
-    """Return a dataclass field like `option` for a whole number of at least 1."""
-    return option(default, help, unit, at_least=1, **declaration)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The type of a field: a scalar or a tuple of scalars, with or without None."""
-
-    scalar: type  # int, float, bool or str
-    optional: bool
-    many: bool
-    length: int | None  # of the tuple, where it is fixed
-
-
-@dataclass(frozen=True)
-class ConfigField:
-    """One field of one section."""
-
-    section: str
-    name: str
-    kind: Kind
-    default: Any
-    option: Option
-
-    @property
-    def key(self) -> str:
-        """'section.name', the field's name in errors, origins and saved configurations."""
-        return f"{self.section}.{self.name}"
-
-    @property
-    def main_flag(self) -> str:
-        """The flag that takes the field's value, or turns it on."""
-        return self.option.flag or "--" + self.name.replace("_", "-")
-
-    @property
-    def flags(self) -> tuple[Flag, ...]:
-        """All flags that set the field, the main one first, and for a boolean then the one that turns it off."""
-        main = self.main_flag
-        if self.kind.scalar is bool:
-            given = self.option.off_flag or "--no-" + main[2:]
-            off = given if isinstance(given, Flag) else Flag(given, False)
-            first, others = Flag(main, True), (off, *self.option.more_flags)
-        else:
-            first, others = Flag(main), self.option.more_flags
-        described = []
-        for flag in others:
-            text = f"same as {main} {flag.value}"
-            if flag.value is TAKES_VALUE:
-                text = f"same as {main}"
-            elif flag.value is False:
-                text = f"turns {main} off"
-            described.append(dataclasses.replace(flag, help=flag.help or text))
-        return first, *described
-
-
-def kind_of(annotation: Any) -> Kind:
-    """Return the Kind of an annotation such as `int`, `float | None`, `tuple[str, ...]` or `tuple[int, int] | None`."""
-    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    base, *others = [member for member in members if member is not types.NoneType]
-    items = typing.get_args(base) if typing.get_origin(base) is tuple else (base,)
-    if others or items[0] not in EXPECTED:
-        raise TypeError(f"a configuration field is an int, float, bool, str, a tuple of them, or None: {annotation}")
-    length = len(items) if items[-1] is not Ellipsis and base is not items[0] else None
-    return Kind(items[0], optional=len(members) > 1, many=base is not items[0], length=length)
 
 
 def shown(field: ConfigField, value: Any) -> str:
@@ -236,25 +87,6 @@ def read_scalar(scalar: type, option: Option, raw: str, subject: str) -> Any:
     return value
 
 
-def shortened(text: str) -> str:
-    """Return a text for a message: on one line, and of a long one only the start."""
-    line = text if text.isprintable() else escaped_text(text)
-    return line if len(line) <= MOST_SHOWN else f"{line[:MOST_SHOWN]}... ({len(line)} characters)"
-
-
-def zero_is_none(text: str) -> str:
-    """Rewrite 0 as none: in Megatron, an interval of 0 is off."""
-    return NONE_WORDS[0] if number_in(text) == 0 else text
-
-
-def number_in(word: str) -> float | None:
-    """Return a word as a number, or None if it is not one."""
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
 def expected_range(option: Option) -> str:
     """Return the option's range in words, such as 'at least 1 and below 2', or nothing."""
     return " and ".join(f"{words} {bound:g}" for words, bound in option.limits.items())
@@ -314,20 +146,3 @@ def value_text(value: Any) -> str:
     if is_plain or isinstance(value, int):
         return text
     return '"' + escaped_text(text) + '"'
-
-
-def escaped_text(text: str) -> str:
-    """Return a text as it is written inside YAML double quotes."""
-    return "".join(escaped(character) for character in text)
-
-
-def escaped(character: str) -> str:
-    """Return one character as it is written inside YAML double quotes."""
-    if character in '"\\':
-        return "\\" + character
-    code = ord(character)
-    if 0x20 <= code < 0x7F:
-        return character
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.config.fields import EXPERTS, Flag, Need, count, number_in, option, shortened
 from megapipe.config.layer_pattern import read_text
+from megapipe.config.options import EXPERTS, Flag, Need, count, number_in, option
 from megapipe.errors import ConfigError
+from megapipe.formatting import shortened
 from megapipe.registry import Registry
 
 HUGGING_FACE_TOKENIZER = "HuggingFaceTokenizer"
@@ -70,11 +71,6 @@ HEARTBEATS = Need("parallel.hang_timeout_seconds", "--hang-timeout-seconds above
 PROMPT_FORMATS = ("default", "chatml", "llama3", "nemotron-h-aligned", "plain")
 
 
-def read_words(path: str) -> list[str]:
-    """Return the words of a text file, such as a blend that is too long for a command line. Raises ConfigError."""
-    return read_text(path, f"--data-args-path {path}").split()
-
-
 @dataclass(frozen=True)
 class DataConfig:
     """Data and tokenizer. Data paths are blends: PREFIX ... (one epoch of each), or WEIGHT PREFIX WEIGHT PREFIX ..."""
@@ -82,7 +78,13 @@ class DataConfig:
     data_path: tuple[str, ...] | None = option(
         None,
         "PREFIX of PREFIX.bin and PREFIX.idx, or a blend: WEIGHT PREFIX WEIGHT PREFIX ...",
-        more_flags=(Flag("--data-args-path", read=read_words, help="data-path from a file with its words"),),
+        more_flags=(  # for a blend that is too long for a command line
+            Flag(
+                "--data-args-path",
+                read=lambda path: read_text(path, f"--data-args-path {path}").split(),
+                help="data-path from a file with its words",
+            ),
+        ),
     )
     split: str | None = option(
         None, "shares of --data-path for training, validation and test", derived="969,30,1", needs=DIVIDED

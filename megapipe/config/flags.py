@@ -12,20 +12,12 @@ from functools import cache
 from typing import Any
 
 from megapipe.config.config import all_fields, fields_by_key
-from megapipe.config.fields import (
-    TAKES_VALUE,
-    ConfigField,
-    Flag,
-    Need,
-    expected_range,
-    nearest_word,
-    read_value,
-    shortened,
-    value_text,
-)
+from megapipe.config.fields import expected_range, nearest_word, read_value, value_text
 from megapipe.config.megatron_flags import REFUSED, SUPPORTED, megatron_flags
+from megapipe.config.options import TAKES_VALUE, ConfigField, Flag, Need
 from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
+from megapipe.formatting import shortened
 
 
 @dataclass(frozen=True)

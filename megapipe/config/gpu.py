@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.fields import EXPERTS, Flag, Need, count, option
+from megapipe.config.options import EXPERTS, Flag, Need, count, option
 
 # kinds of process groups that have their own communicators; the world's is created before them
 NCCL_GROUPS = (

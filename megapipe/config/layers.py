@@ -1,5 +1,6 @@
 """Layers that differ: `layer_configs` returns the model section as each layer has it, from the flags that give some
-layers other options than the model's; `of_each_kind` makes rules that are checked for each kind of layer.
+layers other options than the model's; `of_each_kind` makes rules that are checked for each kind of layer; `is_explicit`
+and `why_masked` say how attention is computed, and how it keeps packed documents apart.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from functools import cache, cached_property, wraps
 from typing import Any
 
 from megapipe.config.config import Config, ResolvedModelConfig, convert, fields_by_key
-from megapipe.config.fields import NONE_WORDS, nearest, number_in, read_value
+from megapipe.config.fields import nearest, read_value
 from megapipe.config.layer_pattern import PARTS, expanded, marked_layers
 from megapipe.config.model import ATTENTIONS, ModelConfig
+from megapipe.config.options import NONE_WORDS, number_in
 from megapipe.errors import ConfigError
 from megapipe.formatting import ranges_text
 
@@ -41,6 +43,8 @@ MARKS: dict[str, tuple[int, str, Any]] = {
 # option -> the field that takes it from layers, and what they have in its place
 TAKEN = {name: (field, value) for field, (_, name, value) in MARKS.items()} | {"num_experts": (EXPERT_LAYERS, None)}
 LAYER_OPTIONS = tuple(name for names in OPTIONS_OF.values() for name in names)
+LARGEST_HEAD, HEAD_MULTIPLE = 256, 8  # channels of a head that torch's variable-length kernel takes
+HALF_TYPES = ("bf16", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +59,6 @@ class LayerConfig(ResolvedModelConfig):
         """The options of its rotary positions; None without them."""
         is_rotary = self.has_attention and self.position_embedding_type == "rope"
         return tuple(getattr(self, name) for name in ROTARY_OPTIONS) if is_rotary else None
-
-    @property
-    def has_projection_norms(self) -> bool:
-        """True if q and k are normalized over all heads together."""
-        return self.has_attention and self.qk_layernorm and self.qk_layernorm_scope == "projection"
 
     @property
     def expert_ffn_size(self) -> int:
@@ -220,3 +219,39 @@ def of_each_kind(rule: Callable[[Config, LayerConfig], Iterator[str]]) -> Callab
 def layers_text(numbers: list[int]) -> str:
     """Return 'layer 3' or 'layers 0 to 4, 6'."""
     return ("layer " if len(numbers) == 1 else "layers ") + ranges_text(sorted(numbers))
+
+
+# attention
+
+
+def is_explicit(model: ModelConfig) -> bool:
+    """Return True if training writes attention out: fused kernels have no soft-cap, keyed dropout or softmax dtype, nor
+    the score function of an extension.
+    """
+    if ATTENTIONS[model.attention_kind].function is not None:
+        return True
+    return model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32 or model.attention_dropout > 0
+
+
+def why_masked(config: Config, is_cuda: bool) -> str | None:
+    """Return why documents need a mask; None if attention takes their borders, or there are none."""
+    model, dtype = config.model, config.precision.dtype
+    if not config.data.reset_attention_mask or config.kernels.attention_impl == "flash":
+        return None  # flash-attn has soft-caps too; the rules refuse what it lacks
+    layers = [layer for layer in layer_configs(model) if layer.has_attention]
+    head = model.head_size()
+    reasons = {
+        "only GPUs have variable-length kernels": not is_cuda,
+        "values of latent attention have other sizes than keys": model.multi_latent_attention,
+        "attention is not fused": any(is_explicit(layer) for layer in layers),
+        "attention sinks need its log-sum-exp": any(layer.softmax_type != "vanilla" for layer in layers),
+        "variable-length kernels have no chunks": any(layer.limits["has_chunks"] for layer in layers),
+        f"variable-length kernels take bf16 and fp16, not {dtype}": dtype not in HALF_TYPES,
+        f"they take heads of a multiple of {HEAD_MULTIPLE} channels up to {LARGEST_HEAD}, not {head}": (
+            head % HEAD_MULTIPLE != 0 or head > LARGEST_HEAD
+        ),
+        "context parallelism cuts sequences": config.parallel.context_parallel_size > 1,
+        "slices of a sequence read the keys of others": config.parallel.pipe_sp_splits > 1,
+        "CUDA graphs need tensors of fixed sizes": config.gpu.cuda_graph_impl != "none",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megapipe.config.changes import FUNCTION, classes
 from megapipe.config.config import Config, all_fields, make_config, value_of
-from megapipe.config.fields import BOOL_WORDS, NONE_WORDS, TAKES_VALUE, Flag, nearest, read_value, value_text
+from megapipe.config.fields import BOOL_WORDS, nearest, read_value, value_text
 from megapipe.config.files import is_hugging_face
 from megapipe.config.flags import (
     Requests,
@@ -24,6 +24,7 @@ from megapipe.config.flags import (
 )
 from megapipe.config.megatron_flags import MegatronFlag, differences_line, megatron_flags
 from megapipe.config.model import ModelConfig
+from megapipe.config.options import NONE_WORDS, TAKES_VALUE, Flag
 from megapipe.config.problems import Problems
 from megapipe.config.rules.check import RULES, Rule, broken_rules, remarks
 from megapipe.config.rules.training import IMPLIED, job
@@ -116,8 +117,7 @@ def load_config(
         with problems.caught():
             measured = tuned_settings(values["gpu.tuned"])
             values, origins = merge([measured, *files, line.settings], Problems())
-    fill_tokenizer_type(values, origins)
-    fill_implied_by_sft(values, origins, problems)
+    fill_implied(values, origins, problems)
     loaded = LoadedConfig(make_config(values), origins, line.requests, tuple(accepted))
     rules = more(line.requests)
     if not loaded.takes_model:
@@ -188,15 +188,13 @@ def check_query_groups(sources: Sequence[Sequence[Setting]], model: ModelConfig,
         problems.add(f"{flag} {groups} without --group-query-attention: {rule}; add that flag, or leave {flag} out")
 
 
-def fill_tokenizer_type(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Set the tokenizer that Megatron's pretrain_gpt.py takes by default, if its two files are given."""
+def fill_implied(values: dict[str, Any], origins: dict[str, str], problems: Problems) -> None:
+    """Set the tokenizer that Megatron's pretrain_gpt.py takes by default, if its two files are given, and what --sft
+    implies; the opposite is a problem.
+    """
     files = ("data.vocab_file", "data.merge_file")
     if values["data.tokenizer_type"] is None and all(values[key] is not None for key in files):
         values["data.tokenizer_type"], origins["data.tokenizer_type"] = "GPT2BPETokenizer", origins[files[0]]
-
-
-def fill_implied_by_sft(values: dict[str, Any], origins: dict[str, str], problems: Problems) -> None:
-    """Set what --sft implies; the opposite is a problem."""
     for key, meaning in IMPLIED.items() if values["data.sft"] else ():
         if is_given(origins[key]) and not values[key]:
             problems.add(f"{key} is false by {origins[key]}, but --sft {meaning}; leave one of the two out")

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megapipe.config.fields import EXPECTED, number_in, shortened
+from megapipe.config.options import EXPECTED, number_in
 from megapipe.errors import ConfigError
-from megapipe.formatting import one_of
+from megapipe.formatting import one_of, shortened
 
 SUPPORTED = "supported"
 ALREADY_SO = "already so here"
@@ -51,7 +51,10 @@ class MegatronFlag:
             raise ConfigError(f"{self.name} needs a value; {self.note}")
         if self.values == "1" and len(given) > 1:
             raise ConfigError(f"{shown}: expected one value, got {len(given)}")
-        if self._is_default(given) or (self.kind != REFUSED and self._is_accepted(given)):
+        text = " ".join(given)
+        number = number_in(text)
+        is_same = text.lower() == self.default.lower() or (number is not None and number == number_in(self.default))
+        if (self.default and is_same) or (self.kind != REFUSED and self._is_accepted(given)):
             return shown
         if self.kind == REFUSED:
             raise ConfigError(f"{shown} is a flag of Megatron that megapipe does not support: {self.note}")
@@ -68,13 +71,6 @@ class MegatronFlag:
                 self.accepts[0] == "float" or all(number == int(number) for number in numbers if number is not None)
             )
         return all(word in self.accepts for word in given)
-
-    def _is_default(self, given: Sequence[str]) -> bool:
-        if not self.default:
-            return False
-        number = number_in(" ".join(given))
-        is_same_number = number is not None and number == number_in(self.default)
-        return is_same_number or " ".join(given).lower() == self.default.lower()
 
 
 def _rows(name: str) -> list[list[str]]:

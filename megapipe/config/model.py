@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.config.fields import EXPERTS, Flag, Need, count, option
 from megapipe.config.layer_pattern import read_block_configs
+from megapipe.config.options import EXPERTS, Flag, Need, count, option
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.registry import Registry
 
@@ -101,11 +101,6 @@ BF16_LAYERS = Need("precision.first_last_layers_bf16", "--first-last-layers-bf16
 FP8 = Need("precision.fp8_format", "--fp8-format e4m3 or hybrid")
 
 
-def read_rope_type(text: str) -> str:
-    """Rewrite Megatron's --rope-type as a scaling: 'rope' is none."""
-    return "none" if text == "rope" else text
-
-
 def read_window(text: str) -> str:
     """Rewrite Megatron's window LEFT,0 (tokens before a token, and after it) as one number: '127,0' is 128."""
     left, comma, right = text.strip("()[] ").partition(",")
@@ -181,7 +176,7 @@ class ModelConfig:
             Flag("--use-rope-scaling", "llama3"),
             Flag("--rope-type", help="rope (no scaling) or yarn"),
         ),
-        read=read_rope_type,
+        read=lambda text: "none" if text == "rope" else text,  # as Megatron's --rope-type has it
     )
     rope_scaling_factor: float = option(
         8.0,
@@ -448,11 +443,6 @@ class ModelConfig:
     init_method_std: float = option(
         0.02, "standard deviation of initial weights (output linears: / sqrt(2 x num-layers))", at_least=0
     )
-
-    @property
-    def bends_gates(self) -> bool:
-        """True if gated activations are clamped or offset."""
-        return self.activation_func_clamp_value is not None or self.glu_linear_offset != 0
 
     @property
     def has_embedding_at_both_ends(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megapipe.config.fields import EXPERTS, Flag, Need, count, option
+from megapipe.config.options import EXPERTS, Flag, Need, count, option
 
 TP_OVERLAP = Need("parallel.tp_comm_overlap", "--tp-comm-overlap")
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -81,9 +81,9 @@ def use_multiples(unit: int, wanted: int) -> str:
     return "use " + one_of(sorted({value for value in (below, above) if value > 0}))
 
 
-def nearest_values(values: list[int], wanted: int, count: int = 6) -> list[int]:
-    """Return the values nearest to a wanted one, ascending."""
-    return sorted(sorted(values, key=lambda value: abs(value - wanted))[:count])
+def nearest_values(values: list[int], wanted: int) -> list[int]:
+    """Return the values nearest to a wanted one, at most six, ascending."""
+    return sorted(sorted(values, key=lambda value: abs(value - wanted))[:6])
 
 
 def chosen(*flags: tuple[str, bool]) -> list[str]:

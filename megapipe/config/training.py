@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megapipe.config.fields import Flag, Need, count, option, zero_is_none
+from megapipe.config.options import Flag, Need, count, option, zero_is_none
 from megapipe.registry import Registry
 
 DEVICES = ("auto", "cpu", "cuda")

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from megapipe.config.config import Config, all_fields, section_types, value_of
-from megapipe.config.fields import ConfigField, nearest, value_text
+from megapipe.config.fields import nearest, value_text
+from megapipe.config.options import ConfigField
 from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
 

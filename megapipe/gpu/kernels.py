@@ -14,13 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from megapipe.config.config import Config
-from megapipe.config.layers import layer_configs
+from megapipe.config.layers import layer_configs, why_masked
 from megapipe.config.model import ATTENTIONS, PrecisionConfig
 from megapipe.config.problems import chosen
 from megapipe.config.training import OPTIMIZERS
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
-from megapipe.layers.packing import why_masked
 from megapipe.registry import BUILT_IN
 
 GROUPED_BYTES = 16  # torch's grouped GEMM takes rows of a multiple of these

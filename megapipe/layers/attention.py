@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megapipe.config.layers import LayerConfig
+from megapipe.config.layers import LayerConfig, is_explicit
 from megapipe.config.model import ATTENTIONS, AttentionKind
 from megapipe.layers.linear import (
     LinearTable,
@@ -23,7 +23,6 @@ from megapipe.layers.linear import (
     weight_gradient_bytes,
 )
 from megapipe.layers.norm import NormTable, branch_norms, residual_stream
-from megapipe.layers.packing import is_explicit
 from megapipe.layers.table import (
     MASK_BYTES,
     AttentionWork,
@@ -452,16 +451,6 @@ class AttentionTable:
         freed = element + MASK_BYTES if self.model.attention_dropout > 0 else cast
         return again + max(squares * element, squares * (2 * wide + cast - freed) + beside)
 
-    def _written_block_bytes(self, shape: RankShape, pairs: int, keys: int) -> int:
-        """Return what the backward of a written-out block of so many pairs of query and key makes besides gradients:
-        probabilities, their gradients and tanh in at least fp32, one cast, and keys and values repeated for all heads.
-        """
-        element, wide, has_soft_cap = shape.element, shape.wide, self.model.attn_logit_softcapping is not None
-        matrices = (2 + has_soft_cap) * wide + (element if element != wide else 0)
-        matrices += wide if self.model.attention_dropout > 0 else 0
-        repeats = self._heads(shape) // self._groups(shape)
-        return shape.batch * self._heads(shape) * pairs * matrices + (keys * repeats * element if repeats > 1 else 0)
-
     def _block_gradient_bytes(self, shape: RankShape) -> int:
         """Return what the backward of attention in blocks makes: keys and values of this rank, of the block and of the
         next one; in at least fp32 the gradients of q, of this rank's keys and of those on their way; those of a block.
@@ -478,7 +467,12 @@ class AttentionTable:
         of_block = (query + largest) * element
         pairs = {block: math.prod(end - start for start, end in (block.queries, block.keys)) for block in blocks}
         if self.is_explicit:
-            of_block += self._written_block_bytes(shape, max(pairs.values()), largest)
+            # probabilities, their gradients, tanh and dropout in at least fp32, and one cast
+            num_wide = 2 + (self.model.attn_logit_softcapping is not None) + (self.model.attention_dropout > 0)
+            matrices = num_wide * wide + (element if element != wide else 0)
+            of_block += shape.batch * self._heads(shape) * max(pairs.values()) * matrices
+            repeats = self._heads(shape) // self._groups(shape)  # of keys and values, for all heads
+            of_block += largest * repeats * element if repeats > 1 else 0
         if shape.documents.attention_mask:  # the mask of a block, made from bools
             masked = shape.batch * max((size for block, size in pairs.items() if block.kind == "masked"), default=0)
             of_block = max(of_block + masked * element, masked * (element + MASK_BYTES))

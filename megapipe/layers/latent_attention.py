@@ -144,13 +144,9 @@ class LatentAttentionTable(AttentionTable):
             redone.add("layernorm")
         others = tuple(module for module in shape.recompute.recompute_modules if module not in redone)
         table = self._table(replace(shape, recompute=replace(shape.recompute, recompute_modules=others)))
-        return replace(table, operations=self._with_heads_again(table.operations, shape))
-
-    def _with_heads_again(self, operations: tuple[Operation, ...], shape: RankShape) -> tuple[Operation, ...]:
-        """Return operations of which those from latents to the output of core attention run again in the backward.
-
-        The latents and, unless `core_attn` is recomputed, the results of core attention are kept until they have run.
-        """
+        operations = table.operations
+        # those from latents to the output of core attention run again in the backward; until then the latents are kept
+        # and, unless `core_attn` is recomputed, the results of core attention
         names = [operation.name for operation in operations]
         start = names.index("linear_kv_down_proj") + 1
         core = names.index("core_attention")
@@ -175,7 +171,7 @@ class LatentAttentionTable(AttentionTable):
         last = inner[0].backward
         assert last is not None
         inner[0] = replace(inner[0], keeps=latents, backward=replace(last, frees=total_bytes(freed)))
-        return *operations[:start], *inner, *operations[core + 1 :]
+        return replace(table, operations=(*operations[:start], *inner, *operations[core + 1 :]))
 
     def _output_name(self, shape: RankShape) -> str:
         """Return the name of the output as linear_proj keeps it, trimmed or not."""
@@ -213,7 +209,11 @@ class LatentAttentionTable(AttentionTable):
             Operation(
                 "heads",
                 heads_kept,
-                collectives=self._shared_key_collectives(shape),
+                # the gather of the key that all heads share, and the sum of its gradient over tp
+                collectives=self._share(
+                    Collectives(1, 1) if shape.sequence_parallel else Collectives(inputs=ALL_REDUCE),
+                    model.qk_pos_emb_head_dim,
+                ),
                 recompute_modules=("mla_up_proj",),
                 backward=made,
             ),
@@ -333,13 +333,6 @@ class LatentAttentionTable(AttentionTable):
         made, is_narrow = super()._block_gradient_bytes(shape), self.model.v_head_dim < self.model.kv_channels
         widened = 2 * self._query(shape) + 2 * self._key(shape) * self._longest_block(shape) // shape.seq
         return made + (widened * shape.element if is_narrow else 0)
-
-    def _shared_key_collectives(self, shape: RankShape) -> Collectives:
-        """Return the gather of the key that all heads share, and the sum of its gradient over tp."""
-        width = self.model.qk_pos_emb_head_dim
-        if not shape.sequence_parallel:
-            return self._share(Collectives(inputs=ALL_REDUCE), width)
-        return self._share(Collectives(1, 1), width)
 
     def _share(self, counts: Collectives, width: int) -> Collectives:
         """Return collectives of so many channels as parts of those of hidden states."""

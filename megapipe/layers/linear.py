@@ -95,7 +95,9 @@ def weight_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
     """
     if gemm.is_fp8 and shape.transformer_impl == "local":
         return fp8_gradient_bytes(gemm, shape)
-    if shape.splits_backward or shape.adds_in_place:
+    is_wide = shape.element == shape.wide
+    adds_in_place = is_wide if shape.gradient_dtype is None else shape.gradient_dtype == shape.dtype
+    if shape.splits_backward or adds_in_place:
         return 0
     return gemm.num_weights * (shape.wide if shape.is_cuda and shape.gradient == shape.wide else shape.element)
 

@@ -1,4 +1,5 @@
-"""`ModelSpec`: the parts of a model, which need not be alike from layer to layer, and its parameters in model order.
+"""`ModelSpec`: the parts of a model, which need not be alike from layer to layer, and its parameters in model order;
+`rank_shape`: the options of a configuration that the tables of its layers depend on.
 
 Names are Megatron-Core's (`decoder.layers.3.self_attention.linear_qkv.weight`), linear weights are [out, in].
 """
@@ -9,19 +10,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-from megapipe.config.config import ResolvedModelConfig
-from megapipe.config.layers import LayerConfig, layer_configs
+from megapipe.config.config import Config, ResolvedModelConfig
+from megapipe.config.layers import LayerConfig, layer_configs, why_masked
 from megapipe.config.model import PrecisionConfig
+from megapipe.config.parallel import ParallelConfig
 from megapipe.layers.attention import AttentionTable
-from megapipe.layers.embedding import EmbeddingTable
-from megapipe.layers.head import HeadTable
+from megapipe.layers.ends import EmbeddingTable, HeadTable
 from megapipe.layers.latent_attention import LatentAttentionTable
 from megapipe.layers.linear import fp8_layers
 from megapipe.layers.mlp import MLPTable
 from megapipe.layers.moe import MoETable
 from megapipe.layers.prediction import PredictionTable
-from megapipe.layers.table import Gemm, RankShape, Table
+from megapipe.layers.table import WHOLE, CommChunks, Documents, Gemm, RankShape, Table
 from megapipe.sharding.spec import Owner, ParamSpec
+from megapipe.sharding.state_dtypes import state_dtypes
 
 Part = AttentionTable | MLPTable | MoETable
 
@@ -48,6 +50,10 @@ class LayerSpec:
     def mlp(self) -> MLPTable | None:
         return next((part for part in self.parts if isinstance(part, MLPTable)), None)
 
+    @cached_property
+    def experts(self) -> MoETable | None:
+        return next((part for part in self.parts if isinstance(part, MoETable)), None)
+
     def attention_flops(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token."""
         return 0.0 if self.attention is None else self.attention.flops_per_token(seq_length, causal)
@@ -63,9 +69,10 @@ class LayerSpec:
 
     def fp8_gemms(self, shape: RankShape) -> tuple[Gemm, ...]:
         """Return its linears on one rank that multiply in 8 bits, with those of all experts."""
-        mixtures = (part for part in self.parts if isinstance(part, MoETable))
-        experts = (gemm for part in mixtures for gemm in part.num_experts // shape.ep * part.expert_gemms(shape.etp))
-        return tuple(gemm for gemm in (*self.linears(shape.tp), *experts) if gemm.is_fp8)
+        gemms = self.linears(shape.tp)
+        if self.experts is not None:
+            gemms += self.experts.num_experts // shape.ep * self.experts.expert_gemms(shape.etp)
+        return tuple(gemm for gemm in gemms if gemm.is_fp8)
 
 
 @dataclass(frozen=True)
@@ -96,7 +103,7 @@ class ModelSpec:
 
     @cached_property
     def has_experts(self) -> bool:
-        return any(isinstance(part, MoETable) for layer in self.kinds for part in layer.parts)
+        return any(layer.experts is not None for layer in self.kinds)
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
@@ -109,10 +116,21 @@ def model_spec(
     model: ResolvedModelConfig, precision: PrecisionConfig, cp_comm_type: tuple[str, ...] = ("p2p",)
 ) -> ModelSpec:
     """Return the parts of a resolved model. cp_comm_type: one, or one for each layer."""
-    in_fp8, alike = fp8_layers(precision, model.num_layers), cache(_layer_spec)
+
+    @cache
+    def layer_spec(layer: LayerConfig, is_fp8: bool, comm_type: str) -> LayerSpec:  # alike layers are one object
+        parts: list[Part] = []
+        if layer.has_attention:
+            table = LatentAttentionTable if layer.multi_latent_attention else AttentionTable
+            parts.append(table(layer, is_fp8, comm_type))
+        if layer.has_mlp:
+            parts.append(MLPTable(layer, is_fp8) if layer.num_experts is None else MoETable(layer, is_fp8))
+        return LayerSpec(tuple(parts), is_fp8)
+
+    in_fp8 = fp8_layers(precision, model.num_layers)
     kinds = cp_comm_type * (model.num_layers if len(cp_comm_type) == 1 else 1)
     layers = (
-        alike(layer, number in in_fp8, kind)
+        layer_spec(layer, number in in_fp8, kind)
         for number, (layer, kind) in enumerate(zip(layer_configs(model), kinds, strict=True))
     )
     last, last_in_fp8 = layer_configs(model)[-1], model.num_layers - 1 in in_fp8
@@ -121,18 +139,8 @@ def model_spec(
         EmbeddingTable(model),
         tuple(layers),
         HeadTable(model),
-        tuple((prediction, alike(last, last_in_fp8, kinds[-1])) for prediction in predictions),
+        tuple((prediction, layer_spec(last, last_in_fp8, kinds[-1])) for prediction in predictions),
     )
-
-
-def _layer_spec(layer: LayerConfig, is_fp8: bool, cp_comm_type: str) -> LayerSpec:
-    parts: list[AttentionTable | LatentAttentionTable] = []
-    if layer.has_attention and layer.multi_latent_attention:
-        parts = [LatentAttentionTable(layer, is_fp8, cp_comm_type)]
-    elif layer.has_attention:
-        parts = [AttentionTable(layer, is_fp8, cp_comm_type)]
-    branch = MoETable(layer, is_fp8) if layer.num_experts is not None else MLPTable(layer, is_fp8)
-    return LayerSpec((*parts, *([branch] if layer.has_mlp else [])), is_fp8)
 
 
 @cache
@@ -159,7 +167,7 @@ def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool, etp: i
         found += prediction.parameters_before(sequence_parallel)
         own = of_layer(layer, prediction.layer_prefix, prediction.layer_number)
         found += (replace(parameter, owner="head") for parameter in own)
-        found += prediction.parameters_after(sequence_parallel)
+        found += prediction.norms[2].parameters(prediction.prefix, "head", sequence_parallel)
     return tuple(found)
 
 
@@ -172,9 +180,8 @@ def model_states(model: ResolvedModelConfig) -> tuple[ParamSpec, ...]:
     return tuple(
         state
         for layer, prefix, number in layers
-        for part in layer.parts
-        if isinstance(part, MoETable)
-        for state in part.states(prefix, number)
+        if layer.experts is not None
+        for state in layer.experts.states(prefix, number)
     )
 
 
@@ -190,3 +197,40 @@ def stage_parameters(
     owners = {*layers, *(end for end, is_held in ends.items() if is_held)}
     has_copy = has_head and has_tied_copy
     return tuple(spec for spec in parameters if spec.owner in owners or (spec.tied and has_copy))
+
+
+def rank_shape(config: Config, tp: int, sequence_parallel: bool, micro_batch_size: int) -> RankShape:
+    """Return the shape for a configuration's options on another grid or with another microbatch than its own."""
+    data, is_cuda = config.data, config.training.device != "cpu"
+    is_masked = why_masked(config, is_cuda) is not None
+    has_borders = data.reset_attention_mask and not is_masked
+    return RankShape(
+        batch=micro_batch_size,
+        seq=config.model.seq_length // config.parallel.context_parallel_size,
+        dtype=config.precision.dtype,
+        tp=tp,
+        sequence_parallel=sequence_parallel and tp > 1,
+        recompute=config.recompute,
+        documents=Documents(data.reset_position_ids, is_masked, data.masks_loss, has_borders),
+        chunks=comm_chunks(config.parallel) if tp > 1 else WHOLE,
+        attention_impl=config.kernels.attention_impl,
+        transformer_impl=config.kernels.transformer_impl,
+        compile_pointwise=config.kernels.compile_pointwise,
+        loss_chunk=config.training.cross_entropy_chunk_size,
+        fp8_blocks=config.precision.fp8_recipe == "blockwise",
+        is_cuda=is_cuda,
+        ep=config.parallel.expert_model_parallel_size,
+        etp=config.parallel.expert_tensor_parallel_size or tp,
+        gradient_dtype=state_dtypes(config.optimizer, config.precision).gradient,
+        cp=config.parallel.context_parallel_size,
+        cp_inner=(config.parallel.hierarchical_context_parallel_sizes or (1,))[0],
+        in_parts=config.parallel.overlap_moe_expert_parallel_comm,
+    )
+
+
+def comm_chunks(parallel: ParallelConfig) -> CommChunks:
+    """Return the chunks that --tp-comm-overlap asks for; one of each without it, and in a tp group of one rank."""
+    if not parallel.tp_comm_overlap or parallel.tensor_model_parallel_size == 1:
+        return WHOLE
+    count = parallel.tp_comm_overlap_chunks
+    return CommChunks(count if parallel.tp_comm_overlap_ag else 1, count if parallel.tp_comm_overlap_rs else 1)

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.layers.embedding import EmbeddingTable
-from megapipe.layers.head import HeadTable
+from megapipe.layers.ends import EmbeddingTable, HeadTable
 from megapipe.layers.linear import weight_gradient_bytes
 from megapipe.layers.norm import NormTable
 from megapipe.layers.table import Backward, Gemm, Kept, Operation, RankShape, Table
@@ -76,10 +75,6 @@ class PredictionTable:
             partial_gradient=is_partial,
             matrix="outputs x inputs",
         )
-
-    def parameters_after(self, sequence_parallel: bool) -> Iterator[ParamSpec]:
-        """Yield the parameters after the layer."""
-        yield from self.norms[2].parameters(self.prefix, "head", sequence_parallel)
 
     def projection_table(self, shape: RankShape) -> Table:
         """Return what one microbatch does on one rank before the layer."""

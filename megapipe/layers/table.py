@@ -101,11 +101,6 @@ class RankShape:
         """Bytes of one element of a main gradient."""
         return self.wide if self.gradient_dtype is None else ELEMENT_BYTES[self.gradient_dtype]
 
-    @property
-    def adds_in_place(self) -> bool:
-        """True if main gradients have the model's dtype, so that GEMMs can add to them."""
-        return self.element == self.wide if self.gradient_dtype is None else self.gradient_dtype == self.dtype
-
     def hidden_bytes(self, hidden_size: int) -> int:
         """Return the bytes of the hidden states between layers: [s, b, h], or [s / tp, b, h] (sequence parallel)."""
         return self.own_tokens * hidden_size * self.element

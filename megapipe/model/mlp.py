@@ -86,8 +86,9 @@ def activation(model: LayerConfig, compiler: Callable[[Pointwise], Pointwise] | 
     name = model.activation
     if KINDS[name].function is not None:
         return registered_activation(KINDS[name], name)
-    if model.bends_gates:
-        return BentGate(name, model.activation_func_clamp_value, model.glu_linear_offset)
+    clamp, offset = model.activation_func_clamp_value, model.glu_linear_offset
+    if clamp is not None or offset != 0:
+        return BentGate(name, clamp, offset)
     if compiler is None or name not in GRADIENTS:
         return ACTIVATIONS[name]
     return _compiled_activation(name, compiler)

@@ -158,7 +158,12 @@ class RankBytes:
 
     def of(self, pp_rank: int, held: Sequence[tuple[int, int]]) -> float:
         """Return the bytes of a rank. held: (first layer, last layer exclusive) of its stages, in model order."""
-        plan, items, stages = self._draft, self._memory(pp_rank), self._terms(pp_rank, held)
+        plan, items, stages = self._draft, self._memory(pp_rank), []
+        for stage, (first, end) in zip(plan.placement.stages_of(pp_rank), held, strict=True):
+            key = stage, plan.model.layers[first:end]
+            if key not in self._stages:  # once for layers that are alike
+                self._stages[key] = self._stage_bytes(stage, first, end)
+            stages.append(self._stages[key])
         peak = max(
             stages[place].inside.get(op, 0)
             + max(
@@ -175,16 +180,6 @@ class RankBytes:
         on_device = USUAL_UNITS_ON_DEVICE * max(stage.largest_moved for stage in stages)
         tables = reduce(or_, (stage.tables for stage in stages)).total()
         return state + peak + sum(items[item] for item in FIXED) + tables + on_device
-
-    def _terms(self, pp_rank: int, held: Sequence[tuple[int, int]]) -> list[StageBytes]:
-        """Return the terms of a rank's stages, computed once for layers that are alike."""
-        plan, found = self._draft, []
-        for stage, (first, end) in zip(plan.placement.stages_of(pp_rank), held, strict=True):
-            key = stage, plan.model.layers[first:end]
-            if key not in self._stages:
-                self._stages[key] = self._stage_bytes(stage, first, end)
-            found.append(self._stages[key])
-        return found
 
     def _stage_bytes(self, stage: int, first: int, end: int) -> StageBytes:
         plan = self._draft

@@ -48,7 +48,8 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
     tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
     kinds = {
         kind: [
-            (part, layer_seconds(_alone(kind, part), shape, hardware, tp_link, experts=links)) for part in kind.parts
+            (part, layer_seconds(LayerSpec((part,), kind.is_fp8), shape, hardware, tp_link, experts=links))
+            for part in kind.parts
         ]
         for kind in plan.model.kinds
     }
@@ -65,7 +66,7 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
     forward, backward = way
     link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
     return PlannedExperts(
-        has_experts=tuple(any(isinstance(part, MoETable) for part in layer.parts) for layer in plan.model.layers),
+        has_experts=tuple(layer.experts is not None for layer in plan.model.layers),
         attention=_mean(attention),
         dense_mlp=_mean(dense),
         expert_mlp=_mean(experts),
@@ -122,11 +123,6 @@ def _gained(plan: RunPlan, hardware: Hardware, num_microbatches: int) -> float:
         for overlap in (False, True)
     )
     return max(0.0, blocking.makespan_seconds - overlapping.makespan_seconds)
-
-
-def _alone(layer: LayerSpec, part: AttentionTable | MoETable | object) -> LayerSpec:
-    """Return a layer of one part."""
-    return LayerSpec(tuple(each for each in layer.parts if each is part), layer.is_fp8)
 
 
 def _mean(seconds: Iterable[OpSeconds]) -> Seconds:

@@ -1,5 +1,6 @@
 """Costs of embedding, layers, head and stages for one microbatch on one rank: FLOPs, relative costs from them, or
-seconds measured by `megapipe profile-layers`, whose file --pipeline-layer-times reads.
+seconds measured by `megapipe profile-layers`, whose file --pipeline-layer-times reads. From FLOPs follows the cut of
+sequences into slices (--pipe-sp-splits), and the share that each slice has in the work of a stage.
 
 A multiply and an add count as two FLOPs, a backward as twice its forward. Attention is counted in full (every query
 with every key) or causal (half of it): the conventions are named wherever a figure is printed. For the GPT-2 shape,
@@ -13,9 +14,9 @@ import json
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,19 @@ from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.model import LayerSpec, ModelSpec, model_spec
-from megapipe.layers.moe import MoETable
-from megapipe.layers.rank_shape import comm_chunks
+from megapipe.layers.model import LayerSpec, ModelSpec, comm_chunks, model_spec
 from megapipe.layers.table import RankShape
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.partition import Partition, StageLayers
+from megapipe.sharding.sequence import SequenceSlice
 
 FORMAT = "megapipe layer times"
 VERSION = 1
 FLAG = "--pipeline-layer-times"
+GEMM_PASSES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}  # of a forward's FLOPs
+ATTENTION_PASSES = {Op.F: 1.0, Op.B: 2.5, Op.I: 2.5, Op.W: 0.0}
 # model options that change neither the shapes nor the work of a layer, the embedding or the head
 WITHOUT_EFFECT = (
     "num_layers",
@@ -80,14 +82,14 @@ def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int
     """
     if recompute.recompute_granularity == "full":
         return gemm_flops(layer) if recompute.recompute_keep_attention else layer_flops(layer, seq_length, causal)
-    experts = [part for part in layer.parts if isinstance(part, MoETable)]
-    attention = layer.attention
+    attention, experts = layer.attention, layer.experts
+    shared = None if experts is None else experts.shared
     of_module = {
         "core_attn": layer.attention_flops(seq_length, causal),
         "mla_up_proj": 2.0 * sum(gemm.num_weights for gemm in attention.up_gemms(tp=1)) if attention else 0.0,
         "mlp": 0.0 if layer.mlp is None else 2.0 * layer.mlp.gemms(tp=1)[0].num_weights,
-        "moe": sum(2.0 * gemm.num_weights for part in experts for gemm in part.gemms(tp=1)),
-        "shared_experts": sum(2.0 * part.shared.gemms(tp=1)[0].num_weights for part in experts if part.shared),
+        "moe": 0.0 if experts is None else 2.0 * sum(gemm.num_weights for gemm in experts.gemms(tp=1)),
+        "shared_experts": 0.0 if shared is None else 2.0 * shared.gemms(tp=1)[0].num_weights,
     }
     modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
     return sum(of_module.get(module, 0.0) for module in modules)
@@ -220,6 +222,76 @@ def stage_costs(layers: LayerCosts, partition: Partition, rank_speeds: tuple[flo
         for op in (Op.F, Op.B, Op.I, Op.W)
     }
     return Costs(seconds, rank_speeds=rank_speeds)
+
+
+# Slices. With a causal mask a slice of positions [a, b) costs C(b) - C(a), where C(x) is the cost of a sequence of x
+# tokens. FLOPs of linears grow with the tokens, a backward has twice a forward's; those of fused attention grow with
+# the visible keys, a backward has 2.5 times a forward's. So slices of equal forward costs would differ in their
+# backward costs; the cut is made for the sum of both.
+
+
+def sequence_slices(
+    model: ModelSpec, recompute: RecomputeConfig, seq: int, count: int, strategy: str, unit: int
+) -> tuple[SequenceSlice, ...]:
+    """Return `count` slices of a sequence, each a multiple of `unit` tokens, which divides seq and count x unit <= seq.
+
+    strategy: as in --pipe-sp-strategy.
+    """
+    num_units, layers = seq // unit, (*model.layers, *(layer for _, layer in model.predictions))
+
+    @cache
+    def cost(units: int) -> float:
+        tokens = units * unit
+        if strategy == "average":
+            return float(tokens)
+        return sum(flops_of_length(layers, model, recompute, op)(tokens) for op in (Op.F, Op.B))
+
+    ends = [0]
+    for number in range(1, count):
+        wanted, low, high = cost(num_units) * number / count, ends[-1] + 1, num_units - (count - number)
+        while low < high:  # the first end at which the slices so far have their share
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if cost(middle) < wanted else (low, middle)
+        is_nearer = low - 1 > ends[-1] and wanted - cost(low - 1) < cost(low) - wanted
+        ends.append(low - is_nearer)
+    places = tuple(units * unit for units in (*ends[1:], num_units))
+    return tuple(SequenceSlice(places, number) for number in range(count))
+
+
+def slice_shares(
+    model: ModelSpec, partition: Partition, recompute: RecomputeConfig, slices: Iterable[SequenceSlice]
+) -> dict[tuple[int, Op], tuple[float, ...]]:
+    """Return the share of each slice in the F, B, I and W of every stage, by FLOPs; a message's is that of tokens."""
+    slices, found = tuple(slices), dict[tuple[int, Op], tuple[float, ...]]()
+    by_tokens = tuple(each.length / each.seq for each in slices)
+    for stage, (first, end, _, has_head) in enumerate(partition.stages):
+        for op in (Op.F, Op.B, Op.I, Op.W):
+            layers = (*model.layers[first:end], *(layer for _, layer in model.predictions if has_head))
+            cost = flops_of_length(layers, model if has_head else None, recompute, op)
+            costs = [cost(each.stop) - cost(each.start) for each in slices]
+            total = sum(costs)
+            found[stage, op] = tuple(one / total for one in costs) if total else by_tokens
+        found[stage, Op.SEND_F] = found[stage, Op.SEND_B] = by_tokens
+    return found
+
+
+def flops_of_length(
+    layers: Iterable[LayerSpec], head: ModelSpec | None, recompute: RecomputeConfig, op: Op
+) -> Callable[[int], float]:
+    """Return the FLOPs of an op of layers, and of a model's head, as a function of the length of a sequence."""
+    counts, replays = Counter(layers), op in (Op.B, Op.I)
+
+    def cost(tokens: int) -> float:
+        total = 0.0 if head is None else GEMM_PASSES[op] * head_flops(head)
+        for layer, count in counts.items():
+            attention = layer.attention_flops(tokens, causal=True)
+            of_layer = GEMM_PASSES[op] * gemm_flops(layer) + ATTENTION_PASSES[op] * attention
+            if replays:
+                of_layer += replayed_flops(layer, recompute, tokens, causal=True)
+            total += count * of_layer
+        return tokens * total
+
+    return cost
 
 
 @dataclass(frozen=True)

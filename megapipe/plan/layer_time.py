@@ -153,11 +153,11 @@ def layer_seconds(
     table, gemms = layer_table(layer, plain), layer.linears(shape.tp)
     columns = [gemm for gemm in gemms if gemm.is_column and not gemm.is_replicated]
     rows = [gemm for gemm in gemms if not gemm.is_column]
-    mixtures = [part for part in layer.parts if isinstance(part, MoETable)]
-    gemm = sum(map(clock.gemm, gemms)) + sum(map(clock.routed, mixtures))
+    mixture = layer.experts
+    gemm = sum(map(clock.gemm, gemms)) + (0.0 if mixture is None else clock.routed(mixture))
 
     def casts_of(op: Op) -> float:
-        return clock.casts(op, gemms) + sum(clock.expert_casts(op, part) for part in mixtures)
+        return clock.casts(op, gemms) + (0.0 if mixture is None else clock.expert_casts(op, mixture))
 
     cores = [operation.attention for operation in table.operations if operation.attention is not None]
     attention = sum(map(clock.attention, cores))
@@ -168,9 +168,10 @@ def layer_seconds(
     moved = pointwise + casts_of(Op.F)
     forward = {"gemm": gemm, "attention": attention, "pointwise": moved, "tp": messages}
     core_backward = sum(core.backward_forwards * clock.attention(core) for core in cores)
-    if mixtures:
-        ways = [(0.0, 0.0) if experts is None else expert_message_seconds(part, shape, experts) for part in mixtures]
-        forward["ep"] = sum(2 * rows_seconds + counts_seconds for rows_seconds, counts_seconds in ways)
+    if mixture is not None:
+        ways = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
+        rows_seconds, counts_seconds = ways
+        forward["ep"] = 2 * rows_seconds + counts_seconds
     again = _recomputed(layer, shape, plain, clock, forward)
     inputs = {
         "gemm": gemm,
@@ -185,8 +186,8 @@ def layer_seconds(
         links = contexts or ContextLinks(tp_link, tp_link, tp_link)
         computed = attention, core_backward, again.get("attention", 0.0)
         forward["cp"], inputs["cp"], again["cp"] = _context_seconds(layer.attention, shape, links, computed)
-    if mixtures:
-        inputs["ep"] = (2 if shape.recomputes("moe") else 1) * sum(2 * rows_seconds for rows_seconds, _ in ways)
+    if mixture is not None:
+        inputs["ep"] = (2 if shape.recomputes("moe") else 1) * 2 * rows_seconds
     weights = {
         "gemm": gemm,
         "pointwise": casts_of(Op.W),
@@ -218,14 +219,25 @@ def _context_seconds(
 
 def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
     """Return the seconds of final norm, output layer and loss, and of multi-token prediction without its layers."""
-    once = _output_seconds(model, shape, hardware, tp_link)
+    gemm = model.head.gemm(shape.tp)
+    clock = _Clock(shape, gemm.inputs, hardware, tp_link)
+    product = clock.gemm(gemm)
+    logits = model.head.logits(shape) * shape.wide
+    again = 0 if shape.loss_chunk is None else 1  # logits in chunks are computed once more in a backward
+    rate = hardware.pointwise_bytes_per_second
+    once = OpSeconds(
+        {"gemm": product, "pointwise": 3 * logits / rate, "tp": clock.gather(gemm)},
+        {"gemm": (1 + again) * product, "pointwise": (2 + again) * logits / rate, "tp": clock.reduction(gemm)},
+        {"gemm": product, "tp": model.head.table(shape).collectives.weights * clock.collective()},
+        clock.hidden(gemm),
+    )
     if not model.predictions:
         return once
     prediction, _ = model.predictions[0]  # alike
     clock, table = _Clock(shape, prediction.model.hidden_size, hardware, tp_link), prediction.projection_table(shape)
     product = clock.gemm(prediction.gemm)
     cast = {op: clock.casts(op, [prediction.gemm]) for op in (Op.F, Op.I, Op.W)}
-    moved = POINTWISE_PASSES * table.kept_bytes / hardware.pointwise_bytes_per_second
+    moved = POINTWISE_PASSES * table.kept_bytes / rate
     messages = table.collectives
     projection = OpSeconds(
         {"gemm": product, "pointwise": moved + cast[Op.F], "tp": messages.forward * clock.collective()},
@@ -233,22 +245,6 @@ def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link
         {"gemm": product, "pointwise": cast[Op.W], "tp": messages.weights * clock.collective()},
     )
     return once + (once + projection) * len(model.predictions)
-
-
-def _output_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
-    """Return the seconds of final norm, output layer and loss."""
-    gemm = model.head.gemm(shape.tp)
-    clock = _Clock(shape, gemm.inputs, hardware, tp_link)
-    product = clock.gemm(gemm)
-    logits = model.head.logits(shape) * shape.wide
-    again = 0 if shape.loss_chunk is None else 1  # logits in chunks are computed once more in a backward
-    rate = hardware.pointwise_bytes_per_second
-    return OpSeconds(
-        {"gemm": product, "pointwise": 3 * logits / rate, "tp": clock.gather(gemm)},
-        {"gemm": (1 + again) * product, "pointwise": (2 + again) * logits / rate, "tp": clock.reduction(gemm)},
-        {"gemm": product, "tp": model.head.table(shape).collectives.weights * clock.collective()},
-        clock.hidden(gemm),
-    )
 
 
 @dataclass(frozen=True)
@@ -385,10 +381,9 @@ def _recomputed(
             again["pointwise"] += clock.casts(Op.F, [operation.gemm])
             messages = clock.gather if operation.gemm.is_column else clock.reduction
             again["tp"] += messages(operation.gemm)
-    if shape.recomputes("moe"):  # its messages are those of the backward once more
-        mixtures = [part for part in layer.parts if isinstance(part, MoETable)]
-        again["gemm"] += sum(map(clock.routed, mixtures))
-        again["pointwise"] += sum(clock.expert_casts(Op.F, part) for part in mixtures)
+    if shape.recomputes("moe") and layer.experts is not None:  # its messages are those of the backward once more
+        again["gemm"] += clock.routed(layer.experts)
+        again["pointwise"] += clock.expert_casts(Op.F, layer.experts)
     # core attention's results are already part of its time
     others = tuple(module for module in recompute.recompute_modules if module != "core_attn")
     without = replace(plain, recompute=replace(recompute, recompute_modules=others))

@@ -486,9 +486,16 @@ def offloaded_memory(
     kept: bytes of each stage for each slice of a microbatch without offloading.
     """
     stages = {stage: plan.stage_groups(stage) for stage in plan.placement.stages_of(pp_rank)}
-    slices = [
-        _offloaded_bytes(plan, stages, shape, of_slice) for shape, of_slice in zip(plan.slice_shapes, kept, strict=True)
-    ]
+    slices = []
+    for shape, of_slice in zip(plan.slice_shapes, kept, strict=True):
+        inside = {}
+        for stage in stages:
+            has_head = plan.partition.stages[stage].has_head
+            inside[stage, Op.F] = BackwardBytes(plan.model.head.loss_block_bytes(shape) if has_head else 0)
+            for op, of_op in ((Op.B, shape), (Op.I, split(shape))):
+                inside[stage, op] = backward_bytes(plan, stage, of_op)
+        groups = {stage: offloaded_groups(plan, stage, shape=shape) for stage in stages}
+        slices.append(OffloadedBytes(groups, of_slice, inside))
     moves = plan.row_moves(num_microbatches, pp_rank)
     away: dict[Moment, int] = {}
     now = 0
@@ -509,17 +516,6 @@ def offloaded_memory(
             in_use[group_of(unit).host] += 1
             most |= in_use  # the larger number of each size
     return MemoryOverTime(stages, slices, away), sum(count * size for size, count in most.items())
-
-
-def _offloaded_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape, kept: Mapping[int, int]) -> OffloadedBytes:
-    """Return the bytes of a slice of this shape. kept: of each stage without offloading."""
-    inside = {}
-    for stage in stages:
-        has_head = plan.partition.stages[stage].has_head
-        inside[stage, Op.F] = BackwardBytes(plan.model.head.loss_block_bytes(shape) if has_head else 0)
-        for op, of_op in ((Op.B, shape), (Op.I, split(shape))):
-            inside[stage, op] = backward_bytes(plan, stage, of_op)
-    return OffloadedBytes({stage: offloaded_groups(plan, stage, shape=shape) for stage in stages}, kept, inside)
 
 
 def backward_bytes(plan: RunPlan, stage: int, shape: RankShape) -> BackwardBytes:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from megapipe.config.training import OPTIMIZERS, OptimizerConfig
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.buffers import Bucket
-from megapipe.sharding.matrices import OwnedMatrix, share_out
+from megapipe.sharding.matrices import share_out
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,10 @@ def _grid_work(
                 if replica != matrix.replica:
                     sent["replicas"] += part if num_shards == 1 else 2 * part
             if column != matrix.column:
-                sent["columns"] += elements + sum(
-                    rows.count * matrix.local_shape[1] for rows in matrix.rows if _is_sent(matrix, rows.holders, column)
-                )
+                sent["columns"] += elements
+                for piece in matrix.rows:  # the owner holds some itself; others come from the first rank that has them
+                    source = matrix.column if matrix.column in piece.holders else piece.holders[0]
+                    sent["columns"] += piece.count * matrix.local_shape[1] if column == source else 0
     places = replicas * columns
     if places == 1:  # one matrix at a time, its slice and itself
         return MuonWork(work[0, 0], {}, 2 * widest + largest)
@@ -91,8 +92,3 @@ def _grid_work(
         most = max(most, slices + whole[place] + max(packed, largest))
     mean = {name: count / places for name, count in sent.items()}
     return MuonWork(max(work.values(), default=0), mean, most)
-
-
-def _is_sent(matrix: OwnedMatrix, holders: tuple[int, ...], column: int) -> bool:
-    """Return whether the rank at a column sends rows that `holders` hold to the owner."""
-    return column == (matrix.column if matrix.column in holders else holders[0])

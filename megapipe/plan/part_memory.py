@@ -23,7 +23,10 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
 from megapipe.schedule.parts import Part, Parts
 
-ROUTED = ("combine", "residual sum", "post_mlp_layernorm")  # operations of experts that belong to the combine
+# operations of a layer's second branch, with experts, that belong to another part than the MLP
+PART_OF = dict.fromkeys(("combine", "residual sum", "post_mlp_layernorm"), Part.COMBINE) | dict.fromkeys(
+    ("pre_mlp_layernorm", "residual stream", "router", "dispatch"), Part.ATTENTION
+)
 
 
 def part_sizes(
@@ -68,17 +71,8 @@ def _operations(plan: RunPlan, parts: Parts, site: int, shape: RankShape) -> lis
             continue
         # what waits for W since the experts' I belongs to these
         waits = table.left_bytes - shape.hidden_bytes(each.model.hidden_size) if part is Part.ATTENTION else 0
-        for operation in (one for one in table.operations if _part_of(one) is part):
+        for operation in (one for one in table.operations if PART_OF.get(one.name, Part.MLP) is part):
             made = operation.backward
             less = None if made is None else replace(made, held=made.held - waits)
             found.append(replace(operation, backward=less))
     return found
-
-
-def _part_of(operation: Operation) -> Part:
-    """Return the part of a layer with experts to which an operation of its second branch belongs."""
-    if operation.name in ROUTED:
-        return Part.COMBINE
-    if operation.name in ("pre_mlp_layernorm", "residual stream", "router", "dispatch"):
-        return Part.ATTENTION
-    return Part.MLP

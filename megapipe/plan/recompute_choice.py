@@ -21,9 +21,7 @@ from itertools import pairwise, product
 from typing import NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.attention import AttentionTable
 from megapipe.layers.model import LayerSpec, layer_table
-from megapipe.layers.moe import MoETable
 from megapipe.layers.table import Operation, RankShape, total_bytes
 
 ELEMENTWISE_FLOPS = 8.0  # for each element that a norm or an activation computes again; only orders steps without GEMMs
@@ -104,12 +102,17 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
     is_own = shape.transformer_impl == "local"  # Transformer Engine keeps the inputs of its linears anyway
     cores, norms = [(), ("core_attn",)], ((), ("layernorm",)) if is_own else ((),)
     mlps: tuple[tuple[str, ...], ...] = ((), ("activation",), ("mlp",)) if is_own else ((), ("mlp",))
-    mixture = next((part for part in layer.parts if isinstance(part, MoETable)), None)
+    mixture = layer.experts
     if mixture is not None:
         mlps = ((), ("moe_act",), ("moe",))
         mlps += () if mixture.shared is None else (("shared_experts",), ("moe_act", "shared_experts"))
     attention = layer.attention
-    keeps_results = attention is not None and _can_keep_results(attention, layer, shape)
+    keeps_results = False  # of a fused kernel, which a recompute of attention then uses
+    if attention is not None and shape.attention_impl != "te" and not (shape.dtype == "fp64" and shape.is_cuda):
+        model = attention.model
+        is_fused = any(tensor.with_replay for tensor in layer_table(layer, shape).keeps)
+        is_fused = is_fused and not model.attention_dropout and not model.attention_softmax_in_fp32
+        keeps_results = is_fused and model.kv_channels <= MOST_FUSED_CHANNELS
     if attention is not None and attention.up_gemms(tp=1):
         cores += [("mla_up_proj", "core_attn"), *([("mla_up_proj",)] if keeps_results else [])]
     found = [RecomputeConfig(), FULL, *([replace(FULL, recompute_keep_attention=True)] if keeps_results else [])]
@@ -120,16 +123,6 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
         and (mixture is None or not {"layernorm", "shared_experts"} <= set(modules))  # a rule of the configuration
     ]
     return found
-
-
-def _can_keep_results(attention: AttentionTable, layer: LayerSpec, shape: RankShape) -> bool:
-    """Return True if a recompute of attention can use the results of a fused kernel."""
-    model = attention.model
-    if shape.attention_impl == "te" or (shape.dtype == "fp64" and shape.is_cuda):
-        return False
-    is_fused = any(tensor.with_replay for tensor in layer_table(layer, shape).keeps)
-    is_fused = is_fused and not model.attention_dropout and not model.attention_softmax_in_fp32
-    return is_fused and model.kv_channels <= MOST_FUSED_CHANNELS
 
 
 def _choice(layer: LayerSpec, whole: RankShape, recompute: RecomputeConfig) -> Choice:

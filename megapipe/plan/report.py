@@ -9,7 +9,7 @@ from itertools import groupby
 from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import LAYER_OPTIONS, OPTIONS_OF, ROTARY_OPTIONS, layer_configs, layer_kinds
 from megapipe.formatting import bytes_text, count_text, flops_text, range_text, ranges_text, text_table
-from megapipe.layers.rank_shape import comm_chunks
+from megapipe.layers.model import comm_chunks
 from megapipe.layers.table import WHOLE
 from megapipe.plan.activations import stage_bytes
 from megapipe.plan.expert_overlap import expert_model, hidden_seconds, measure_overlap

@@ -102,23 +102,18 @@ def _balanced_and_checked(draft: RunPlan) -> RunPlan:
     Raises ConfigError if a rank's memory is too small.
     """
     draft = draft.whole_stages()
-    plan = _in_units(dataclasses.replace(draft, partition=balanced_cut(draft)))
+    plan = dataclasses.replace(draft, partition=balanced_cut(draft))
+    wanted = plan.config.parallel.data_parallel_sharding_units
+    if wanted > 1:
+        units = units_of(plan.partition, wanted)
+        placement, partition = split_placement(plan.placement, units), split_partition(plan.partition, units)
+        plan = dataclasses.replace(plan, placement=placement, partition=partition, num_units=units)
     for count in plan.decisive_counts:  # now, so that errors surface before anything starts
         if plan.parts is None:
             plan.schedule(count)
         else:
             plan.part_schedule(count)
     return plan
-
-
-def _in_units(plan: RunPlan) -> RunPlan:
-    """Return the plan with every stage split as --data-parallel-sharding-units asks."""
-    wanted = plan.config.parallel.data_parallel_sharding_units
-    if wanted == 1:
-        return plan
-    units = units_of(plan.partition, wanted)
-    placement, partition = split_placement(plan.placement, units), split_partition(plan.partition, units)
-    return dataclasses.replace(plan, placement=placement, partition=partition, num_units=units)
 
 
 @cache

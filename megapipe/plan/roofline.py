@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from megapipe.errors import ConfigError
 from megapipe.formatting import text_table
 from megapipe.layers.attention import AttentionTable
-from megapipe.layers.head import loss_block_bytes
+from megapipe.layers.ends import loss_block_bytes
 from megapipe.layers.mlp import MLPTable
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import CommChunks

@@ -10,18 +10,15 @@ from itertools import accumulate
 from pathlib import Path
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
-from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, SHARDING_STRATEGIES, RecomputeConfig, strategy_of
-from megapipe.config.rules.slices import slice_unit
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, RecomputeConfig
+from megapipe.config.rules.context import slice_unit
 from megapipe.config.training import OPTIMIZERS
-from megapipe.layers.model import ModelSpec, model_parameters, model_spec, stage_parameters
-from megapipe.layers.moe import MoETable
-from megapipe.layers.rank_shape import rank_shape
+from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape, stage_parameters
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import group_sizes, reads_weights_in_w
 from megapipe.plan.batch import BatchSchedule
-from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, stage_costs
+from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, sequence_slices, slice_shares, stage_costs
 from megapipe.plan.recompute_choice import layer_recompute
-from megapipe.plan.slices import sequence_slices, slice_shares
 from megapipe.registry import BUILT_IN
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs
@@ -187,11 +184,6 @@ class RunPlan:
         return (len(self.num_units) or self.placement.num_stages) // self.placement.num_ranks
 
     @property
-    def sharding_level(self) -> int:
-        """The level of sharing among ranks with the same parameters: 0 none, else as ZeRO-1, 2 or 3."""
-        return SHARDING_STRATEGIES.index(strategy_of(self.config.parallel))
-
-    @property
     def sharding(self) -> ShardingPolicy | None:
         """When weights are gathered and gradients reduced within a step; None without sharded gradients."""
         parallel = self.config.parallel
@@ -239,8 +231,7 @@ class RunPlan:
     def active_parameters(self) -> int:
         """Parameters that a token goes through: all but those of the experts that did not choose it."""
         layers = (*self.model.layers, *(layer for _, layer in self.model.predictions))
-        parts = (part for layer in layers for part in layer.parts)
-        idle = sum(part.inactive_weights for part in parts if isinstance(part, MoETable))
+        idle = sum(layer.experts.inactive_weights for layer in layers if layer.experts is not None)
         return sum(spec.num_elements for spec in self.specs) - idle
 
     def num_elements(self, stages: Iterable[int]) -> int:
@@ -308,9 +299,7 @@ class RunPlan:
         """The parts in which stages run (--overlap-moe-expert-parallel-comm); None: stages run as a whole."""
         if not self.config.parallel.overlap_moe_expert_parallel_comm:
             return None
-        return parts_of(
-            self.partition, [any(isinstance(p, MoETable) for p in layer.parts) for layer in self.model.layers]
-        )
+        return parts_of(self.partition, [layer.experts is not None for layer in self.model.layers])
 
     def part_schedule(self, num_microbatches: int) -> Schedule:
         """Return the lowered schedule of `parts` of a step: that of `schedule`, with the parts of pairs merged."""
@@ -340,11 +329,6 @@ class RunPlan:
     def is_synchronous(self) -> bool:
         """False for schedules that update weights while microbatches are in flight, unlike one process."""
         return SCHEDULES[self.schedule_name].is_synchronous
-
-    @property
-    def overlaps_stages(self) -> bool:
-        """True if rows pair the forward of one stage with the backward of another (DualPipe)."""
-        return Op.OVERLAP in self.schedule(min(self.decisive_counts)).ops
 
     @property
     def splits_backward(self) -> bool:

@@ -77,7 +77,14 @@ class _Walk:
 
     def __init__(self, plan: RunPlan, pp_rank: int) -> None:
         stages = plan.placement.stages_of(pp_rank)
-        self.own = {stage: sharded_buffers(plan, stage) for stage in stages}
+        self.own = {
+            stage: [
+                _Buffer(stage, number, layout.numel, layout.kind == "shared", layout.is_expert)
+                for number, layout in enumerate(plan.buffers(stage, 0))
+                if layout.num_shards > 1
+            ]
+            for stage in stages
+        }
         self.shared = [buffer for buffers in self.own.values() for buffer in buffers if buffer.is_shared]
         self.used = {
             stage: [*self.own[stage], *(self.shared if plan.borrows_embedding(stage) else ())] for stage in stages
@@ -133,16 +140,6 @@ class _Walk:
                 self.in_flight[buffer] = buffer.numel * BF16_BYTES if self.in_bf16 else size
                 freed += size * self.in_bf16
         return freed
-
-
-def sharded_buffers(plan: RunPlan, stage: int) -> list[_Buffer]:
-    """Return the buffers of a stage that are divided into several shards."""
-    layouts = enumerate(plan.buffers(stage, 0))
-    return [
-        _Buffer(stage, n, each.numel, each.kind == "shared", each.is_expert)
-        for n, each in layouts
-        if each.num_shards > 1
-    ]
 
 
 def row_bytes(plan: RunPlan, pp_rank: int, row: Row) -> RowBytes:

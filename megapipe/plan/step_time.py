@@ -140,7 +140,14 @@ def update_bytes(dtypes: StateDtypes, element: int, is_compiled: bool = False, o
     if dtypes.is_narrow:
         states = {MASTER: "fp32"} | dtypes.states
         widened = 0 if gradient == wide else gradient + wide  # the gradient: before and after, and for the norm
-        read, written = _narrow_bytes(dtypes)
+        # to fp32 and back. read: bits of the weight, shifted, and the remainder; written: checked for NaN, rounded
+        read, written = dict[str, int](), dict[str, int]()
+        for state, dtype in dtypes.narrow.items():
+            cast = BYTES[dtype] + wide
+            if dtype == REMAINDER:
+                read[state], written[state] = 2 * cast + 3 * wide, 2 * cast + 7 * wide + 2
+            else:  # a scale is one pass more
+                read[state] = written[state] = cast + 2 * wide * (state in dtypes.scaled)
         kernel = 2 * wide * (1 + len(states))
         update = 2 * widened + sum(read.values()) + kernel + sum(written.values())
         if MASTER in dtypes.states and states[MASTER] != REMAINDER:
@@ -153,19 +160,6 @@ def update_bytes(dtypes: StateDtypes, element: int, is_compiled: bool = False, o
     master = BYTES[dtypes.states[MASTER]] if MASTER in dtypes.states else 0
     of_weight = master and element + (0 if is_compiled else master)
     return 2 * gradient + (0 if is_compiled else gradient) + 2 * read_and_written + of_weight
-
-
-def _narrow_bytes(dtypes: StateDtypes) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of widening an element of each narrow state to fp32, and of narrowing it."""
-    wide, read, written = 4, dict[str, int](), dict[str, int]()
-    for state, dtype in dtypes.narrow.items():
-        cast = BYTES[dtype] + wide
-        # read: bits of the weight, shifted, and the remainder; written: checked for NaN, rounded
-        if dtype == REMAINDER:
-            read[state], written[state] = 2 * cast + 3 * wide, 2 * cast + 7 * wide + 2
-        else:  # a scale is one pass more
-            read[state] = written[state] = cast + 2 * wide * (state in dtypes.scaled)
-    return read, written
 
 
 def _muon_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, layer_table
-from megapipe.layers.moe import INDEX_BYTES, MoETable
+from megapipe.layers.moe import INDEX_BYTES
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
 from megapipe.plan.activations import all_layers_of, end_tables, layers_with_recompute, split, with_recompute
 from megapipe.plan.muon import muon_work
@@ -63,30 +63,20 @@ def _replica_bytes(plan: RunPlan, stage: int, element: int, kinds: tuple[bool, .
     )
 
 
-def expert_bytes(plan: RunPlan, stage: int) -> dict[str, float]:
-    """Return the bytes that the experts of a stage send over ep and over etp for one microbatch, at balanced routing;
-    replays included.
+def exchanged_bytes(plan: RunPlan, stage: int) -> Counter[str]:
+    """Return the bytes that the layers of a stage exchange for one microbatch, by group: experts over ep and over etp,
+    at balanced routing, and attention over cp; replays included.
     """
     total: Counter[str] = Counter()
     for (layer, recompute), count in Counter(
         layers_with_recompute(plan.model, plan.shape, plan.partition.stages[stage])
     ).items():
-        for name, sent in layer_expert_bytes(plan, layer, recompute).items():
-            total[name] += count * sent  # type: ignore[assignment]
-    return dict(total)
-
-
-def context_bytes(plan: RunPlan, stage: int) -> Counter[str]:
-    """Return the bytes that attention of a stage sends over cp for one microbatch, by group; replays included."""
-    total: Counter[str] = Counter()
-    for (layer, recompute), count in Counter(
-        layers_with_recompute(plan.model, plan.shape, plan.partition.stages[stage])
-    ).items():
-        if layer.attention is None:
-            continue
-        for shape in (with_recompute(each, recompute) for each in plan.slice_shapes):
-            for sent in (*layer.attention.sent_bytes(shape), layer.attention.resent_bytes(shape)):
-                total.update({name: count * num_bytes for name, num_bytes in sent.items()})  # type: ignore[dict-item]
+        sent: list[Mapping[str, float]] = [layer_expert_bytes(plan, layer, recompute)]
+        if layer.attention is not None and plan.topology.cp > 1:
+            for shape in (with_recompute(each, recompute) for each in plan.slice_shapes):
+                sent += (*layer.attention.sent_bytes(shape), layer.attention.resent_bytes(shape))
+        for by_group in sent:
+            total.update({name: count * num_bytes for name, num_bytes in by_group.items()})  # type: ignore[dict-item]
     return total
 
 
@@ -99,8 +89,8 @@ def layer_expert_bytes(plan: RunPlan, layer: LayerSpec, recompute: RecomputeConf
     recompute = recompute or plan.shape.recompute
     shape = with_recompute(plan.shape, recompute)
     whole, rows = int(recompute.recompute_granularity == "full"), int(shape.recomputes("moe"))
-    parts = (part.sent_bytes(shape) for part in layer.parts if isinstance(part, MoETable))
-    return {name: (1 + whole) * forward + (1 + rows) * back for sent in parts for name, (forward, back) in sent.items()}
+    sent = {} if layer.experts is None else layer.experts.sent_bytes(shape)
+    return {name: (1 + whole) * forward + (1 + rows) * back for name, (forward, back) in sent.items()}
 
 
 def stage_collectives(plan: RunPlan, stage: int, splits_backward: bool = False) -> float:
@@ -151,27 +141,24 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     muon = {group: count * plan.shape.gradient for group, count in muon_work(plan, pp_rank).sent.items()}
     of_replicas = Counter({group: sent for group, sent in muon.items() if group not in ("tp", "etp")})
     of_replicas.update(replica_bytes(plan, pp_rank, row) if plan.sharding is not None else _of_updates(plan, held, ran))
-    experts: Counter[str] = Counter()
     loads = 0.0  # of all experts, summed once a step for their biases
     if plan.config.model.moe_router_enable_expert_bias:
         layers = [layer for stage in held for layer in all_layers_of(plan.model, plan.partition.stages[stage])]
-        states = sum(part.num_experts for layer in layers for part in layer.parts if isinstance(part, MoETable))
+        states = sum(layer.experts.num_experts for layer in layers if layer.experts is not None)
         loads = ALL_REDUCE * ring_bytes(states * INDEX_BYTES, plan.topology.num_replicas)
+    exchanged: Counter[str] = Counter()
     if plan.model.has_experts:
-        experts.update({"expert_replicas": of_replicas["expert_replicas"], "etp": muon.get("etp", 0.0)})
-        for stage in held:
-            experts.update({name: ran[stage, Op.F] / slices * sent for name, sent in expert_bytes(plan, stage).items()})
-    context: Counter[str] = Counter()
-    for stage in held if plan.topology.cp > 1 else ():
-        context.update({name: ran[stage, Op.F] / slices * sent for name, sent in context_bytes(plan, stage).items()})
+        exchanged.update({"expert_replicas": of_replicas["expert_replicas"], "etp": muon.get("etp", 0.0)})
+    for stage in held:
+        by_group = exchanged_bytes(plan, stage)
+        exchanged.update({name: ran[stage, Op.F] / slices * sent for name, sent in by_group.items()})
     return {
         "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size) + muon.get("tp", 0.0),
         "pp": sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes / slices,
         **{group: sent for group, sent in of_replicas.items() if sent},
         "replicas": of_replicas["replicas"] + loads,
         "embedding": ALL_REDUCE * ring_bytes(tied_elements * plan.shape.gradient, 2),
-        **experts,
-        **context,
+        **exchanged,
     }
 
 

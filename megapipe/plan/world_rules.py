@@ -13,10 +13,10 @@ from megapipe.config.config import Config
 from megapipe.config.layers import layer_kinds, layers_text
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import SHARDED_PARAMS, strategy_of
-from megapipe.config.problems import divisors
+from megapipe.config.problems import Problems, divisors
 from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
-from megapipe.config.rules.check import Rule, raise_all
+from megapipe.config.rules.check import Rule
 from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, OPTIONS, Option, Refusal, refusals
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
@@ -49,13 +49,15 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         check_counts(config, schedule_of(config), grid, batch)
         num_steps(config, batch)
 
+    options = OPTIONS | SCHEDULES_CHOSEN
     return (
         _rule(check_schedule),
         _rule(placement_of, of_model.chunks),
         _rule(lambda c: group_size(c.parallel, schedule_of(c)), of_model.chunks),
         _rule(lambda c: memory_limit(c.parallel, schedule_of(c)), of_model.chunks),
         _rule(
-            lambda c: raise_all(list(refusals(c, REFUSED_BY_SCHEDULES, OPTIONS | SCHEDULES_CHOSEN))), of_model.chunks
+            lambda c: Problems(list(refusals(c, REFUSED_BY_SCHEDULES, options))).raise_all(),
+            of_model.chunks,
         ),
         _rule(lambda c: check_cut(c.model, c.parallel, placement_of(c)), of_model.chunks, of_model.layers_of_stages),
         _rule(_check_ends, of_model.chunks),

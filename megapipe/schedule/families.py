@@ -226,15 +226,6 @@ def build_forward_only(
     return schedule
 
 
-def check_slices(name: str, num_slices: int) -> None:
-    """Raise ConfigError if the schedule of that name cannot run slices of microbatches."""
-    if num_slices > 1 and not schedule_family(name).takes_slices:
-        several = ", ".join(other.name for other in SCHEDULES.values() if other.takes_slices)
-        raise ConfigError(
-            f"schedule {name} has no order for {num_slices} slices of a microbatch; use 1, or one of {several}"
-        )
-
-
 def _check_shape(
     family: ScheduleFamily,
     num_ranks: int,
@@ -266,7 +257,9 @@ def _check_shape(
             f"a microbatch group of {group_size} is smaller than the {num_ranks} pipeline ranks: {group_rule}; "
             f"use {num_ranks} or more"
         )
-    check_slices(family.name, num_slices)
+    if num_slices > 1 and not family.takes_slices:
+        several = ", ".join(other.name for other in SCHEDULES.values() if other.takes_slices)
+        raise ConfigError(f"{name} has no order for {num_slices} slices of a microbatch; use 1, or one of {several}")
     problem, near = family.counts(num_ranks, num_microbatches) if family.counts else ("", ())
     if problem:
         raise ConfigError(f"{name} {problem}; {num_microbatches} were given: use {' or '.join(map(str, near))}")

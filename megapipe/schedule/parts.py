@@ -249,29 +249,12 @@ def merge(forward: Sequence[Action], backward: Sequence[Action], network: frozen
     return row + list(chain(*chains))
 
 
-def prove(
-    schedule: Schedule,
-    stages: Schedule,
-    parts: Parts,
-    send_depth: int | None = None,
-    members: Sequence[Schedule] = (),
-) -> ValidationReport:
+def prove(schedule: Schedule, stages: Schedule, parts: Parts, send_depth: int | None = None) -> ValidationReport:
     """Prove a schedule of parts, lowered or not, or raise ScheduleError with the faulty part marked.
 
     - It can run (`validate`), also if a rank waits for each part's input before it issues the next one.
     - No rank keeps more parts alive than the rows of `stages`, the schedule that was expanded.
-    - All members of every expert-parallel group issue the same all-to-alls in the same order. members: the schedules of
-      the other expert-parallel ranks; they share the pp_rank of each row, and usually its row.
     """
-    for number, member in enumerate(members, 1):
-        for rank, rows in enumerate(zip(schedule.rows, member.rows, strict=True)):
-            own, other = (exchanges(row, parts) for row in rows)
-            if own != other:
-                slot = next((i for i, names in enumerate(zip(own, other, strict=False)) if names[0] != names[1]), -1)
-                raise ScheduleError(
-                    f"schedule {schedule}: rank {rank} issues {own[slot]} where expert-parallel rank {number} issues "
-                    f"{other[slot]}; members of a group must issue its collectives in one order"
-                )
     try:
         report = validate(schedule, send_depth)
     except ScheduleError as error:
@@ -286,14 +269,10 @@ def prove(
     return report
 
 
-def exchanges(row: Iterable[Action], parts: Parts) -> list[str]:
-    """Return the all-to-alls of a row in the order in which they are issued."""
-    return [parts.text(action) for action in row if action.stage in parts.network and action.op in (Op.F, Op.B)]
-
-
 def exchange_digest(row: Iterable[Action], parts: Parts) -> str:
-    """Return a short digest of `exchanges`, equal on ranks that issue the same all-to-alls in the same order."""
-    return hashlib.sha256(" ".join(exchanges(row, parts)).encode()).hexdigest()[:16]
+    """Return a short digest of a row's all-to-alls, equal on ranks that issue the same ones in the same order."""
+    exchanges = [parts.text(action) for action in row if action.stage in parts.network and action.op in (Op.F, Op.B)]
+    return hashlib.sha256(" ".join(exchanges).encode()).hexdigest()[:16]
 
 
 def _with_names(message: str, parts: Parts) -> str:

@@ -25,6 +25,7 @@ from megapipe.schedule.placement import Placement
 
 Row = tuple[Action, ...]
 _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
+SLOTS_AROUND, RANKS_AROUND = 5, 8  # of a mark in a message
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,13 @@ def from_csv(
         for column, cell in enumerate(line.split(",")):
             if cell.strip():
                 try:
-                    found[-1] += _read_cell(cell)
+                    pair = _PAIR.fullmatch(cell.strip())
+                    if pair is None:
+                        found[-1].append(parse_slice(cell))
+                    else:
+                        (forward, slice_of), backward = parse_slice(pair[1]), parse_slice(pair[2])
+                        overlap = forward._replace(op=Op.OVERLAP)
+                        found[-1] += [(overlap, slice_of), (forward, slice_of), backward]
                 except ScheduleError as error:
                     raise ScheduleError(f"line {len(found)}, cell {column + 1}: {error}") from None
     rows, num_slices = _numbered(found, name)
@@ -173,14 +180,6 @@ def from_csv(
         placement = _placement_of(rows, name)
     count = last // num_slices + 1 if num_microbatches is None else num_microbatches
     return Schedule(name, placement, count, tuple(map(tuple, rows)), num_slices)
-
-
-def _read_cell(cell: str) -> tuple[tuple[Action, int | None], ...]:
-    pair = _PAIR.fullmatch(cell.strip())
-    if pair is None:
-        return (parse_slice(cell),)
-    (forward, slice_of), backward = parse_slice(pair[1]), parse_slice(pair[2])
-    return (forward._replace(op=Op.OVERLAP), slice_of), (forward, slice_of), backward
 
 
 def _numbered(rows: Sequence[Sequence[tuple[Action, int | None]]], name: str) -> tuple[list[list[Action]], int]:
@@ -219,13 +218,7 @@ def _placement_of(rows: Sequence[Sequence[Action]], name: str) -> Placement:
     return Placement(len(rows), tuple(rank_of_stage[stage] for stage in range(len(rank_of_stage))))
 
 
-def rows_text(
-    rows: Sequence[Row],
-    marks: Collection[tuple[int, int]] = (),
-    slots_around: int = 5,
-    ranks_around: int = 8,
-    num_slices: int = 1,
-) -> str:
+def rows_text(rows: Sequence[Row], marks: Collection[tuple[int, int]] = (), num_slices: int = 1) -> str:
     """Return the rows as text, one line per rank; `marks` are (rank, slot) pairs to set in >angle brackets<.
 
     With marks, each row is cut to the slots around its own mark (or around the first one) and ranks far from every mark
@@ -235,7 +228,7 @@ def rows_text(
     first = next(iter(marks), (0, 0))[1]
     lines, skipped = [], 0
     for rank, row in enumerate(rows):
-        if marks and min(abs(rank - other) for other in marked) > ranks_around:
+        if marks and min(abs(rank - other) for other in marked) > RANKS_AROUND:
             skipped += 1
             continue
         if skipped:
@@ -243,7 +236,7 @@ def rows_text(
             skipped = 0
         mark = marked.get(rank)
         centre = first if mark is None else mark
-        around = slots_around if marks else len(row)
+        around = SLOTS_AROUND if marks else len(row)
         end = min(len(row), centre + around + 1)
         start = min(max(0, centre - around), len(row))
         cells = [f">{action}<" if slot == mark else str(action) for slot, action in enumerate(row[start:end], start)]

@@ -138,11 +138,6 @@ class Visibility:
         assert self.window is not None
         return query - query % self.window if self.has_chunks else query - self.window + 1
 
-    def last_query(self, key: int) -> int:
-        """Return the last position that sees a key within a window."""
-        assert self.window is not None
-        return (key - key % self.window if self.has_chunks else key) + self.window - 1
-
     @cached_property
     def query_runs(self) -> tuple[range, ...]:
         """The positions of the queries."""
@@ -200,13 +195,16 @@ def _causal_blocks(seen: Visibility, source: int) -> list[tuple[KeyBlock, bool]]
 
 def _limited_blocks(seen: Visibility, source: int) -> list[tuple[KeyBlock, bool]]:
     """Return the blocks of queries with a window, as `_causal_blocks` does."""
+    assert seen.window is not None
     blocks, first_query = [], 0
     for queries in seen.query_runs:
         first_key = 0
         for keys in seen.key_runs(source):
             # the keys that the first query or a later one sees, and the queries that see one of them
             reached = range(max(keys.start, seen.first_key(queries.start)), min(keys.stop, queries.stop))
-            seeing = range(max(queries.start, reached.start), min(queries.stop, seen.last_query(reached.stop - 1) + 1))
+            last_key = reached.stop - 1
+            last_query = (last_key - last_key % seen.window if seen.has_chunks else last_key) + seen.window - 1
+            seeing = range(max(queries.start, reached.start), min(queries.stop, last_query + 1))
             if reached and seeing:
                 is_whole = reached.stop - 1 <= seeing.start and seen.first_key(seeing.stop - 1) <= reached.start
                 block = KeyBlock(

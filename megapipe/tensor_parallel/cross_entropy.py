@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
-from megapipe.layers.head import loss_block_bytes
+from megapipe.layers.ends import loss_block_bytes
 from megapipe.tensor_parallel.embedding import VocabularySlice, check_ids
 from megapipe.tensor_parallel.gemms import SequenceGather, at_least_fp32, gathered, summed
 from megapipe.tensor_parallel.gradients import add_to_grad

@@ -19,14 +19,13 @@ from megapipe.comm.nccl import NcclSettings
 from megapipe.config.config import Config
 from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
-from megapipe.config.layers import layer_configs
+from megapipe.config.layers import is_explicit, layer_configs
 from megapipe.config.tuned import read_tuned
 from megapipe.dtypes import DTYPES
 from megapipe.environment import Environment, replace_for_libraries, set_for_libraries, value_for_libraries
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
 from megapipe.gpu.kernels import Kernels, why_not_packed
-from megapipe.layers.packing import is_explicit
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.queues import DEFAULT_CONNECTIONS, MOST_CONNECTIONS, RankTraffic, beside, enqueue, why_it_hangs
 from megapipe.plan.run_plan import RunPlan

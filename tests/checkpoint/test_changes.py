@@ -17,7 +17,7 @@ from megapipe.config.config import all_fields, fields_by_key
 from megapipe.config.load import LoadedConfig, load_config
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError
-from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.train.loading import told_changes

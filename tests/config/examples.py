@@ -7,7 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megapipe.config.fields import ConfigField, Option, out_of_bounds
+from megapipe.config.fields import out_of_bounds
+from megapipe.config.options import ConfigField, Option
 from megapipe.registry import Registry
 
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32"

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.config import all_fields, value_of
-from megapipe.config.fields import TAKES_VALUE, ConfigField, Flag
 from megapipe.config.flags import field_flags, help_text, read_command_line
 from megapipe.config.load import load_config
+from megapipe.config.options import TAKES_VALUE, ConfigField, Flag
 from megapipe.errors import ConfigError
 from tests.config.examples import has_values, job, values
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megapipe.config.config import all_fields, fields_by_key
-from megapipe.config.fields import TAKES_VALUE
 from megapipe.config.flags import field_flags, read_command_line, takes_values
 from megapipe.config.load import load_config
 from megapipe.config.megatron_flags import (
@@ -22,6 +21,7 @@ from megapipe.config.megatron_flags import (
     MegatronFlag,
     megatron_flags,
 )
+from megapipe.config.options import TAKES_VALUE
 from megapipe.errors import ConfigError
 from tests.config.examples import job
 from tools.write_flags_page import flags_document

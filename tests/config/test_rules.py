@@ -129,6 +129,18 @@ CASES = [
         "--pipe-sp-strategy uniform_comp",
     ),
     (
+        "slices_have_a_token",
+        "--pipeline-model-parallel-size 2 --pipe-sp-splits 33 --hidden-dropout 0 --attention-dropout 0",
+        ["--pipe-sp-splits 33: --seq-length 32 has at most 32 slices; use 32 or fewer"],
+        "--pipeline-model-parallel-size 2 --pipe-sp-splits 32 --hidden-dropout 0 --attention-dropout 0",
+    ),
+    (
+        "slices_without_dropout",
+        "--pipeline-model-parallel-size 2 --pipe-sp-splits 2 --hidden-dropout 0.1",
+        ["--pipe-sp-splits 2 with --hidden-dropout 0.1 and --attention-dropout 0.1: masks would depend on the number"],
+        "--pipeline-model-parallel-size 2 --pipe-sp-splits 2 --hidden-dropout 0 --attention-dropout 0",
+    ),
+    (
         "only_wsd_has_a_last_phase",
         "--lr-wsd-decay-style cosine",
         ["--lr-wsd-decay-style cosine needs --lr-decay-style WSD"],

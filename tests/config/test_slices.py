@@ -14,8 +14,8 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_spec
+from megapipe.plan.layer_costs import flops_of_length, sequence_slices
 from megapipe.plan.resolve import resolve
-from megapipe.plan.slices import flops_of_length, sequence_slices
 from megapipe.schedule.action import Op
 from tests.tiny import LLAMA, make_config
 

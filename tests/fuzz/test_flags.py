@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megapipe.config.config import all_fields
-from megapipe.config.fields import ConfigField
 from megapipe.config.flags import REQUESTS
 from megapipe.config.megatron_flags import megatron_flags
+from megapipe.config.options import ConfigField
 from megapipe.extras.cli.pretrain import main
 from tests.config.examples import JOB
 from tests.fuzz.outcome import drawn, fault, said

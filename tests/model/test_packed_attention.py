@@ -20,13 +20,13 @@ from megapipe.assembly.microbatches import to_microbatch
 from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.files import DataConfig
 from megapipe.config.gpu import GpuConfig, KernelsConfig
+from megapipe.config.layers import why_masked
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.gpu.kernels import TORCH, describe_kernels, why_not_packed
 from megapipe.gpu.packed_attention import DocumentBorders
-from megapipe.layers.packing import why_masked
-from megapipe.layers.rank_shape import rank_shape
+from megapipe.layers.model import rank_shape
 from megapipe.layers.table import Documents
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.activations import stage_bytes

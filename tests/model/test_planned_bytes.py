@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megapipe.comm.groups import Group
+from megapipe.config.layers import is_explicit
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec
-from megapipe.layers.packing import is_explicit
 from megapipe.layers.table import Documents, RankShape
 from megapipe.model.context import LayerContext
 from megapipe.model.microbatch import Microbatch, StageLoss

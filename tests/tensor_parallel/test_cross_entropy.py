@@ -13,7 +13,7 @@ import megapipe.tensor_parallel.cross_entropy as cross_entropy_module
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
 from megapipe.extras.dry_run.meta import MetaMode
-from megapipe.layers.head import loss_block_bytes
+from megapipe.layers.ends import loss_block_bytes
 from megapipe.model.embedding_and_head import capped_logits
 from megapipe.tensor_parallel.cross_entropy import LossKernels, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding

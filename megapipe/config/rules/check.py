@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from megapipe.config.config import Config, all_fields, fields_by_key, value_of
-from megapipe.config.fields import Need, out_of_bounds, shown
-from megapipe.config.problems import UnreadError, hiding
-from megapipe.config.rules import context, experts, gpu, model, optimizer, pairs, slices, training
-from megapipe.errors import ConfigError
+from megapipe.config.fields import out_of_bounds, shown
+from megapipe.config.options import Need
+from megapipe.config.problems import Problems, UnreadError, hiding
+from megapipe.config.rules import context, experts, gpu, model, optimizer, pairs, training
 
 Rule = Callable[[Config], Iterator[str]]
 
@@ -28,7 +28,7 @@ def check(config: Config, more: Sequence[Rule] = ()) -> None:
             trouble = "" if item is None else out_of_bounds(field.option, item)
             if trouble:
                 broken.append(f"{field.key} {item}: {trouble}")
-    raise_all(broken or broken_rules(config, (*RULES, *more)))
+    Problems(broken or broken_rules(config, (*RULES, *more))).raise_all()
 
 
 def broken_rules(config: Config, rules: Iterable[Rule], unread: Collection[str] = ()) -> list[str]:
@@ -76,16 +76,10 @@ def unmet_needs(config: Config) -> Iterator[tuple[Need, list[str]]]:
     yield from unmet.items()
 
 
-def raise_all(messages: Sequence[str]) -> None:
-    """Raise one ConfigError with all messages, a line each; return if there are no messages."""
-    if messages:
-        raise ConfigError("\n".join(messages))
-
-
 RULES: tuple[Rule, ...] = (
     *model.RULES,
     *context.RULES,
-    *slices.RULES,
+    *context.SLICE_RULES,
     *experts.RULES,
     *gpu.RULES,
     *pairs.RULES,

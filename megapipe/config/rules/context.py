@@ -1,4 +1,4 @@
-"""Rules of context parallelism: lengths of sequences, kinds of communication, heads."""
+"""Rules on the cut of sequences over cp ranks and into slices: lengths, kinds of communication, heads, dropout."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from megapipe.formatting import one_of
 CP = "--context-parallel-size"
 KIND = "--cp-comm-type"
 SIZES = "--hierarchical-context-parallel-sizes"
+SPLITS = "--pipe-sp-splits"
+FP8_MULTIPLE = 16  # the matrix units of Hopper need every size of an fp8 GEMM to be a multiple of this
 
 
 def length(config: Config) -> Iterator[str]:
@@ -74,4 +76,34 @@ def heads(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"{flag} divides heads over {ranks} ranks, but {rule}: use {ways}, or {KIND} p2p or all_gather"
 
 
+def slice_unit(config: Config) -> int:
+    """Return the number of tokens of which the length of every slice is a multiple: with sequence parallelism of tp,
+    with fp8 of what its GEMMs need, both on each cp rank, which has two chunks of it.
+    """
+    parallel, batch = config.parallel, config.training.micro_batch_size
+    cp, unit = parallel.context_parallel_size, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    if config.precision.fp8_format is not None:
+        unit = math.lcm(unit, FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, batch))
+    return unit if cp == 1 else math.lcm(2 * cp, cp * unit)
+
+
+def slices(config: Config) -> Iterator[str]:
+    """Check that every slice can have the least number of tokens."""
+    seq, count, unit = config.model.seq_length, config.parallel.pipe_sp_splits, slice_unit(config)
+    most = seq // unit
+    if count > 1 and count > most >= 1:
+        rule = f" of a multiple of {unit} tokens" if unit > 1 else ""
+        yield f"{SPLITS} {count}: --seq-length {seq} has at most {most} slices{rule}; use {most} or fewer"
+
+
+def dropout(config: Config) -> Iterator[str]:
+    """Refuse dropout, whose masks are drawn for whole sequences."""
+    parallel, model = config.parallel, config.model
+    if parallel.pipe_sp_splits > 1 and (model.hidden_dropout or model.attention_dropout):
+        given = f"--hidden-dropout {model.hidden_dropout:g} and --attention-dropout {model.attention_dropout:g}"
+        rule = "masks would depend on the number of slices"
+        yield f"{SPLITS} {parallel.pipe_sp_splits} with {given}: {rule}; use 0 for both"
+
+
 RULES = (length, kinds, heads)
+SLICE_RULES = (slices, dropout)

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.config.layers import LayerConfig, of_each_kind
-from megapipe.config.model import ACTIVATIONS
+from megapipe.config.layers import HALF_TYPES, LayerConfig, of_each_kind
+from megapipe.config.model import ACTIVATIONS, NORMALIZATIONS
 from megapipe.config.problems import chosen
+from megapipe.config.rules.context import FP8_MULTIPLE
 from megapipe.config.rules.pairs import words_of
-from megapipe.config.rules.slices import FP8_MULTIPLE
 from megapipe.environment import sees_gpu
 
-HALF_TYPES = ("bf16", "fp16")
 GRAPHS = "--cuda-graph-impl local"
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
 # options that the modules of Transformer Engine do not have
@@ -89,6 +88,9 @@ def libraries(config: Config) -> Iterator[str]:
         reason = f"also uses apex's norms and weight gradients, {TRANSFORMER_ENGINE} its own; {way}"
     if impl != "torch" and reason:
         yield f"--optimizer-impl {impl} {reason}"
+    if impl == "apex" and NORMALIZATIONS[model.normalization].function is not None:
+        way = "use --optimizer-impl torch"
+        yield f"--optimizer-impl apex has norms of its own, not --normalization {model.normalization}; {way}"
     picked = chosen(
         (f"--transformer-impl {kernels.transformer_impl}", kernels.transformer_impl != "local"),
         (f"--attention-impl {attention}", attention != "sdpa"),

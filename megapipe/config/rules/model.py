@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megapipe.config.config import Config, fields_by_key, given
 from megapipe.config.fields import shown
 from megapipe.config.layers import OPTIONS_OF, TAKEN, LayerConfig, has_soft_cap, kinds_of, layer_settings, of_each_kind
-from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, ROPE, ModelConfig
+from megapipe.config.model import ACTIVATIONS, ATTENTIONS, ROPE, ModelConfig
 from megapipe.config.parallel import SHARDED_GRADS, strategy_of
 from megapipe.config.problems import chosen, divisors, nearest_values, use_divisors, use_multiples
 from megapipe.errors import ConfigError
@@ -76,7 +76,8 @@ def attention(config: Config, layer: LayerConfig) -> Iterator[str]:
     if layer.has_attention and heads % groups:
         sizes = use_divisors(heads, wanted=groups)
         yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; {sizes}"
-    if layer.has_projection_norms and layer.normalization != "RMSNorm":
+    is_projection = layer.qk_layernorm and layer.qk_layernorm_scope == "projection"
+    if layer.has_attention and is_projection and layer.normalization != "RMSNorm":
         yield f"--qk-layernorm-scope projection is an RMSNorm, not a {layer.normalization}; add --normalization RMSNorm"
 
 
@@ -124,13 +125,6 @@ def attention_kind(config: Config, layer: LayerConfig) -> Iterator[str]:
     if unused:
         rule = f"belong{'s' if len(unused) == 1 else ''} to softmax attention"
         yield f"{one_of(unused)} {rule}, not to --attention-kind {kind}; leave one of the two out"
-
-
-def norm_kind(config: Config) -> Iterator[str]:
-    """Refuse Apex with the norm of an extension."""
-    name = config.model.normalization
-    if NORMALIZATIONS[name].function is not None and config.kernels.optimizer_impl == "apex":
-        yield f"--optimizer-impl apex has norms of its own, not --normalization {name}; use --optimizer-impl torch"
 
 
 @of_each_kind
@@ -316,7 +310,6 @@ RULES = (
     attention,
     latent_attention,
     attention_kind,
-    norm_kind,
     mlp,
     gates,
     rotary_positions,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.fields import number_in
+from megapipe.config.options import number_in
 from megapipe.config.parallel import strategy_of
 from megapipe.config.problems import chosen
 from megapipe.config.training import NEWTON_SCHULZ, OPTIMIZERS, OptimizerConfig

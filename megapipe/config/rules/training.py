@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Iterator
 
 from megapipe.config.config import Config, fields_by_key, given, value_of
-from megapipe.config.fields import shortened
 from megapipe.config.files import HUGGING_FACE_TOKENIZER, TOKENIZER_TYPES, parse_blend, split_shares
 from megapipe.config.problems import use_multiples
 from megapipe.errors import ConfigError
+from megapipe.formatting import shortened
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")

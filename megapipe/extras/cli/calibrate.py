@@ -22,9 +22,9 @@ from typing import Any
 
 from megapipe.assembly.datasets import planned, with_vocabulary
 from megapipe.config.config import fields_by_key
-from megapipe.config.fields import TAKES_VALUE
 from megapipe.config.layers import layer_kinds
 from megapipe.config.load import DEFAULT, LoadedConfig, load_config
+from megapipe.config.options import TAKES_VALUE
 from megapipe.config.training import DEVICES
 from megapipe.config.tuned import TUNABLE, Tuned, to_yaml
 from megapipe.dtypes import TENSOR_DTYPES

@@ -32,7 +32,7 @@ from megapipe.extras.convert.snapshot import (
     tokenizer_files,
 )
 from megapipe.extras.convert.tables import unpadded
-from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters
 
 MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}  # our key -> torch.optim's

@@ -43,7 +43,7 @@ from megapipe.extras.convert.snapshot import (
 )
 from megapipe.extras.convert.special_tokens import exported_files, json_bytes
 from megapipe.extras.convert.tables import MappedTensor, map_tensors, unpadded
-from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.layers.model import model_states
 from megapipe.tokenizers.tokenizer import tokenizer_fingerprint
 from megapipe.train.loading import Weights

@@ -40,7 +40,7 @@ from megapipe.extras.convert.megatron_args import FREQUENCY, MegatronGrid, read_
 from megapipe.extras.convert.pickled import METADATA, StoredTensor, StoredValue, load_pickled, read_folder
 from megapipe.extras.convert.snapshot import EXPERT_BIAS, LazyTensor, Snapshot, check_nothing_left, one_step
 from megapipe.extras.convert.tables import unpadded
-from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, model_states
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.spec import ExpertRows, ParamSpec

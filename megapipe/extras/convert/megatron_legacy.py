@@ -50,7 +50,7 @@ from megapipe.extras.convert.snapshot import (
     one_step,
 )
 from megapipe.extras.convert.tables import unpadded
-from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, model_states, stage_parameters
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.spec import ExpertRows, ParamSpec

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.config.fields import number_in
 from megapipe.config.fields import shown as value_shown
 from megapipe.config.flags import REQUESTS, field_flags, normalised, read_command_line, takes_values
 from megapipe.config.load import LoadedConfig, load_config
 from megapipe.config.megatron_flags import REFUSED as REFUSED_KIND
 from megapipe.config.megatron_flags import megatron_flags
+from megapipe.config.options import number_in
 from megapipe.errors import ConfigError
 from megapipe.extras.migrate.shell_script import CLOSE, OPEN, Call, Decision, is_known, shown
 from megapipe.formatting import count_text, text_table

@@ -16,8 +16,9 @@ from statistics import fmean, median
 from typing import Any
 
 from megapipe.config.config import Config, fields_by_key, value_of
-from megapipe.config.fields import ConfigField, value_text
+from megapipe.config.fields import value_text
 from megapipe.config.load import from_yaml
+from megapipe.config.options import ConfigField
 from megapipe.errors import ConfigError
 from megapipe.extras.report.charts import (
     NUM_COLOURS,

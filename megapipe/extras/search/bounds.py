@@ -17,12 +17,12 @@ from megapipe.config.parallel import SHARDED_PARAMS, RecomputeConfig
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Context, Layout, keeps_all
-from megapipe.layers.model import ModelSpec, model_parameters, model_spec
-from megapipe.layers.rank_shape import rank_shape
+from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape
 from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.cut import undominated
 from megapipe.plan.hardware import Hardware, Link
+from megapipe.plan.layer_costs import sequence_slices
 from megapipe.plan.layer_time import (
     ContextLinks,
     ExpertLinks,
@@ -34,7 +34,6 @@ from megapipe.plan.layer_time import (
 )
 from megapipe.plan.recompute_choice import FULL, choices
 from megapipe.plan.schedule_choice import cut_layers
-from megapipe.plan.slices import sequence_slices
 from megapipe.plan.step_time import update_bytes
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Shape

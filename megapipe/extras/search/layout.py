@@ -29,13 +29,12 @@ from itertools import product
 from typing import NamedTuple
 
 from megapipe.config.config import Config
-from megapipe.config.layers import layer_kinds
+from megapipe.config.layers import is_explicit, layer_kinds
 from megapipe.config.parallel import SHARDED_PARAMS, ParallelConfig, RecomputeConfig
 from megapipe.config.problems import divisors
-from megapipe.config.rules import context, experts, slices
+from megapipe.config.rules import context, experts
 from megapipe.config.rules.check import Rule
 from megapipe.config.rules.pairs import combinations
-from megapipe.layers.packing import is_explicit
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.schedule.families import SCHEDULES, default_schedule
@@ -257,7 +256,7 @@ def _slices(config: Config, tp: int, shared: Context, sequence_parallel: bool) -
     for count in sorted({own, *(count for count in others if count * LEAST_TOKENS <= seq)} - {1}):
         parallel = dataclasses.replace(sized, pipe_sp_splits=count)
         changed = dataclasses.replace(config, parallel=parallel, recompute=RecomputeConfig())
-        if _allows((*slices.RULES, combinations), changed):
+        if _allows((*context.SLICE_RULES, combinations), changed):
             yield count
 
 

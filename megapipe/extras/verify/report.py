@@ -6,10 +6,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from megapipe.config.config import Config
-from megapipe.config.layers import expert_layers, layer_configs
+from megapipe.config.layers import expert_layers, is_explicit, layer_configs
 from megapipe.extras.verify.compare import Difference, OtherChoice, ParityStep, RankStep, tolerance_of, worst
 from megapipe.extras.verify.shrink import Shrunk
-from megapipe.layers.packing import is_explicit
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec

@@ -180,20 +180,6 @@ def _needs(last: int) -> Neighbours:
     return needs
 
 
-def _needed_by(last: int) -> Neighbours:
-    """Return the inverse of `_needs`."""
-
-    def needed_by(action: Action) -> tuple[tuple[int, Op, int | None], ...]:
-        stage, op, microbatch = action
-        if op is Op.W:
-            return ()
-        own = (stage, Op.I if op is Op.F else Op.W, microbatch)
-        following = stage + 1 if op is Op.F else stage - 1
-        return (own, (following, op, microbatch)) if 0 <= following <= last else (own,)
-
-    return needed_by
-
-
 def _justify(rows: Sequence[Sequence[Action]], limit: int) -> Table:
     """Shorten rows of unit slots by forward-backward improvement (Li and Willis 1992).
 
@@ -201,7 +187,17 @@ def _justify(rows: Sequence[Sequence[Action]], limit: int) -> Table:
     chunks.
     """
     last = 2 * len(rows) - 1
-    late = _shift([row[::-1] for row in _in_slots(rows)], limit, Op.W, _needed_by(last))
+
+    def needed_by(action: Action) -> tuple[tuple[int, Op, int | None], ...]:
+        """Return the actions that can only start after it: the inverse of `_needs`."""
+        stage, op, microbatch = action
+        if op is Op.W:
+            return ()
+        own = (stage, Op.I if op is Op.F else Op.W, microbatch)
+        following = stage + 1 if op is Op.F else stage - 1
+        return (own, (following, op, microbatch)) if 0 <= following <= last else (own,)
+
+    late = _shift([row[::-1] for row in _in_slots(rows)], limit, Op.W, needed_by)
     return _shift([row[::-1] for row in late], limit, Op.F, _needs(last))
 
 

@@ -28,7 +28,7 @@ from megapipe.extras.convert.megatron_dist import Place, lay_out
 from megapipe.extras.convert.pickled import load_pickled, read_folder
 from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint
 from megapipe.extras.convert.tables import unpadded
-from megapipe.layers.embedding import WORD_EMBEDDING
+from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import Box
 from tests.extras.convert.test_megatron import in_memory

@@ -8,8 +8,7 @@ import pytest
 
 from megapipe.config.config import resolve_model
 from megapipe.extras.dry_run.rank import count_rank
-from megapipe.layers.model import model_spec
-from megapipe.layers.rank_shape import rank_shape
+from megapipe.layers.model import model_spec, rank_shape
 from megapipe.plan.traffic import step_bytes
 from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, UNLIKE, make_plan, read_for, selective
 from tests.tiny import make_config
