@@ -24,7 +24,7 @@ from megapipe.config.fields import out_of_bounds, value_text
 from megapipe.config.flags import REQUESTS, field_flags, normalised, suggestion, unit_and_help
 from megapipe.config.load import load_config
 from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, SUPPORTED, megatron_flags
-from megapipe.config.options import TAKES_VALUE, ConfigField, Flag
+from megapipe.config.options import TAKES_VALUE, ConfigField
 from megapipe.config.yaml_file import SUPPLIED
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option
