@@ -40,20 +40,9 @@ SMALL_SIZES = "--hidden-size 64 --ffn-hidden-size 192 --seq-length 64 --vocab-si
 # what a recipe has besides features is one more row
 BY_NAME = {row.name: row for row in (*FEATURES, *(Feature(recipe.name, recipe.flags) for recipe in RECIPES))}
 AXES = tuple(f"--{axis}-size" for axis in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel"))
-# what every run of the tests examines: fp8 of grouped products, latent attention in a pipeline, sharded weights,
-# experts beside context parallelism, a recipe, a refusal
-EVERYDAY = (
-    *(
-        "moe grouped with fp8 local",
-        "slices2 with cp2 p2p with moe ep2 with mtp",
-        "zb-v with mla",
-        "zero3 with fp8 local",
-        "set 77",
-        "set 119",
-        "Kimi K2",
-    ),
-    "mla with sinks",
-)
+# what every run of the tests examines: sharded weights in fp8, experts beside context parallelism, drawn features, a
+# refusal
+EVERYDAY = ("slices2 with cp2 p2p with moe ep2 with mtp", "zero3 with fp8 local", "set 119", "mla with sinks")
 # sets of features that share much code, beside the drawn ones
 SETS = (
     ("moe ep2", "mla", "mtp", "fp8 local"),

@@ -178,7 +178,7 @@ class Command:
             own, flags = parser.parse_known_args(dashed)
             own.flags = [word for word in flags if word != "--"]
         else:
-            own = parser.parse_args(dashed)
+            own = parser.parse_intermixed_args(dashed)  # positional arguments may come after flags
         for each in self.options:
             if not isinstance(each, Option) or (each.above, each.at_least) == (None, None):
                 continue

@@ -142,7 +142,8 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
         tp, pp = 2 if slots >= 4 else 1, 2 if slots >= 2 else 1
         sizes = ("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp))
         grid_flags = (*GPU_FLAGS, *sizes, "--num-virtual-stages-per-pipeline-rank", "2" if pp > 1 else "none")
-    parallel = _config([*grid_flags, *flags]).parallel
+    config = _config([*grid_flags, *flags])
+    parallel, training = config.parallel, config.training
     replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     if parallel.pipeline_model_parallel_size == 1 and parallel.num_virtual_stages_per_pipeline_rank is not None:
         # one rank has no pipeline to interleave
@@ -152,7 +153,10 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
         raise ConfigError(
             f"{needed} ranks need {needed} GPUs, but there are {num_gpus}; add --device cpu, or make the grid smaller"
         )
-    num_ranks = asked_ranks if asked_ranks is not None else max(1, slots // replica) * replica
+    copies, batch = max(1, slots // replica), training.global_batch_size
+    while copies > 1 and batch is not None and batch % (training.micro_batch_size * copies):
+        copies -= 1  # a batch is cut evenly: of 12 GPUs 8 are used
+    num_ranks = asked_ranks if asked_ranks is not None else copies * replica
     found = f"{count_text(num_gpus, 'GPU')}, so NCCL" if num_gpus else "no GPU, so gloo on the CPU"
     return Grid(num_ranks, num_gpus, grid_flags, f"{found}: {count_text(num_ranks, 'rank')}")
 

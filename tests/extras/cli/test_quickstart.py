@@ -43,6 +43,7 @@ def grid(
         (4, (2, 2, 2, 1)),
         (8, (2, 2, 2, 2)),
         (7, (2, 2, 2, 1)),
+        (12, (2, 2, 2, 2)),
     ],
     ids=lambda value: f"{value} GPUs" if isinstance(value, int) else "x".join(map(str, value)),
 )

@@ -20,7 +20,7 @@ FIXTURES = REPOSITORY / "tests" / "fixtures" / "schedules"
 
 
 def test_compare_prints_a_line_a_schedule_and_the_reasons_of_refusals(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "1f1b", "zb-v", "dualpipe", "-p", "3", "-m", "7", "--p2p", "0.1"]) == 0
+    assert main(["compare", "1f1b", "-p", "3", "zb-v", "-m", "7", "--p2p", "0.1", "dualpipe"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:4] == ["schedule", "stages", "makespan", "barrier"]
     assert [line.split()[0] for line in lines[1:4]] == ["1f1b", "zb-v", "dualpipe"]
