@@ -29,14 +29,16 @@ BASE = (
 )
 
 
-def trained(rank: int, world_size: int, flags: str, num_steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
+def trained(
+    rank: int, world_size: int, flags: str, num_steps: int = 3, rate: float = 1e-2
+) -> tuple[list[float], dict[str, Tensor]]:
     """Train some steps on one batch with an evaluation in between; return the losses and this rank's final weights."""
     runtime = runtime_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
     step = trainer(runtime)
     rows = np.random.RandomState(0).randint(0, 32, (4, 17))
     losses = []
     for index in range(num_steps):
-        losses.append(step.run(step_microbatches(runtime, rows, index), Rates(1e-2, 0.0)).loss)
+        losses.append(step.run(step_microbatches(runtime, rows, index), Rates(rate, 0.0)).loss)
         if index == 0:
             step.evaluate(step_microbatches(runtime, rows[::-1].copy(), index))
     return losses, {name: tensor.clone() for name, tensor in whole_parameters(runtime)}
@@ -131,12 +133,26 @@ MIXTURE = (
     "--moe-shared-expert-intermediate-size 16 --disable-bias-linear --seed 5"
 )
 
+# widths that are no multiple of the blocks of 128
+WIDE_MIXTURE = f"{MIXTURE} --hidden-size 272 --moe-ffn-hidden-size 144 --num-attention-heads 4"
+
 
 @pytest.mark.parametrize("recipe", ["--fp8 hybrid", "--fp8 e4m3 --fp8-recipe blockwise"], ids=["delayed", "blockwise"])
-@pytest.mark.parametrize("num_steps", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_mixture_of_experts_learns_as_in_fp32(num_steps: int, recipe: str) -> None:
-    """Measured over 200 steps: losses of 0.0225 in all, at most 2.1 % apart at steps 20, 100 and 200."""
-    plain, found = (trained(0, 1, f"{MIXTURE} {flags}", num_steps)[0] for flags in ("", recipe))
+@pytest.mark.parametrize(
+    ("mixture", "rate", "num_steps", "bound"),
+    [
+        pytest.param(MIXTURE, 1e-2, 20, 0.03, id="20"),
+        pytest.param(MIXTURE, 1e-2, 200, 0.03, id="200", marks=pytest.mark.slow),
+        pytest.param(WIDE_MIXTURE, 1e-3, 200, 0.05, id="wide-200", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mixture_of_experts_learns_as_in_fp32(
+    mixture: str, rate: float, num_steps: int, bound: float, recipe: str
+) -> None:
+    """Measured over 200 steps: losses of 0.0225 in all, at most 2.1 % apart at steps 20, 100 and 200; of the wide one
+    0.0217, 2.7 % (blockwise) and 4.2 % (delayed).
+    """
+    plain, found = (trained(0, 1, f"{mixture} {flags}", num_steps, rate)[0] for flags in ("", recipe))
     assert found != plain and found[-1] < 0.05 * found[0]
     for step in (step for step in (20, 100, 200) if step <= num_steps):
-        assert found[step - 1] == pytest.approx(plain[step - 1], rel=0.03)
+        assert found[step - 1] == pytest.approx(plain[step - 1], rel=bound)
