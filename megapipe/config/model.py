@@ -322,7 +322,10 @@ class ModelConfig:
         needs=LATENT,
     )
     num_experts: int | None = count(
-        None, "experts of each layer with a mixture of experts (docs/experts.md); unset: dense MLPs", "experts"
+        None,
+        "experts of each layer with a mixture of experts (docs/experts.md); unset: dense MLPs",
+        "experts",
+        at_most=100_000,
     )
     moe_layer_freq: str | None = option(
         None,

@@ -28,8 +28,8 @@ class MaskedBlock(NamedTuple):
     """A block of queries and keys.
 
     mask: [1 or b, 1, queries, keys]; None: what the block says. empty: queries without a key, [1 or b, 1, queries].
-    make: returns both where they depend on the microbatch, for each use again, since masks that wait from a forward to
-    its backward take more memory than all else that attention keeps.
+    make: returns both where they depend on the documents of a microbatch. They are made for each use, since a mask that
+    is kept from the forward to the backward takes memory for each microbatch in flight.
     """
 
     block: KeyBlock
