@@ -70,6 +70,7 @@ class _Answer:
     error_type: str = ""
     error_text: str = ""
     traceback_text: str = ""
+    num_groups: int = 0  # that torch has counted: it names a group by their number
 
 
 @dataclass
@@ -136,6 +137,7 @@ class RankPool:
                 with contextlib.suppress(BrokenPipeError):  # _collect reports a rank that died at start
                     worker.connection.send_bytes(job)
             answers = self._collect(self.timeout if timeout is None else timeout, frozenset(may_die))
+            self._check_groups(answers)
             for worker in self._workers:  # only now: a rank that closes its connections would disturb its peers
                 with contextlib.suppress(BrokenPipeError):
                     worker.connection.send_bytes(CLEAN_UP)
@@ -194,6 +196,13 @@ class RankPool:
                     raise self._raised(worker, answer)
                 answers[worker.rank] = answer
         return [answers[rank] for rank in range(self.world_size)]
+
+    def _check_groups(self, answers: list[_Answer | None]) -> None:
+        """Raise RankFailure if the ranks have not created the same groups: the next one would wait for ever."""
+        found = {rank: answer.num_groups for rank, answer in enumerate(answers) if answer is not None}
+        if len(set(found.values())) > 1:
+            head = f"the ranks have created different numbers of process groups, so that the next would hang: {found}"
+            raise RankFailure(0, None, head, head)
 
     def _raised(self, worker: _Worker, answer: _Answer) -> RankFailure:
         head = f"rank {worker.rank} of {self.world_size} raised {answer.error_type}: {answer.error_text}"
@@ -274,12 +283,19 @@ def _answer(job: bytes, rank: int, world_size: int, folder: str, timeout: float,
     try:
         _prepare(rank, world_size, folder, timeout, started)
         function, args = pickle.loads(job)
-        return _Answer(pickle.dumps(function(rank, world_size, *args)))
+        value = pickle.dumps(function(rank, world_size, *args))
+        return _Answer(value, num_groups=_num_groups())
     except BaseException as error:
         return _Answer(None, type(error).__name__, str(error), traceback.format_exc())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+
+
+def _num_groups() -> int:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._world.group_count
 
 
 def _prepare(rank: int, world_size: int, folder: str, timeout: float, started: bool) -> None:

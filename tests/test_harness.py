@@ -46,6 +46,11 @@ def make_groups(rank: int, world_size: int) -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
+def make_a_group_on_rank_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        dist.new_group([1])
+
+
 @pytest.mark.parametrize("world_size", [1, 4], ids=lambda n: f"world{n}")
 def test_results_come_back_by_rank(world_size: int) -> None:
     results = run_ranks(add_up, world_size, 10)
@@ -81,6 +86,11 @@ def test_pool_answers_many_jobs_and_is_rebuilt_after_a_failure() -> None:
         with pytest.raises(RankFailure, match="planted"):
             pool.run(fail_on_rank_one)
         assert pool.run(add_up, 0)[1].item() == 1.0
+
+
+def test_ranks_that_create_different_groups_fail() -> None:
+    with pytest.raises(RankFailure, match=r"different numbers of process groups.*0: 1, 1: 2"):
+        run_ranks(make_a_group_on_rank_one, 2)
 
 
 def test_pool_destroys_the_groups_of_a_job() -> None:

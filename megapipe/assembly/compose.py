@@ -68,14 +68,15 @@ class ComposedStage(NamedTuple):
     runner: StageRunner
 
 
-def communicators(plan: RunPlan, groups: ProcessGroups, num_stages: int, trains: bool) -> list[StageCommunicators]:
-    """Return the groups of each stage of this rank: the same ones, but two stages that compute at the same time (pairs
-    of DualPipe) have their own. A collective where groups are made.
+def communicators(plan: RunPlan, groups: ProcessGroups, trains: bool) -> list[StageCommunicators]:
+    """Return the groups of each stage of this rank: the same ones, but those that compute at the same time (pairs of
+    DualPipe, which a rank's first stage forms with its second, unit by unit) have their own.
+
+    A collective where groups are made: what it makes depends on the plan, never on the rank.
     """
     first = StageCommunicators(groups.tp, ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp), groups.context)
-    found = [first] * num_stages
-    can_overlap = trains and num_stages == 2 and plan.parts is None
-    if can_overlap and Op.OVERLAP in plan.schedule(min(plan.decisive_counts)).ops:
+    found = [first] * len(plan.placement.stages_of(groups.pp.rank))
+    if trains and plan.parts is None and Op.OVERLAP in plan.schedule(min(plan.decisive_counts)).ops:
         tp = second_communicator(first.tp) if first.tp.size > 1 else first.tp
         context = first.context
         if groups.cp.size > 1:
@@ -84,7 +85,9 @@ def communicators(plan: RunPlan, groups: ProcessGroups, num_stages: int, trains:
         if plan.model.has_experts:
             ep, etp, dp = (second_communicator(group) for group in (groups.ep, groups.etp, groups.dp))
             experts = ExpertGroups(ep, etp, dp, context.cp)
-        found[1] = StageCommunicators(tp, experts, context)
+        leg = plan.whole_stages().placement.stages_of(groups.pp.rank)[0]
+        units = plan.num_units[leg] if plan.num_units else 1
+        found[units:] = [StageCommunicators(tp, experts, context)] * (len(found) - units)
     if trains and plan.parts is not None:  # counts of rows must not wait behind rows
         counts = second_communicator(groups.ep)
         found = [each._replace(experts=replace(each.experts, counts=counts)) for each in found]

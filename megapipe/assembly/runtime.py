@@ -78,7 +78,7 @@ class InferenceRuntime:
         # of every sequence, on this rank
         self.sequence_part = SequencePart(groups.cp.rank, groups.cp.size, plan.slices[0].ends)
         held, tables = plan.placement.stages_of(self.coordinates.pp_rank), SharedTables()
-        for stage, own in zip(held, communicators(plan, groups, len(held), trains), strict=True):
+        for stage, own in zip(held, communicators(plan, groups, trains), strict=True):
             lender = self.buffers[0] if plan.borrows_embedding(stage) else None
             self.stages[stage], self.buffers[stage], self.runners[stage] = compose_stage(
                 plan,
