@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -56,14 +57,14 @@ class Routes:
         if counts.is_meta:
             parts, rows = _even(num_rows, ep.size), _even(num_rows * etp.size, per_rank)
             return cls(groups, parts, parts, (num_rows,) * etp.size, rows, counts.new_empty(num_rows * etp.size))
+        experts, shape = counts.shape[0], (etp.size, ep.size, per_rank)
+        numbers = np.array(to_host(torch.cat([counts, everywhere])))
+        own, table = numbers[:experts].reshape(ep.size, -1), numbers[experts:].reshape(shape)
         expert = torch.arange(per_rank, device=counts.device).repeat(etp.size * ep.size)
-        order = expert.repeat_interleave(everywhere).argsort(stable=True)
-        table = everywhere.view(etp.size, ep.size, per_rank)
-        numbers = torch.cat([counts.view(ep.size, -1).sum(1), table.sum(2).flatten(), table.sum((0, 1))]).tolist()
-        sent, rest = tuple(numbers[: ep.size]), numbers[ep.size :]
-        by_source = [rest[index * ep.size : (index + 1) * ep.size] for index in range(etp.size)]
-        rows = tuple(rest[etp.size * ep.size :])
-        return cls(groups, sent, tuple(by_source[etp.rank]), tuple(sum(source) for source in by_source), rows, order)
+        order = expert.repeat_interleave(everywhere, output_size=int(table.sum())).argsort(stable=True)
+        sums = own.sum(1), table[etp.rank].sum(1), table.sum((1, 2)), table.sum((0, 1))
+        sent, arrived, gathered, of_experts = (tuple(each.tolist()) for each in sums)
+        return cls(groups, sent, arrived, gathered, of_experts, order)
 
     @classmethod
     def even(cls, capacity: int, num_experts: int, groups: ExpertGroups, device: torch.device) -> Routes:
@@ -131,7 +132,7 @@ class GatheredRoutes:
             return cls(groups, _even(own, held), local.new_empty(own), local.new_empty(total))
         expert = torch.where((local >= 0) & (local < held), local, held)
         counts = torch.zeros(held + 1, dtype=torch.int64, device=local.device)
-        expert_rows = tuple(counts.scatter_add_(0, expert, torch.ones_like(expert)).tolist()[:held])
+        expert_rows = tuple(to_host(counts.scatter_add_(0, expert, torch.ones_like(expert)))[:held])
         rows = expert.argsort(stable=True)[: sum(expert_rows)].clone()
         order = torch.full_like(local, rows.shape[0])
         order[rows] = torch.arange(rows.shape[0], device=rows.device)
@@ -165,6 +166,12 @@ class GatheredRoutes:
     @property
     def _is_alone(self) -> bool:
         return self.groups.ep.size == self.groups.etp.size == 1
+
+
+def to_host(numbers: Tensor) -> list[int]:
+    """Return the values of a tensor: the one place of a layer where the host waits for the device."""
+    found: list[int] = numbers.tolist()
+    return found
 
 
 def gather_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
