@@ -33,9 +33,18 @@ TENSOR_DTYPES = {name: dtype for name, dtype in DTYPES.items() if name != FP8}  
 ELEMENT_BYTES = {dtype.name: dtype.num_bytes for dtype in DTYPES.values()}
 
 BLOCK = 128  # elements along a dim that share a scale of 8-bit blocks
+MICRO_BLOCK = 32  # likewise in the microscaling formats
+FP8_BLOCKS = {"blockwise": BLOCK, "mxfp8": MICRO_BLOCK}  # by --fp8-recipe; the others have one scale for a tensor
+SCALES_TILE = (128, 4)  # rows and blocks of a tile of microscaling scales, which kernels read whole
 SCALES_MULTIPLE = 4  # of the scales of blocks in a row: fp32 rows that start at multiples of 16 bytes, as kernels want
 
 
-def blocks_of(count: int) -> int:
+def blocks_of(count: int, block: int = BLOCK) -> int:
     """Return how many blocks hold `count` elements; the last one may be partial."""
-    return -(-count // BLOCK)
+    return -(-count // block)
+
+
+def micro_scales(rows: int, size: int) -> tuple[int, int]:
+    """Return the shape of the scales of [rows, size] in blocks of MICRO_BLOCK, in whole tiles."""
+    count = blocks_of(size, MICRO_BLOCK)
+    return rows + -rows % SCALES_TILE[0], count + -count % SCALES_TILE[1]

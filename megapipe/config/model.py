@@ -86,7 +86,7 @@ ATTENTIONS = Registry(
 EXPERT_SCORES = ("softmax", "sigmoid")
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 FP8_FORMATS = ("e4m3", "hybrid")
-FP8_RECIPES = ("tensorwise", "delayed", "blockwise")
+FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 
 ROPE = Need("model.position_embedding_type", "--position-embedding-type rope", ("rope",))
 LATENT = Need("model.multi_latent_attention", "--multi-latent-attention")
@@ -527,7 +527,8 @@ class PrecisionConfig:
     fp8_recipe: str = option(
         "delayed",
         "fp8: a tensor's scale comes from its own largest value (tensorwise), or from those of earlier steps "
-        "(delayed); blockwise: one for each 128 elements of a row, and 128 x 128 of a weight (DeepSeek-V3's recipe)",
+        "(delayed); blockwise: one for each 128 elements of a row, and 128 x 128 of a weight (DeepSeek-V3's recipe); "
+        "mxfp8: one for each 32 elements of a row (Blackwell's)",
         choices=FP8_RECIPES,
         needs=FP8,
     )

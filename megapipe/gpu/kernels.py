@@ -18,7 +18,7 @@ from megapipe.config.layers import layer_configs, why_masked
 from megapipe.config.model import ATTENTIONS, PrecisionConfig
 from megapipe.config.problems import chosen
 from megapipe.config.training import OPTIMIZERS
-from megapipe.dtypes import ELEMENT_BYTES
+from megapipe.dtypes import ELEMENT_BYTES, FP8_BLOCKS
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
 from megapipe.registry import BUILT_IN
 
@@ -126,7 +126,7 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
     if precision.fp8_format is not None:
         fp8 = f"fp8 {precision.fp8_format}, {precision.fp8_recipe} scaling"
         if kernels.layers is None and device.type == "cuda":
-            in_blocks = precision.fp8_recipe == "blockwise"
+            in_blocks = precision.fp8_recipe in FP8_BLOCKS
             fp8 += " (torch.nn.functional.scaled_mm)" if in_blocks else " (torch._scaled_mm)"
         elif kernels.layers is None:
             fp8 += " (emulated on this CPU, for tests: operands rounded to fp8, products in fp32)"

@@ -275,6 +275,8 @@ def _recipe(library: Any, precision: PrecisionConfig, spans_tp: bool) -> Any:
         return library.Float8CurrentScaling(fp8_format=numbers)
     if precision.fp8_recipe == "blockwise":
         return library.Float8BlockScaling(fp8_format=numbers)
+    if precision.fp8_recipe == "mxfp8":
+        return library.MXFP8BlockScaling(fp8_format=numbers)
     return library.DelayedScaling(
         margin=precision.fp8_margin,
         fp8_format=numbers,

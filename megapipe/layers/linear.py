@@ -2,7 +2,7 @@
 
 megapipe's own fp8 linears find an operand's largest element in one pass and cast the operand in another (with delayed
 scales on CUDA in the same one): one kernel on CUDA or with --compile-pointwise, else a chain of them over a copy in
-fp32. Maxima of blocks of 128 are found in the pass of the cast, and zeros fill the summed dim up to whole blocks.
+fp32. Maxima of blocks are found in the pass of the cast, and zeros fill the summed dim up to whole blocks.
 Transformer Engine makes both layouts in one pass and casts weights for every microbatch; the copies it keeps are not
 known and not counted.
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megapipe.config.model import ModelConfig, PrecisionConfig
-from megapipe.dtypes import BLOCK, SCALES_MULTIPLE, blocks_of
+from megapipe.dtypes import BLOCK, MICRO_BLOCK, SCALES_MULTIPLE, blocks_of, micro_scales
 from megapipe.layers.table import ALL_REDUCE, Collectives, Gemm, RankShape
 from megapipe.sharding.spec import Init, ParamSpec, Slicing
 
@@ -113,16 +113,20 @@ class Cast:
     @classmethod
     def of(cls, rows: int, k: int, shape: RankShape) -> Cast:
         """Count the values, and the scales of blocks. A cast that is several kernels copies to fp32 first."""
-        elements = rows * (blocks_of(k) * BLOCK if shape.fp8_blocks else k)
-        scales = WIDE * elements // BLOCK if shape.fp8_blocks else 0
+        block = shape.fp8_block
+        elements = rows * (k if block is None else blocks_of(k, block) * block)
+        wide = 0 if block is None else WIDE * elements // block
+        scales = math.prod(micro_scales(rows, k)) if block == MICRO_BLOCK else wide
         kept, raised = elements + scales, WIDE * elements
-        return cls(kept, kept if shape.compiles_casts else kept + raised + 2 * scales, raised)
+        return cls(kept, kept if shape.compiles_casts else kept + raised + 2 * wide, raised)
 
 
 def fp8_weight_bytes(gemm: Gemm, shape: RankShape) -> int:
     """Return the bytes of a weight in 8 bits and of its transpose, with the scales of blocks."""
-    if not shape.fp8_blocks:
+    if shape.fp8_block is None:
         return COPIES * gemm.num_weights
+    if shape.fp8_block == MICRO_BLOCK:
+        return sum(Cast.of(*sizes, shape).kept for sizes in ((gemm.outputs, gemm.inputs), (gemm.inputs, gemm.outputs)))
     rows, columns = blocks_of(gemm.outputs), blocks_of(gemm.inputs)
     scales = rows * (columns + -columns % SCALES_MULTIPLE) + columns * (rows + -rows % SCALES_MULTIPLE)
     return BLOCK * (gemm.outputs * columns + gemm.inputs * rows) + WIDE * scales
@@ -143,10 +147,10 @@ def fp8_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
     columns, inputs = Cast.of(gemm.outputs, tokens, shape), Cast.of(gemm.inputs, tokens, shape)
     product = WIDE * gemm.num_weights
     # both layouts of the gradient while that of the inputs is computed; blocks are cast for each
-    second = columns.made if shape.fp8_blocks else columns.kept
+    second = columns.made if shape.fp8_block is not None else columns.kept
     cast = max(gradient.made, gradient.kept + second, columns.kept + inputs.made)
     raised = 0 if shape.is_cuda else columns.raised + inputs.raised
-    if not shape.is_cuda and not shape.fp8_blocks:  # scaled afterwards, as another tensor
+    if not shape.is_cuda and shape.fp8_block is None:  # scaled afterwards, as another tensor
         raised = max(raised, product)
     return max(cast, columns.kept + inputs.kept + raised + product)
 
@@ -165,7 +169,7 @@ def fp8_group_bytes(gemm: Gemm, rows: int, groups: int, shape: RankShape) -> tup
     outer, inner = Cast.of(gemm.outputs, of_group, shape), Cast.of(gemm.inputs, of_group, shape)
     operands = outer.kept + inner.kept
     multiplied = operands + product + (outer.raised + inner.raised if is_emulated else 0)
-    if shape.fp8_blocks:
+    if shape.fp8_block is not None:
         own, matrix = Cast.of(of_group, gemm.outputs, shape), Cast.of(gemm.inputs, gemm.outputs, shape)
         raised = of_group * gemm.inputs * shape.element  # the product, before it is copied to its rows
         if is_emulated:
@@ -201,7 +205,7 @@ def casts(shape: RankShape) -> Casts:
         both_layouts = element + 2.0
         return Casts(both_layouts, both_layouts, 0.0, 0.0, both_layouts, 0.0, 0.0)
     is_fused = shape.compiles_casts
-    if shape.fp8_blocks:  # each layout is a pass of its own, or a chain: zeros, fp32, maxima, scale, round
+    if shape.fp8_block is not None:  # a pass for each layout, or a chain: zeros, fp32, maxima, scale, round
         cast = element + 1.0 if is_fused else WIDE + element + WIDE + WIDE + 2 * WIDE + WIDE + 1.0
         gradients, again = (cast, cast) if shape.splits_backward else (2 * cast, 0.0)
         return Casts(cast, gradients, cast, again, 0.0, cast + 1.0, 3.0 * WIDE)

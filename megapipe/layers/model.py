@@ -14,6 +14,7 @@ from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.layers import LayerConfig, layer_configs, why_masked
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
+from megapipe.dtypes import FP8_BLOCKS
 from megapipe.layers.attention import AttentionTable
 from megapipe.layers.ends import EmbeddingTable, HeadTable
 from megapipe.layers.latent_attention import LatentAttentionTable
@@ -217,7 +218,7 @@ def rank_shape(config: Config, tp: int, sequence_parallel: bool, micro_batch_siz
         transformer_impl=config.kernels.transformer_impl,
         compile_pointwise=config.kernels.compile_pointwise,
         loss_chunk=config.training.cross_entropy_chunk_size,
-        fp8_blocks=config.precision.fp8_recipe == "blockwise",
+        fp8_block=FP8_BLOCKS.get(config.precision.fp8_recipe),
         is_cuda=is_cuda,
         ep=config.parallel.expert_model_parallel_size,
         etp=config.parallel.expert_tensor_parallel_size or tp,

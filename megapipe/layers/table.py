@@ -56,7 +56,7 @@ class RankShape:
     transformer_impl: str = "local"
     compile_pointwise: bool = False
     loss_chunk: int | None = None  # tokens, --cross-entropy-chunk-size
-    fp8_blocks: bool = False  # operands in 8 bits have a scale for each block of 128
+    fp8_block: int | None = None  # elements that share a scale of an operand in 8 bits; None: all of them
     is_cuda: bool = True  # CUDA kernels keep and make other tensors than those of CPUs
     splits_backward: bool = False  # into I and W: linears' inputs and output gradients wait for W
     ep: int = 1  # ranks among which experts are divided

@@ -9,6 +9,9 @@ one for each block of 128, so that an outlier costs precision in its own block a
     dgrad     dy 1 x 128 along out   W 128 x 128, the same values and scales transposed
     wgrad     dy and x 128 x 1 along tokens
 
+Recipe mxfp8, Blackwell's, has blocks of 32 along the summed dim for all operands: a weight and its transpose have
+blocks of their own.
+
 Weights are cast once per run of a schedule (`begin`), not once per microbatch. Inputs are saved for the backward in the
 model's dtype, as without fp8, and cast when used. A gradient is cast once for both of its products, unless W waits.
 
@@ -19,14 +22,15 @@ routers, core attention, the output layer and the gate of shared experts stay in
 By tensor the rows of all experts of a rank have one scale, as have their weights and their output gradients; blocks
 never hold rows or weights of two experts. Each expert's products are GEMMs of their own: torch's grouped kernel has no
 blocks of 128. Where rows are the summed dim, zeros fill an expert's rows up to a multiple of 16, the least that the
-matrix units take, or of 128.
+matrix units take, or of a block.
 
 Each rank casts the operands of its GEMMs: a gathered x is complete, so all tp ranks cast it alike; of W, and of
 tensors split by columns, each tp rank has its own scales, finer than those of a single process. By blocks they are
-those of a single process where tp cuts at multiples of 128. Maxima cross ranks only where an operand is multiplied
+those of a single process where tp cuts at multiples of a block. Maxima cross ranks only where an operand is multiplied
 before it is completely gathered (chunked GEMMs) and its one scale is not known from earlier steps.
 
-On GPUs this needs compute capability 8.9 or higher, and for blocks 9.0 and CUDA 12.9. CPUs emulate it (fp8_matrix.py).
+On GPUs this needs compute capability 8.9 or higher; for blocks of 128 9.0 and CUDA 12.9, for blocks of 32 10.0 and CUDA
+12.8. CPUs emulate it (fp8_matrix.py).
 """
 
 from __future__ import annotations
@@ -40,21 +44,25 @@ from torch.utils._triton import has_triton
 
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
+from megapipe.dtypes import FP8_BLOCKS
 from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2, Fp8Rows, Fp8Tensor, fp8_matmul
-from megapipe.tensor_parallel.fp8_scales import BlockScales, Compiler, TensorScale
+from megapipe.tensor_parallel.fp8_scales import BlockScales, Compiler, MxScales, TensorScale
 from megapipe.tensor_parallel.gemms import ChunkProduct, Gemms, RowGroups
 from megapipe.tensor_parallel.gradients import GradientSlot
 
 MIN_CAPABILITY = (8, 9)  # Ada; Hopper has 9.0
-BLOCKS_CAPABILITY = 9  # Hopper alone: the kernels of newer GPUs have blocks of 32
-BLOCKS_CUDA = (12, 9)
+# recipes of blocks: the GPUs that have a product, by the first number of their compute capability, and the least CUDA
+BLOCKS = {
+    "blockwise": (9, "Hopper, compute capability 9.0", (12, 9)),
+    "mxfp8": (10, "Blackwell, compute capability 10.0", (12, 8)),
+}
 FNUZ_ARCHITECTURES = "gfx94"  # MI300: e4m3fnuz and e5m2fnuz
 C_COMPILERS = ("cc", "gcc", "clang")  # Triton builds its launchers with one
 
 
-def fp8_unsupported_reason(device: torch.device, in_blocks: bool = False) -> str | None:
+def fp8_unsupported_reason(device: torch.device, recipe: str = "tensorwise") -> str | None:
     """Return why this GPU cannot multiply these formats, or its casts not be compiled; None if they can, and for a CPU,
-    which emulates them. in_blocks: with a scale for each block of 128.
+    which emulates them. recipe: --fp8-recipe.
     """
     if device.type != "cuda":
         return None
@@ -64,15 +72,20 @@ def fp8_unsupported_reason(device: torch.device, in_blocks: bool = False) -> str
     major, minor = (0, 0) if is_hip else torch.cuda.get_device_capability(device)
     if not is_hip and (major, minor) < MIN_CAPABILITY:
         return f"{name}, compute capability {major}.{minor}, has no fp8 matrix units (8.9 or higher has)"
-    if in_blocks:
-        lacking = None if major == BLOCKS_CAPABILITY else f"{name}: only Hopper, compute capability 9.0, has it"
+    if recipe in BLOCKS:
+        capability, generation, least_cuda = BLOCKS[recipe]
+        lacking = None if major == capability else f"{name}: only {generation}, has it"
         cuda = torch.version.cuda or ""
-        if lacking is None and (not cuda or tuple(map(int, cuda.split(".")[:2])) < BLOCKS_CUDA):
-            lacking = f"CUDA {cuda}: it comes with CUDA 12.9"
+        if lacking is None and (not cuda or tuple(map(int, cuda.split(".")[:2])) < least_cuda):
+            lacking = f"CUDA {cuda}: it comes with CUDA {'.'.join(map(str, least_cuda))}"
         if lacking is None and not hasattr(functional, "scaled_mm"):
             lacking = f"torch {torch.__version__}: it comes with torch 2.10"
         if lacking is not None:
-            return f"there is no product with scales of blocks of 128 for {lacking}; --fp8-recipe tensorwise needs none"
+            others = {"blockwise": "mxfp8", "mxfp8": "blockwise"}[recipe]
+            return (
+                f"there is no product with scales of blocks of {FP8_BLOCKS[recipe]} for {lacking}; --fp8-recipe "
+                f"tensorwise needs none, and {others} is that of {BLOCKS[others][1]}"
+            )
     lacking = None if has_triton() else "Triton, which comes with torch's wheels for GPUs (pip install triton)"
     if lacking is None and not any(map(shutil.which, C_COMPILERS)):
         lacking = "a C compiler (apt-get install gcc)"
@@ -90,7 +103,7 @@ class Fp8Gemms(Gemms):
     def __init__(
         self, precision: PrecisionConfig, compiler: Compiler = lambda function: function, num_matrices: int = 1
     ) -> None:
-        scales = BlockScales if precision.fp8_recipe == "blockwise" else TensorScale
+        scales = {"blockwise": BlockScales, "mxfp8": MxScales}.get(precision.fp8_recipe, TensorScale)
         of_gradients = E4M3 if precision.fp8_format == "e4m3" else E5M2
         self.x, self.weight, self.gradient = (scales(each, precision, compiler) for each in (E4M3, E4M3, of_gradients))
         self._num_matrices = num_matrices

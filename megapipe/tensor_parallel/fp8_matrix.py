@@ -1,4 +1,5 @@
-"""Matrices in 8 bits, with one scale (`Fp8Tensor`) or one for each block of 128 (`Fp8Blocks`), and their product.
+"""Matrices in 8 bits, with one scale (`Fp8Tensor`) or one for each block of 128 (`Fp8Blocks`) or 32 (`MxBlocks`), and
+their product.
 
 On GPUs the products are torch._scaled_mm and, of blocks, torch.nn.functional.scaled_mm. On CPUs the rounded operands
 are multiplied in fp32, which differs only in the order of sums (the scales of blocks are powers of two, with which
@@ -7,17 +8,18 @@ fp32 multiplies exactly); this is slow and meant for tests.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megapipe.dtypes import BLOCK, SCALES_MULTIPLE
+from megapipe.dtypes import BLOCK, MICRO_BLOCK, SCALES_MULTIPLE, SCALES_TILE, micro_scales
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW_MULTIPLE = 16  # of the summed dim of a GEMM
+ONE = 127  # 2^0 as an exponent of E8M0
 
 
 class Fp8Rows(Protocol):
@@ -89,7 +91,7 @@ class Fp8Blocks(Fp8Tensor):
     is_square: bool = False  # blocks are 128 x 128
 
     def matrix(self, index: int) -> Fp8Blocks:
-        return Fp8Blocks(self.values[index], self.scale_inverse[index], self.is_square)
+        return replace(self, values=self.values[index], scale_inverse=self.scale_inverse[index])
 
     def dequantized(self) -> Tensor:
         """Return the matrix in fp32, exactly: values [rows, k]."""
@@ -133,6 +135,56 @@ class Fp8Blocks(Fp8Tensor):
             bias=bias,
             output_dtype=dtype,
         )
+
+
+@dataclass(frozen=True)
+class MxBlocks(Fp8Blocks):
+    """A matrix in the microscaling format MXFP8 (OCP Microscaling Formats 1.0): a scale for each 1 x 32 along k.
+
+    values: [rows, k], where zeros fill k up to a multiple of 32. scale_inverse: powers of two as uint8, their exponents
+    plus 127 (E8M0), in cuBLAS' layout: tiles of 128 rows x 4 blocks, row r and block c of one at 16 (r % 32) +
+    4 (r // 32) + c, tile after tile; filled with 2^0.
+    """
+
+    def dequantized(self) -> Tensor:
+        wide = self.values.float()
+        rows, size = wide.shape
+        of_tiles = micro_scales(rows, size)
+        scales = tiles_as_rows(self.scale_inverse.view(torch.float8_e8m0fnu).float(), *of_tiles)
+        wide.unflatten(1, (-1, MICRO_BLOCK)).mul_(scales[:rows, : size // MICRO_BLOCK, None])
+        return wide
+
+    def _scaled_mm(self, other: Fp8Blocks, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        scaling, swizzle = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
+        return functional.scaled_mm(
+            self.values,
+            other.values.t(),
+            self.scale_inverse.view(torch.float8_e8m0fnu),
+            scaling,
+            other.scale_inverse.view(torch.float8_e8m0fnu),
+            scaling,
+            swizzle,
+            swizzle,
+            bias=bias,
+            output_dtype=dtype,
+        )
+
+
+def rows_as_tiles(scales: Tensor) -> Tensor:
+    """Return scales [..., rows, blocks] in the layout of `MxBlocks`, [..., rows x blocks of whole tiles]."""
+    height, width = SCALES_TILE
+    *_, rows, blocks = scales.shape
+    if rows % height or blocks % width:
+        scales = functional.pad(scales, (0, -blocks % width, 0, -rows % height), value=ONE)
+    tiles = scales.unflatten(-1, (-1, width)).unflatten(-3, (-1, height // 32, 32))  # [..., i, r // 32, r % 32, j, c]
+    return tiles.movedim(-2, -4).transpose(-3, -2).flatten(-5)
+
+
+def tiles_as_rows(tiles: Tensor, rows: int, blocks: int) -> Tensor:
+    """Return `rows_as_tiles` the other way round."""
+    height, width = SCALES_TILE
+    split = tiles.unflatten(-1, (rows // height, blocks // width, 32, height // 32, width))
+    return split.transpose(-3, -2).movedim(-4, -2).flatten(-2).flatten(-4, -2)
 
 
 def fp8_matmul(

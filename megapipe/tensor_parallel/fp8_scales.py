@@ -1,9 +1,13 @@
-"""Casts to 8 bits, and where their scales come from: `TensorScale` and `BlockScales`, one for an operand of a linear.
+"""Casts to 8 bits, and where the scales of a linear's operand come from: `TensorScale`, `BlockScales` or `MxScales`.
 
 A tensor t is cast to round(t s) with s = largest number of the format / (2^margin amax). By tensor, amax is max |t|
 (recipe tensorwise), or comes from this tensor's history over previous steps (delayed; tensorwise in the first step), so
 that s is the same for all microbatches of a step and recomputed values have the same bits. By blocks (blockwise), amax
-is that of 128 elements along the summed dim or, of weights, of 128 x 128, and s is rounded down to a power of two.
+is that of 128 elements along the summed dim or, of weights, of 128 x 128, and s is rounded down to a power of two. In
+the microscaling format (mxfp8) amax is that of 32 elements along the summed dim, of weights too.
+
+A recipe is one of these classes, and the class of the matrices that it makes, which knows their product. One of two
+levels, as NVFP4 (a scale of 16 elements times one of the tensor), finds the outer scale in `common`.
 
 On CUDA a cast is compiled, with its transpose and (delayed) its amax: as a chain of kernels it would move more bytes
 than fp8 saves.
@@ -23,8 +27,8 @@ from torch import Tensor
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
-from megapipe.dtypes import BLOCK, SCALES_MULTIPLE, blocks_of
-from megapipe.tensor_parallel.fp8_matrix import Fp8Blocks, Fp8Rows, Fp8Tensor
+from megapipe.dtypes import BLOCK, MICRO_BLOCK, SCALES_MULTIPLE, blocks_of
+from megapipe.tensor_parallel.fp8_matrix import Fp8Blocks, Fp8Rows, Fp8Tensor, MxBlocks, rows_as_tiles
 
 EXPONENT_BITS = 0x7F800000  # of fp32
 LARGEST_SCALE = 2.0**126  # its inverse is the smallest normal number of fp32
@@ -83,6 +87,22 @@ def cast_blocks(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, margin
         scales = block_scale(_amax(blocks, -1), dtype, margin)
         blocks.mul_(scales.unsqueeze(-1))
         made += [wide.to(dtype), scales.reciprocal().t().contiguous()]
+    return tuple(made)
+
+
+def cast_micro(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, margin: int) -> tuple[Tensor, ...]:
+    """Return x [..., rows, k] with a scale for each 1 x 32 and, or, its transpose [..., k, rows] likewise: values, and
+    inverse scales [..., rows, k / 32] as uint8, their exponents plus 127.
+    """
+    made: list[Tensor] = []
+    for matrix in (x,) * rows + (x.mT,) * columns:
+        size = matrix.shape[-1]
+        wide = matrix.new_zeros(*matrix.shape[:-1], blocks_of(size, MICRO_BLOCK) * MICRO_BLOCK, dtype=torch.float32)
+        wide[..., :size].copy_(matrix)
+        blocks = wide.unflatten(-1, (-1, MICRO_BLOCK))
+        scales = block_scale(_amax(blocks, -1), dtype, margin)
+        blocks.mul_(scales.unsqueeze(-1))
+        made += [wide.to(dtype), scales.reciprocal().view(torch.int32).bitwise_right_shift(23).to(torch.uint8)]
     return tuple(made)
 
 
@@ -246,6 +266,10 @@ class BlockScales:
     (arXiv:2412.19437, 3.3.3): scaling rounds nothing, and fp32 multiplies scaled values exactly.
     """
 
+    _matrix: type[Fp8Blocks] = Fp8Blocks
+    _function = staticmethod(cast_blocks)
+    _layout: Callable[[Tensor], Tensor] = staticmethod(lambda scales: scales)  # what is not compiled of it
+
     def __init__(
         self, dtype: torch.dtype, precision: PrecisionConfig, compiler: Compiler = lambda function: function
     ) -> None:
@@ -266,18 +290,27 @@ class BlockScales:
         records: bool = True,
     ) -> list[Fp8Tensor]:
         """Cast x to [rows, k] and, or, to [k, rows], each with scales of its own."""
-        dtype, margin = self._options
-        made = self._kernel(cast_blocks, dtype, rows, columns, margin)(x)
-        return [Fp8Blocks(*pair) for pair in zip(made[::2], made[1::2], strict=True)]
+        return self._made(self._function, x, rows, columns)
 
     def cast_weight(self, matrices: Tensor, kept: list[Fp8Tensor] | None) -> list[Fp8Tensor]:
         """Cast [matrices, m, n] as it is, and transposed. kept: an earlier result, overwritten."""
-        made = self._kernel(cast_squares, *self._options)(matrices)
-        cast: list[Fp8Tensor] = [Fp8Blocks(*pair, is_square=True) for pair in zip(made[::2], made[1::2], strict=True)]
+        cast = self._both(matrices)
         for old, new in zip(kept or (), cast, strict=kept is not None):
             old.values.copy_(new.values)
             old.scale_inverse.copy_(new.scale_inverse)
         return cast if kept is None else kept
+
+    def _both(self, matrices: Tensor) -> list[Fp8Tensor]:
+        """Return the matrices and their transposes."""
+        return self._made(cast_squares, matrices, is_square=True)
+
+    def _made(
+        self, function: Callable[..., Any], x: Tensor, *layouts: bool, is_square: bool = False
+    ) -> list[Fp8Tensor]:
+        dtype, margin = self._options
+        made = self._kernel(function, dtype, *layouts, margin)(x)
+        pairs = zip(made[::2], made[1::2], strict=True)
+        return [self._matrix(values, self._layout(scales), is_square) for values, scales in pairs]
 
     def groups(self, x: Tensor, records: bool = True) -> Fp8Rows:
         """Cast the rows of each group when they are used: no block holds rows of two."""
@@ -285,6 +318,22 @@ class BlockScales:
 
     def common(self, x: Tensor, group: Group | None) -> None:
         """Return None: blocks are scaled alike in a part of a tensor."""
+
+
+class MxScales(BlockScales):
+    """Scales of blocks of 32 along the summed dim: a weight and its transpose have scales of their own.
+
+    They are rounded so that no element overflows, as Mishra et al. 2025 ("Recipes for Pre-training LLMs with MXFP8",
+    arXiv:2506.08027) and Transformer Engine do, not as the format's specification suggests.
+    """
+
+    _matrix = MxBlocks
+    _function = staticmethod(cast_micro)
+    # one small kernel: compiled with the cast, it would be another graph for each way in which rows fill tiles
+    _layout = staticmethod(rows_as_tiles)
+
+    def _both(self, matrices: Tensor) -> list[Fp8Tensor]:
+        return self._made(self._function, matrices, True, True)
 
 
 @dataclass(frozen=True)

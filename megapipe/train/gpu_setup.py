@@ -21,7 +21,7 @@ from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
 from megapipe.config.layers import is_explicit, layer_configs
 from megapipe.config.tuned import read_tuned
-from megapipe.dtypes import DTYPES
+from megapipe.dtypes import DTYPES, FP8_BLOCKS
 from megapipe.environment import Environment, replace_for_libraries, set_for_libraries, value_for_libraries
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
@@ -167,11 +167,11 @@ def check_fp8(config: Config, device: torch.device) -> None:
     """Raise ConfigError if --fp8-format is given and the GPU has no 8-bit matrix multiplication."""
     if config.precision.fp8_format is None or config.kernels.transformer_impl != "local":
         return  # Transformer Engine checks this itself
-    in_blocks = config.precision.fp8_recipe == "blockwise"
-    why = fp8_unsupported_reason(device, in_blocks)
+    recipe = config.precision.fp8_recipe
+    why = fp8_unsupported_reason(device, recipe)
     if why is not None:
-        recipe = " --fp8-recipe blockwise" if in_blocks else ""
-        raise ConfigError(f"--fp8-format {config.precision.fp8_format}{recipe}: {why}; leave it out")
+        given = f" --fp8-recipe {recipe}" if recipe in FP8_BLOCKS else ""
+        raise ConfigError(f"--fp8-format {config.precision.fp8_format}{given}: {why}; leave it out")
 
 
 def unused(config: GpuConfig, world: World) -> list[str]:

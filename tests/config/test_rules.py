@@ -877,6 +877,12 @@ CASES = [
         ["multiples of 16", "--ffn-hidden-size / tp = 72"],
         "--fp8-format e4m3 --ffn-hidden-size 80",
     ),
+    (
+        "micro_blocks_of_transformer_engine_are_whole",
+        "--transformer-impl transformer_engine --fp8-format e4m3 --fp8-recipe mxfp8 --ffn-hidden-size 80",
+        ["multiples of 32", "--ffn-hidden-size / tp = 80"],
+        "--transformer-impl transformer_engine --fp8-format e4m3 --fp8-recipe mxfp8 --ffn-hidden-size 96",
+    ),
     ("checkpoints", "--save d --save-retain-interval 100", ["needs a --save-interval that divides it"], "--save d"),
     (
         "chunks",

@@ -254,8 +254,9 @@ def test_training_with_a_library_equals_training_with_torch(rank_pools: Pools, l
 def regions_of(rank: int, world_size: int, flags: str) -> list[tuple[bool, str, bool]]:
     """Return (enabled, recipe, spans tp) of the outermost fp8 regions of one step."""
     with installed():
-        runtime = runtime_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
-        rows = np.random.RandomState(0).randint(0, 32, (4, 9))
+        config = load_config(f"{BASE} {flags}".split()).config
+        runtime = runtime_of(config, rank, world_size)
+        rows = np.random.RandomState(0).randint(0, 32, (2 * config.training.micro_batch_size, 9))
         loss = trainer(runtime).run(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.1)).loss
         assert np.isfinite(loss)
         import transformer_engine.pytorch as te
@@ -265,7 +266,7 @@ def regions_of(rank: int, world_size: int, flags: str) -> list[tuple[bool, str, 
         ]
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise", "mxfp8"])
 def test_fp8_of_transformer_engine_has_one_region_a_forward_and_shares_maxima_over_tp(
     rank_pools: Pools, recipe: str
 ) -> None:
@@ -273,8 +274,9 @@ def test_fp8_of_transformer_engine_has_one_region_a_forward_and_shares_maxima_ov
         f"{TE} --fp8-format hybrid --fp8-recipe {recipe} --tensor-model-parallel-size 2 --hidden-size 64 "
         "--ffn-hidden-size 64"
     )
-    names = {"delayed": "DelayedScaling", "tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}
-    for found in rank_pools(2).run(regions_of, f"{flags} --micro-batch-size 2"):
+    names = {"delayed": "DelayedScaling", "tensorwise": "Float8CurrentScaling"}
+    names |= {"blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+    for found in rank_pools(2).run(regions_of, f"{flags} --micro-batch-size 4 --global-batch-size 8"):
         assert found == [(True, names[recipe], True)] * 2
 
 

@@ -1,4 +1,4 @@
-"""fp8 with a scale for each block of 128: casts and products against a definition written out block by block."""
+"""fp8 with a scale for each block of 128 or 32: casts and products against a definition written out block by block."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.gpu.kernels import compiled
 from megapipe.tensor_parallel import fp8_scales
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
-from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2, Fp8Blocks
-from megapipe.tensor_parallel.fp8_scales import BlockScales, block_scale
+from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2, Fp8Blocks, MxBlocks, rows_as_tiles, tiles_as_rows
+from megapipe.tensor_parallel.fp8_scales import BlockScales, MxScales, block_scale
 from megapipe.tensor_parallel.gemms import RowGroups
 from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -26,6 +26,17 @@ from megapipe.tensor_parallel.linear import ColumnParallelLinear
 BLOCKWISE = PrecisionConfig(fp8_format="e4m3", fp8_recipe="blockwise")
 OF_SUMS = 64  # `closeness` of sums in fp32, in any order; rounding in other blocks is above 1000
 HYBRID = PrecisionConfig(fp8_format="hybrid", fp8_recipe="blockwise")
+MX = PrecisionConfig(fp8_format="e4m3", fp8_recipe="mxfp8")
+MX_HYBRID = PrecisionConfig(fp8_format="hybrid", fp8_recipe="mxfp8")
+BLOCK = {"blockwise": 128, "mxfp8": 32}
+both_recipes = pytest.mark.parametrize("precision", [BLOCKWISE, MX], ids=["blockwise", "mxfp8"])
+
+
+def rounded_weight(weight: Tensor, precision: PrecisionConfig, transposed: bool) -> Tensor:
+    """Return a weight [out, in] as the forward sees it, or, transposed, as the input gradient does."""
+    if precision.fp8_recipe == "blockwise":
+        return rounded(weight, E4M3, 128, 128)
+    return rounded(weight, E4M3, *((32, 1) if transposed else (1, 32)))
 
 
 def rounded(x: Tensor, dtype: torch.dtype, height: int, width: int) -> Tensor:
@@ -50,17 +61,19 @@ def closeness(found: Tensor, wanted: Tensor, terms: Tensor) -> float:
     return float(((found.double() - wanted).abs() / (terms * 2.0**-24 + 1e-30)).max())
 
 
-@pytest.mark.parametrize("precision", [BLOCKWISE, HYBRID], ids=["e4m3", "hybrid"])
+@pytest.mark.parametrize(
+    "precision", [BLOCKWISE, HYBRID, MX, MX_HYBRID], ids=["e4m3", "hybrid", "mxfp8", "mxfp8-hybrid"]
+)
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(256, 384, 256), (272, 336, 400)], ids=["whole", "partial"])
 def test_the_three_products_of_a_linear_are_those_of_operands_rounded_in_blocks(
     precision: PrecisionConfig, tokens: int, inputs: int, outputs: int
 ) -> None:
     torch.manual_seed(0)
     gemms, weight, x, dy = Fp8Gemms(precision), spread(outputs, inputs), spread(tokens, inputs), spread(tokens, outputs)
-    of_gradients = E4M3 if precision is BLOCKWISE else E5M2
-    w8 = rounded(weight, E4M3, 128, 128)
-    x8, dy8 = rounded(x, E4M3, 1, 128), rounded(dy, of_gradients, 1, 128)
-    x8_tokens, dy8_tokens = rounded(x, E4M3, 128, 1), rounded(dy, of_gradients, 128, 1)
+    of_gradients, block = E4M3 if precision.fp8_format == "e4m3" else E5M2, BLOCK[precision.fp8_recipe]
+    w8, w8_back = (rounded_weight(weight, precision, transposed) for transposed in (False, True))
+    x8, dy8 = rounded(x, E4M3, 1, block), rounded(dy, of_gradients, 1, block)
+    x8_tokens, dy8_tokens = rounded(x, E4M3, block, 1), rounded(dy, of_gradients, block, 1)
     bias = torch.randn(outputs)
     found = [
         gemms.forward(x, weight, None),
@@ -69,7 +82,7 @@ def test_the_three_products_of_a_linear_are_those_of_operands_rounded_in_blocks(
         gemms.weight_gradient(dy, x),
         gemms.weight_gradient(dy, x),  # not after an input gradient: casts the gradient itself
     ]
-    wanted = [(x8, w8.t())] * 2 + [(dy8, w8)] + [(dy8_tokens.t(), x8_tokens)] * 2
+    wanted = [(x8, w8.t())] * 2 + [(dy8, w8_back)] + [(dy8_tokens.t(), x8_tokens)] * 2
     for result, (a, b) in zip(found, wanted, strict=True):
         assert closeness(result, a @ b, a.abs() @ b.abs()) < OF_SUMS
     slot = GradientSlot(torch.ones(outputs, inputs))
@@ -113,10 +126,17 @@ GROUPS = {"some_without_rows": (256, 0, 300, 17), "the_last_alone": (0, 0, 0, 27
 @pytest.mark.parametrize("inputs_first", [False, True], ids=["out_in", "in_out"])
 @pytest.mark.parametrize("then_input", [True, False], ids=["whole", "split"])
 @pytest.mark.parametrize("name", GROUPS)
-def test_no_block_holds_rows_or_weights_of_two_groups(name: str, then_input: bool, inputs_first: bool) -> None:
+@both_recipes
+def test_no_block_holds_rows_or_weights_of_two_groups(
+    precision: PrecisionConfig, name: str, then_input: bool, inputs_first: bool
+) -> None:
     counts, (inputs, outputs) = GROUPS[name], (256, 336)
     torch.manual_seed(0)
-    gemms, groups = Fp8Gemms(BLOCKWISE, num_matrices=4), RowGroups(counts, inputs_first)
+    gemms, groups, block = (
+        Fp8Gemms(precision, num_matrices=4),
+        RowGroups(counts, inputs_first),
+        BLOCK[precision.fp8_recipe],
+    )
     matrices = spread(4, *((inputs, outputs) if inputs_first else (outputs, inputs)))
     matrices[1] *= 1000.0
     weight, x, dy = matrices.flatten(0, 1), spread(sum(counts), inputs), spread(sum(counts), outputs)
@@ -130,25 +150,26 @@ def test_no_block_holds_rows_or_weights_of_two_groups(name: str, then_input: boo
     assert y.shape == dy.shape and dx.shape == x.shape
     assert not slot.main_grad.view_as(matrices)[1].any()
     for group, rows in groups.slices():
-        w8 = rounded(matrices[group], E4M3, 128, 128)
-        w8 = w8.t() if inputs_first else w8
+        w8, w8_back = (rounded_weight(matrices[group], precision, each is not inputs_first) for each in (False, True))
+        w8, w8_back = (w8.t(), w8_back.t()) if inputs_first else (w8, w8_back)
         of_weight = slot.main_grad.view_as(matrices)[group]
         pairs = (
-            (y[rows], rounded(x[rows], E4M3, 1, 128), w8.t()),
-            (dx[rows], rounded(dy[rows], E4M3, 1, 128), w8),
+            (y[rows], rounded(x[rows], E4M3, 1, block), w8.t()),
+            (dx[rows], rounded(dy[rows], E4M3, 1, block), w8_back),
             (
                 of_weight.t() if inputs_first else of_weight,
-                rounded(dy[rows], E4M3, 128, 1).t(),
-                rounded(x[rows], E4M3, 128, 1),
+                rounded(dy[rows], E4M3, block, 1).t(),
+                rounded(x[rows], E4M3, block, 1),
             ),
         )
         for found, a, b in pairs:
             assert closeness(found, a @ b, a.abs() @ b.abs()) < OF_SUMS
 
 
-def test_weights_are_cast_once_per_run_into_fixed_memory() -> None:
+@both_recipes
+def test_weights_are_cast_once_per_run_into_fixed_memory(precision: PrecisionConfig) -> None:
     torch.manual_seed(0)
-    gemms, weight, x = Fp8Gemms(BLOCKWISE), torch.randn(256, 336), torch.randn(32, 336)
+    gemms, weight, x = Fp8Gemms(precision), torch.randn(256, 336), torch.randn(32, 336)
     first = gemms.forward(x, weight, None)
     addresses = [(each.values.data_ptr(), each.scale_inverse.data_ptr()) for each in gemms.cast_weight(weight)]
     weight.mul_(4)
@@ -158,9 +179,10 @@ def test_weights_are_cast_once_per_run_into_fixed_memory() -> None:
     assert [(e.values.data_ptr(), e.scale_inverse.data_ptr()) for e in gemms.cast_weight(weight)] == addresses
 
 
-def test_chunks_of_rows_are_multiplied_with_the_scales_of_the_whole() -> None:
+@both_recipes
+def test_chunks_of_rows_are_multiplied_with_the_scales_of_the_whole(precision: PrecisionConfig) -> None:
     torch.manual_seed(0)
-    gemms, weight, x = Fp8Gemms(BLOCKWISE), torch.randn(256, 336), spread(4, 96, 336)
+    gemms, weight, x = Fp8Gemms(precision), torch.randn(256, 336), spread(4, 96, 336)
     whole = gemms.forward(x, weight, None)
     product, out = gemms.forward_chunks(x, weight, None, None), torch.empty(4, 96, 256)
     for part in (slice(0, 40), slice(40, 96)):
@@ -169,27 +191,35 @@ def test_chunks_of_rows_are_multiplied_with_the_scales_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("width", [256, 272], ids=["multiples_of_128", "cut_blocks"])
-def test_a_slice_of_a_linear_has_the_scales_of_the_whole_where_cuts_fall_on_blocks(width: int) -> None:
+@both_recipes
+def test_a_slice_of_a_linear_has_the_scales_of_the_whole_where_cuts_fall_on_blocks(
+    precision: PrecisionConfig, width: int
+) -> None:
     """Column- and row-parallel halves: their products are slices of, or sum to, those of the whole linear."""
     torch.manual_seed(0)
     weight, x, dy = spread(2 * width, 2 * width), spread(64, 2 * width), spread(64, 2 * width)
-    whole = Fp8Gemms(BLOCKWISE)
+    whole = Fp8Gemms(precision)
     y, dx, dw = whole.forward(x, weight, None), whole.input_gradient(dy, weight), whole.weight_gradient(dy, x)
     halves = slice(0, width), slice(width, 2 * width)
-    columns = torch.cat([Fp8Gemms(BLOCKWISE).forward(x, weight[half], None) for half in halves], 1)
-    rows = sum(Fp8Gemms(BLOCKWISE).forward(x[:, half], weight[:, half], None).double() for half in halves)
-    summed = sum(Fp8Gemms(BLOCKWISE).input_gradient(dy[:, half], weight[half]).double() for half in halves)
+    columns = torch.cat([Fp8Gemms(precision).forward(x, weight[half], None) for half in halves], 1)
+    rows = sum(Fp8Gemms(precision).forward(x[:, half], weight[:, half], None).double() for half in halves)
+    summed = sum(Fp8Gemms(precision).input_gradient(dy[:, half], weight[half]).double() for half in halves)
     terms = (x.abs().double() @ weight.abs().double().t(), dy.abs().double() @ weight.abs().double())
     differences = [closeness(columns, y.double(), terms[0]), closeness(y, rows, terms[0])]
     differences.append(closeness(dx, summed, terms[1]))
     if width % 128 == 0:
         assert max(differences) < OF_SUMS
-        assert torch.equal(Fp8Gemms(BLOCKWISE).weight_gradient(dy[:, halves[0]], x), dw[halves[0]])
+        assert torch.equal(Fp8Gemms(precision).weight_gradient(dy[:, halves[0]], x), dw[halves[0]])
     else:
-        assert min(differences) > 1000  # other blocks round otherwise
+        is_micro = precision is MX  # blocks of one dim: a cut of the outputs cuts none
+        assert min(differences[is_micro:]) > 1000  # other blocks round otherwise
+        assert (differences[0] == 0.0) is is_micro
 
 
-def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", [HYBRID, MX_HYBRID], ids=["blockwise", "mxfp8"])
+def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(
+    precision: PrecisionConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Linears and experts of several shapes; traced with fullgraph, not compiled."""
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend="eager", **settings))
@@ -200,7 +230,7 @@ def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(monkeypatc
         for compiler in (lambda function: function, compiled):
             torch.manual_seed(0)
             weight, experts, results = torch.randn(outputs, inputs), torch.randn(3 * outputs, inputs), []
-            gemms, grouped = Fp8Gemms(HYBRID, compiler), Fp8Gemms(HYBRID, compiler, 3)
+            gemms, grouped = Fp8Gemms(precision, compiler), Fp8Gemms(precision, compiler, 3)
             for counts in ((30, 0, 2), (1, 130, 5), (17, 3, 128)):
                 x, dy = torch.randn(sum(counts), inputs), torch.randn(sum(counts), outputs)
                 groups, slot = RowGroups(counts, inputs_first=False), GradientSlot(torch.zeros_like(experts))
@@ -213,30 +243,45 @@ def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("capability", "cuda", "lacks"),
+    ("recipe", "capability", "cuda", "lacks"),
     [
-        ((9, 0), "12.9", None),
-        ((9, 0), "12.8", "CUDA 12.8"),
-        ((10, 0), "13.0", "only Hopper"),
-        ((8, 9), "12.9", "only Hopper"),
+        ("blockwise", (9, 0), "12.9", None),
+        ("blockwise", (9, 0), "12.8", "CUDA 12.8: it comes with CUDA 12.9"),
+        (
+            "blockwise",
+            (10, 0),
+            "13.0",
+            "only Hopper, compute capability 9.0, has it; --fp8-recipe tensorwise needs none",
+        ),
+        ("blockwise", (8, 9), "12.9", "only Hopper"),
+        ("mxfp8", (10, 0), "12.8", None),
+        ("mxfp8", (10, 0), "12.6", "CUDA 12.6: it comes with CUDA 12.8"),
+        (
+            "mxfp8",
+            (9, 0),
+            "12.9",
+            "only Blackwell, compute capability 10.0, has it; --fp8-recipe tensorwise needs none",
+        ),
     ],
-    ids=["hopper", "old_cuda", "blackwell", "ada"],
 )
 def test_blocks_are_refused_where_there_is_no_product_of_them(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cuda: str, lacks: str | None
+    monkeypatch: pytest.MonkeyPatch, recipe: str, capability: tuple[int, int], cuda: str, lacks: str | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(fp8, "has_triton", lambda: True)
     monkeypatch.setattr(fp8.shutil, "which", lambda _: "cc")
-    why = fp8.fp8_unsupported_reason(torch.device("cuda"), in_blocks=True)
+    why = fp8.fp8_unsupported_reason(torch.device("cuda"), recipe)
     assert fp8.fp8_unsupported_reason(torch.device("cuda")) is None
-    assert why is None if lacks is None else lacks in str(why) and "--fp8-recipe tensorwise" in str(why)
+    assert why is None if lacks is None else f"blocks of {BLOCK[recipe]}" in str(why) and lacks in str(why)
 
 
 @pytest.mark.parametrize("rows", [256, 37], ids=["whole", "padded"])
-def test_the_layouts_are_those_that_torchs_kernel_asks_for(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+@both_recipes
+def test_the_layouts_are_those_that_torchs_kernel_asks_for(
+    monkeypatch: pytest.MonkeyPatch, precision: PrecisionConfig, rows: int
+) -> None:
     """The shapes and strides that torch's own check demands, on tensors without values."""
     seen: list[tuple[int, ...]] = []
     scaled_mm = torch.nn.functional.scaled_mm
@@ -248,23 +293,50 @@ def test_the_layouts_are_those_that_torchs_kernel_asks_for(monkeypatch: pytest.M
         return torch.zeros(result.shape, dtype=result.dtype)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", checked)
-    scales = BlockScales(E4M3, BLOCKWISE)
+    scales = (BlockScales if precision is BLOCKWISE else MxScales)(E4M3, precision)
     cast, columns = scales.cast(torch.randn(rows, 384), columns=True)
     for weight in scales.cast_weight(torch.randn(2, 640, 384), None):
         a = cast if weight.values.shape[2] == 384 else scales.cast(torch.randn(rows, 640))[0]
         assert a.product(weight.matrix(1), torch.bfloat16, None, True, None).shape == (rows, weight.values.shape[1])
     (other,) = scales.cast(torch.randn(rows, 512), rows=False, columns=True)
     assert columns.product(other, torch.float32, None, False, None).shape == (384, 512)
-    assert seen == [(-(-rows // 4) * 4, 640), (-(-rows // 4) * 4, 384), (384, 512)]
+    filled = rows if precision is MX else -(-rows // 4) * 4
+    assert seen == [(filled, 640), (filled, 384), (384, 512)]
 
 
-def test_a_column_parallel_linear_trains_with_blocks() -> None:
-    gemms = Fp8Gemms(BLOCKWISE)
+def test_micro_scales_stand_in_the_tiles_that_cublas_reads() -> None:
+    """Place by place, as "1D Block Scaling Factors Layout" of cuBLAS' documentation has it."""
+    rows, blocks = 256, 12
+    scales = torch.arange(2 * rows * blocks).view(2, rows, blocks)
+    tiles = rows_as_tiles(scales)
+    for r in range(rows):
+        for c in range(blocks):
+            tile = (r // 128) * (blocks // 4) + c // 4
+            place = 512 * tile + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+            assert tiles[1, place] == scales[1, r, c]
+    assert torch.equal(tiles_as_rows(tiles, rows, blocks), scales)
+
+
+def test_micro_scales_are_exponents_with_nan_for_a_nonfinite_block() -> None:
+    x = torch.zeros(2, 70)
+    x[0, :3], x[0, 40], x[1, 69] = torch.tensor([448.0, -1.0, 1e-44]), 449.0, float("inf")
+    (cast,) = MxScales(E4M3, MX).cast(x)
+    assert isinstance(cast, MxBlocks) and cast.values.shape == (2, 96) and cast.scale_inverse.shape == (512,)
+    found = tiles_as_rows(cast.scale_inverse, 128, 4)[:2]
+    assert found.tolist() == [[127, 128, 127, 127], [127, 127, 255, 127]]
+    back = cast.dequantized()[:, :70]
+    assert back[0, 0] == 448.0 and back[0, 40] == 448.0 and back[1, 64:].isnan().all()
+    assert back[0].isfinite().all() and back[1, :64].isfinite().all()
+
+
+@both_recipes
+def test_a_column_parallel_linear_trains_with_blocks(precision: PrecisionConfig) -> None:
+    gemms, block = Fp8Gemms(precision), BLOCK[precision.fp8_recipe]
     layer = ColumnParallelLinear(160, 256, bias=True, tp=Group.alone("tp"), sequence_parallel=False, gemms=gemms)
     layer.weight, layer.bias = nn.Parameter(torch.randn(256, 160)), nn.Parameter(torch.randn(256))
     x, dy = torch.randn(16, 2, 160, requires_grad=True), torch.randn(16, 2, 256)
     layer(x).backward(dy)
     rows, of_outputs = x.detach().flatten(0, 1), dy.flatten(0, 1)
-    wanted = rounded(of_outputs, E4M3, 128, 1).t() @ rounded(rows, E4M3, 128, 1)
+    wanted = rounded(of_outputs, E4M3, block, 1).t() @ rounded(rows, E4M3, block, 1)
     torch.testing.assert_close(layer.weight.grad.double(), wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(layer.bias.grad, of_outputs.sum(0))  # not a product: not rounded

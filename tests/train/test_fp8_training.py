@@ -46,8 +46,8 @@ def trained(
 
 @pytest.mark.parametrize(
     ("format_", "recipe"),
-    [("e4m3", "tensorwise"), ("hybrid", "delayed"), ("e4m3", "blockwise")],
-    ids=["e4m3", "hybrid-delayed", "blockwise"],
+    [("e4m3", "tensorwise"), ("hybrid", "delayed"), ("e4m3", "blockwise"), ("e4m3", "mxfp8")],
+    ids=["e4m3", "hybrid-delayed", "blockwise", "mxfp8"],
 )
 def test_the_loss_falls_near_that_of_bf16(format_: str, recipe: str) -> None:
     losses, _ = trained(0, 1, f"--bf16 --fp8 {format_} --fp8-recipe {recipe}", 8)
@@ -72,8 +72,8 @@ GRIDS = {
 
 @pytest.mark.parametrize(
     "recipe",
-    ["tensorwise", "delayed --fp8-amax-history-len 2 --fp8-amax-compute-algo max", "blockwise"],
-    ids=["tensorwise", "delayed", "blockwise"],
+    ["tensorwise", "delayed --fp8-amax-history-len 2 --fp8-amax-compute-algo max", "blockwise", "mxfp8"],
+    ids=["tensorwise", "delayed", "blockwise", "mxfp8"],
 )
 @pytest.mark.parametrize("grid", GRIDS)
 def test_every_schedule_and_recomputation_gives_the_bits_of_one_process(
@@ -98,16 +98,21 @@ def test_tensor_parallel_ranks_stay_within_fp8s_rounding(rank_pools: Pools) -> N
     assert losses != expected
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
 @pytest.mark.parametrize("width", [256, pytest.param(288, marks=pytest.mark.slow)], ids=["blocks", "cut_blocks"])
-def test_tensor_parallel_ranks_in_blocks_have_the_losses_of_one_process(rank_pools: Pools, width: int) -> None:
+def test_tensor_parallel_ranks_in_blocks_have_the_losses_of_one_process(
+    rank_pools: Pools, width: int, recipe: str
+) -> None:
     """Other blocks have other powers of two, which round nothing but elements 2^-15 below the largest."""
-    wide = f"--num-layers 2 --hidden-size {width} --ffn-hidden-size 256 --lr 1e-3 --fp8 e4m3 --fp8-recipe blockwise"
+    wide = f"--num-layers 2 --hidden-size {width} --ffn-hidden-size 256 --lr 1e-3 --fp8 e4m3 --fp8-recipe {recipe}"
     expected, _ = trained(0, 1, wide, 2)
     for losses, _ in rank_pools(2).run(trained, f"{wide} --tensor-model-parallel-size 2 --sequence-parallel", 2):
         assert losses == pytest.approx(expected, rel=1e-6)  # measured: 3e-8
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("tensorwise", marks=pytest.mark.slow), "delayed", "blockwise"])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param("tensorwise", marks=pytest.mark.slow), "delayed", "blockwise", "mxfp8"]
+)
 def test_collectives_in_chunks_use_the_scale_of_the_whole(rank_pools: Pools, recipe: str) -> None:
     """Chunks are multiplied with the scale of the whole tensor, even before all of it has arrived.
 
@@ -137,7 +142,11 @@ MIXTURE = (
 WIDE_MIXTURE = f"{MIXTURE} --hidden-size 272 --moe-ffn-hidden-size 144 --num-attention-heads 4"
 
 
-@pytest.mark.parametrize("recipe", ["--fp8 hybrid", "--fp8 e4m3 --fp8-recipe blockwise"], ids=["delayed", "blockwise"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["--fp8 hybrid", "--fp8 e4m3 --fp8-recipe blockwise", "--fp8 e4m3 --fp8-recipe mxfp8"],
+    ids=["delayed", "blockwise", "mxfp8"],
+)
 @pytest.mark.parametrize(
     ("mixture", "rate", "num_steps", "bound"),
     [

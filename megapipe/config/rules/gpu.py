@@ -16,6 +16,7 @@ from megapipe.config.model import ACTIVATIONS, NORMALIZATIONS
 from megapipe.config.problems import chosen
 from megapipe.config.rules.context import FP8_MULTIPLE
 from megapipe.config.rules.pairs import words_of
+from megapipe.dtypes import MICRO_BLOCK
 from megapipe.environment import sees_gpu
 
 GRAPHS = "--cuda-graph-impl local"
@@ -178,10 +179,13 @@ def fp8_sizes(config: Config, layer: LayerConfig) -> Iterator[str]:
         shared = (layer.moe_shared_expert_intermediate_size or 0) // tp
         sizes["--moe-shared-expert-intermediate-size / tp"] = shared
         sizes["rows of the shared experts' first linear / tp"] = gates * shared
-    odd = [f"{name} = {size}" for name, size in sizes.items() if size % FP8_MULTIPLE]
+    flag, multiple = "--fp8-format", FP8_MULTIPLE
+    if config.precision.fp8_recipe == "mxfp8" and config.kernels.transformer_impl == "transformer_engine":
+        flag, multiple = "--fp8-recipe mxfp8 with --transformer-impl transformer_engine", MICRO_BLOCK
+    odd = [f"{name} = {size}" for name, size in sizes.items() if size % multiple]
     if odd:
         way = "choose other sizes, a smaller --tensor-model-parallel-size, or no fp8"
-        yield f"--fp8-format needs GEMMs whose sizes are multiples of {FP8_MULTIPLE}, but {', '.join(odd)}; {way}"
+        yield f"{flag} needs GEMMs whose sizes are multiples of {multiple}, but {', '.join(odd)}; {way}"
 
 
 def cuda_graphs(config: Config) -> Iterator[str]:

@@ -54,6 +54,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 PP4 = {"pipeline_model_parallel_size": 4}
 FP8 = {"fp8_format": "hybrid"}
 BLOCKS = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+MX = BLOCKS | {"fp8_recipe": "mxfp8"}
 ZERO1 = {"use_distributed_optimizer": True}
 ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}

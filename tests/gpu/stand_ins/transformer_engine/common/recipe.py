@@ -37,3 +37,11 @@ class Float8BlockScaling:
 
     def delayed(self) -> bool:
         return False
+
+
+@dataclass
+class MXFP8BlockScaling:
+    fp8_format: Format = Format.E4M3
+
+    def delayed(self) -> bool:
+        return False
