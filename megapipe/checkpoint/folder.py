@@ -256,6 +256,8 @@ def checkpoint_config(root: Path, step: int | None = None) -> tuple[Config, Path
     """
     found = find_checkpoint(root, step)
     if found is None:
+        if not root.exists():
+            raise CheckpointError(f"{root} does not exist: give the folder of a run or of a Hugging Face model")
         raise CheckpointError(f"{root} holds no checkpoint to take the model from; give --num-layers and so on")
     return listed_config(found), found.path
 

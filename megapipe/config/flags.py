@@ -157,6 +157,7 @@ def read_command_line(argv: Sequence[str], problems: Problems | None = None) -> 
                 accepted.append(megatron_flags()[name].judge(texts))
         else:
             found.add(f"unknown flag {shortened(name)}{suggestion(name)} (--help lists all flags)")
+            found.hides_fields = True
             if (meant := meant_flag(name)) in field_flags():
                 found.unread.add(field_flags()[meant][0].key)
     requests = read_requests(asked, found)

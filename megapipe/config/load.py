@@ -110,8 +110,10 @@ def load_config(
     accepted = list(line.accepted)
     files = []
     for path in line.requests.config_files:
+        before = len(files)
         with problems.caught():
             files.append(settings_of_yaml(read_file(path), path, accepted, problems))
+        problems.hides_fields |= len(files) == before
     values, origins = merge([*files, line.settings], problems)
     if values["gpu.tuned"] is not None:
         with problems.caught():
@@ -249,14 +251,18 @@ def with_tokenizer(loaded: LoadedConfig, found: Mapping[str, Any], where: str) -
 
 
 def check_complete(loaded: LoadedConfig, problems: Problems, more: Sequence[Rule] = ()) -> None:
-    """Add to the problems each field that a job must give but was left to its default, and each broken rule."""
+    """Add to the problems each field that a job must give but was left to its default, unless one of those before may
+    hide it, and each broken rule.
+    """
     missing = []
+    if problems.hides_fields:
+        problems.unread.update(("training.train_iters", "training.train_samples"))
     for field in all_fields():
         is_optional = field.key == "optimizer.lr" and loaded.config.training.skip_train
         is_known = is_given(loaded.origins[field.key]) or field.key in problems.unread
         if field.option.required and not is_known and not is_optional:
             in_yaml = f"(in a YAML file: {field.name} in the section {field.section})"
-            missing.append(f"{field.main_flag} is missing: {field.option.help} {in_yaml}")
+            missing += [] if problems.hides_fields else [f"{field.main_flag} is missing: {field.option.help} {in_yaml}"]
             problems.unread.add(field.key)
     problems.add(*missing, *broken_rules(loaded.config, (*RULES, job, *more), problems.unread))
 

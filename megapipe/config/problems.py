@@ -23,10 +23,14 @@ class UnreadError(Exception):
 
 @dataclasses.dataclass
 class Problems:
-    """Messages, a line each, and the fields ('section.name') whose values could not be read."""
+    """Messages, a line each, and the fields ('section.name') whose values could not be read.
+
+    hides_fields: a file or a flag could not be read that may give any field, so that none is known to be missing.
+    """
 
     messages: list[str] = dataclasses.field(default_factory=list)
     unread: set[str] = dataclasses.field(default_factory=set)
+    hides_fields: bool = False
 
     def add(self, *messages: str) -> None:
         """Add messages, each once."""

@@ -103,6 +103,19 @@ def test_a_misspelled_flag_is_not_also_missing() -> None:
     assert str(error.value) == "unknown flag --num-layer; did you mean --num-layers? (--help lists all flags)"
 
 
+def test_what_a_flag_or_file_that_could_not_be_read_may_give_is_not_missing(tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing.yaml"
+    for words, error in (
+        (["--num-expert", "4"], "unknown flag --num-expert; did you mean --num-experts? (--help lists all flags)"),
+        (["--config", str(nothing)], f"--config {nothing}: cannot be read: No such file or directory"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(words)
+        assert str(caught.value) == error
+    with pytest.raises(ConfigError, match="--num-layers is missing"):
+        load_config(["--seed", "-1"])
+
+
 def test_reading_a_hidden_field_raises() -> None:
     section = hiding(load_config(job()).config.model, ["num_layers"])
     assert section.hidden_size == 64

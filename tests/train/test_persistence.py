@@ -334,8 +334,11 @@ def test_the_configuration_of_a_checkpoint_can_be_read_before_anything_is_built(
     config, path = checkpoint_config(tmp_path)
     assert path.name == "step_00000007"
     assert (config.model.hidden_size, config.model.num_layers, config.training.global_batch_size) == (16, 4, 8)
-    with pytest.raises(CheckpointError, match=r"nothing holds no checkpoint to take the model from"):
+    with pytest.raises(CheckpointError, match=r"nothing does not exist: give the folder of a run"):
         checkpoint_config(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"empty holds no checkpoint to take the model from"):
+        checkpoint_config(tmp_path / "empty")
 
 
 def padding_and_scale(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> tuple[float, int, float]:

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megapipe.assembly.datasets import planned
+from megapipe.config.fields import nearest
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import guarded
@@ -93,7 +94,8 @@ def launch(arguments: Sequence[str]) -> int:
 def check_script(script: str) -> None:
     """Raise ConfigError unless this is a command of megapipe that runs on ranks, or a file."""
     if script not in ON_RANKS and not Path(script).is_file():
-        raise ConfigError(f"no such script {script}; give a file, or one of {', '.join(ON_RANKS)}")
+        commands = f"{', '.join(ON_RANKS)}{nearest(script, ON_RANKS)}"
+        raise ConfigError(f"no such script {script}; give a file, or one of {commands}")
 
 
 def threads_of_a_rank(num_ranks: int) -> int:

@@ -11,7 +11,7 @@ import re
 import shlex
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.report import write_report
 from megapipe.extras.report.folder import read_run
 from megapipe.formatting import count_text
+from megapipe.plan.resolve import resolve
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import build_tokenizer
 
@@ -99,6 +100,7 @@ def main(own: argparse.Namespace) -> int:
     """
     began = time.monotonic()
     grid = choose_grid(own.flags, own.ranks)
+    check_grid(_config([*grid.flags, *own.flags]), own.vocab_size, grid.num_ranks)
     prepared = prepare(own.corpus, own.out, own.vocab_size, own.megabytes)
     checkpoints = prepared.folder / "checkpoints"
     done = steps_done(checkpoints)
@@ -159,6 +161,13 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
     num_ranks = asked_ranks if asked_ranks is not None else copies * replica
     found = f"{count_text(num_gpus, 'GPU')}, so NCCL" if num_gpus else "no GPU, so gloo on the CPU"
     return Grid(num_ranks, num_gpus, grid_flags, f"{found}: {count_text(num_ranks, 'rank')}")
+
+
+def check_grid(config: Config, vocab_size: int, num_ranks: int) -> None:
+    """Raise ConfigError for a grid that cannot train, before a corpus is made for it."""
+    if config.model.vocab_size is None:
+        config = replace(config, model=replace(config.model, vocab_size=vocab_size))
+    resolve(config, num_ranks)
 
 
 def count_gpus() -> int:

@@ -81,8 +81,10 @@ def test_every_number_of_gpus_gets_a_grid_that_divides_it(monkeypatch: pytest.Mo
         (["--train-iters", "5"], "--train-iters is set by the quickstart itself; use --steps"),
         (["--hiden-size", "64"], "did you mean --hidden-size"),
         (["--corpus", "/nothing/here"], "no such file or directory"),
+        (["--corpus", "/nothing/here", "--ranks", "5"], "a world of 5 ranks cannot hold"),
+        (["--corpus", "/nothing/here", "--ranks", "24"], "--global-batch-size 16 is not a multiple"),
     ],
-    ids=["no steps", "no number", "data", "length", "misspelt", "no corpus"],
+    ids=["no steps", "no number", "data", "length", "misspelt", "no corpus", "no grid", "no share of the batch"],
 )
 def test_wrong_options_are_refused_in_one_line(
     arguments: list[str],
