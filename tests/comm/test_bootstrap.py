@@ -176,6 +176,7 @@ def test_a_gpu_that_this_torch_has_no_code_for_is_an_error(
 
 
 def test_ranks_have_the_gpu_of_their_local_rank_or_the_only_one_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert choose_backend("auto", "auto", 3) == ("nccl", torch.device("cuda", 3))

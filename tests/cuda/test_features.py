@@ -81,7 +81,7 @@ def on_gpu(name: str) -> object:
     ranks, needs_blocks = CASES[name].ranks, "blockwise" in CASES[name].layout
     few = pytest.mark.skipif(torch.cuda.device_count() < ranks, reason=f"needs {ranks} GPUs")
     blocks = pytest.mark.skipif(needs_blocks and NO_BLOCKS is not None, reason=str(NO_BLOCKS))
-    return pytest.param(name, marks=[pytest.mark.gpu, few, blocks], id=name)
+    return pytest.param(name, marks=[pytest.mark.gpu, few, blocks], id=f"gpus{ranks} {name}")
 
 
 @pytest.fixture(scope="module")
