@@ -7,10 +7,12 @@
 #   PYTHON=EXE    the Python to create it with, 3.11 or newer (default: the first one found)
 #
 # Without an NVIDIA GPU, torch's CPU build is installed: from pip's configured index if it has one, else from download.pytorch.org if that
-# is reachable, else the default build of the index. With one, the newest build that the driver can run (nvidia-smi shows its CUDA
-# version): a torch for a newer CUDA would not see the GPU. Does nothing if nothing has changed.
+# is reachable, else the default build of the index. With one, the default build of the index if the driver can run it (nvidia-smi
+# shows its CUDA version) and it has code for the GPU, else the newest such build of download.pytorch.org. A torch for GPUs that is
+# there already, such as a container's, is kept: other libraries of the container are built against it. Does nothing if nothing has
+# changed.
 #
-#   TORCH_CUDA=cu126   the build to install, whatever the driver: cu126, cu130, ...
+#   TORCH_CUDA=cu126   the build to install, whatever the driver and whatever is there: cu126, cu130, ...
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -19,6 +21,7 @@ torch_index=https://download.pytorch.org/whl
 torch_cpu_index=$torch_index/cpu
 torch_builds="13.2 13.0 12.9 12.8 12.6" # CUDA versions for which torch has had builds, newest first
 extras=
+constraints=$root/constraints.txt
 
 fail() {
     printf 'install: %s\n' "$*" >&2
@@ -52,7 +55,9 @@ make_environment() {
     local python
     python=$(find_python)
     printf 'install: creating %s with %s\n' "$venv" "$("$python" --version)"
-    "$python" -m venv "$venv" || fail "'$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv"
+    local shares=''
+    if [ -n "$(torch_of "$python")" ]; then shares=--system-site-packages; fi
+    "$python" -m venv $shares "$venv" || fail "'$python -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv"
 }
 
 has_nvidia_gpu() {
@@ -61,20 +66,61 @@ has_nvidia_gpu() {
 
 # Print the CUDA version that the driver supports, as in 12.8; nothing if it does not say.
 driver_cuda() {
-    timeout 20 nvidia-smi 2>/dev/null | sed -n 's/.*CUDA\( UMD\)\{0,1\} Version: *\([0-9][0-9]*\.[0-9][0-9]*\).*/\2/p' | head -n 1
+    timeout 20 nvidia-smi 2>/dev/null | sed -n 's/.*CUDA\( UMD\)\{0,1\} Version: *\([0-9][0-9]*\.[0-9][0-9]*\).*/\2/p' | head -n 1 || true
 }
 
-# Print the newest build of torch $2 that a driver for CUDA $1 can run, as in cu128. A build runs on every driver of its major version
-# (12.8 on a driver for 12.2): CUDA's minor versions are compatible.
+# Print the lowest compute capability of the GPUs, as in 9.0; nothing if nvidia-smi does not say.
+capability() {
+    timeout 20 nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]+$' | sort -n | head -n 1 || true
+}
+
+# Succeed if a build of torch for CUDA $1 runs on a driver for CUDA $2, on GPUs of compute capability $3 (empty: not known). A build runs
+# on every driver of its major version (12.8 on a driver for 12.2): CUDA's minor versions are compatible. Blackwell came with CUDA 12.8;
+# torch's builds since have no code for GPUs before Turing.
+runs() {
+    local build=${1/./} capability=${3/./}
+    [ "${1%%.*}" -le "${2%%.*}" ] && { [ "${capability:-90}" -lt 100 ] || [ "$build" -ge 128 ]; } &&
+        { [ "${capability:-90}" -ge 75 ] || [ "$build" -lt 128 ]; }
+}
+
+# Print the CUDA version of the default build of torch $1 in pip's configured index; nothing if it is not for CUDA. Downloads no wheel
+# from an index that serves metadata.
+default_cuda() {
+    timeout 300 "$venv/bin/python" -m pip install --dry-run --ignore-installed --retries 1 --timeout 15 "torch==$1" 2>/dev/null |
+        sed -n 's/^Would install .*nvidia-cuda-runtime\(-cu[0-9]*\)\{0,1\}-\([0-9][0-9]*\.[0-9][0-9]*\).*/\2/p' || true
+}
+
+# Print the newest build of torch $1 in torch's own index that `runs` on $2 and $3, as in cu128.
 build_for() {
     local build
     for build in $torch_builds; do
-        if [ "${build%%.*}" -le "${1%%.*}" ] && offered "torch==$2+cu${build/./}" --extra-index-url "$torch_index/cu${build/./}"; then
+        if runs "$build" "$2" "$3" && offered "torch==$1+cu${build/./}" --extra-index-url "$torch_index/cu${build/./}"; then
             printf 'cu%s\n' "${build/./}"
             return
         fi
     done
     return 1
+}
+
+# Print the version of a torch for GPUs that Python $1 can use; nothing if it has none, or one that sees no GPU where there is one.
+torch_of() {
+    [ -z "${TORCH_CUDA:-}" ] || return 0
+    local asks=0
+    if has_nvidia_gpu; then asks=1; fi
+    "$1" -c "
+import torch
+if (torch.version.cuda or torch.version.hip) and (not $asks or torch.cuda.is_available()):
+    print('torch', torch.__version__)" 2>/dev/null | sed -n 's/^torch //p' || true
+}
+
+# Succeed if torch $1 is one that megapipe works with.
+supported() {
+    "$venv/bin/python" - "$root/pyproject.toml" "$1" <<'PYTHON'
+import re, sys, pathlib
+from pip._vendor.packaging.specifiers import SpecifierSet
+wanted = re.search(r'"torch([^"]*)"', pathlib.Path(sys.argv[1]).read_text())[1]
+sys.exit(not SpecifierSet(wanted).contains(sys.argv[2], prereleases=True))
+PYTHON
 }
 
 # Print the version of the constraint "torch==X".
@@ -98,22 +144,39 @@ install_torch() {
     local version
     version=$(torch_version)
     [ -n "$version" ] || fail "constraints.txt pins no torch"
+    local kept build=${TORCH_CUDA:-}
     if "$venv/bin/python" -c "
 import importlib.metadata as m, sys
-sys.exit(m.version('torch').split('+')[0] != '$version')" >/dev/null 2>&1; then
+found = m.version('torch')
+sys.exit(found.split('+')[0] != '$version' or not found.endswith('$build'))" >/dev/null 2>&1; then
         return
     fi
-    local pip=("$venv/bin/python" -m pip install -qq -c "$root/constraints.txt") cuda='' build=${TORCH_CUDA:-}
+    kept=$(torch_of "$venv/bin/python")
+    if [ -n "$kept" ]; then
+        supported "$kept" || fail "the torch $kept that is there already is not one that megapipe works with (see pyproject.toml):
+use a newer container, or set TORCH_CUDA (cu126, cu130) to install another torch into a new VENV"
+        printf 'install: torch %s, which is there already, is kept\n' "$kept"
+        constraints=$venv/kept-torch.txt # the versions of the container's other packages are those that fit its torch
+        printf 'torch==%s\n' "$kept" >"$constraints"
+        return
+    fi
+    local pip=("$venv/bin/python" -m pip install -qq -c "$constraints") cuda='' capability=''
     if [ "$(uname -s)" != Linux ]; then
         "${pip[@]}" "torch==$version"
     elif has_nvidia_gpu; then
-        cuda=$(driver_cuda)
+        local default='' gpu=''
+        cuda=$(driver_cuda) capability=$(capability)
         if [ -z "$build" ] && [ -n "$cuda" ]; then
-            build=$(build_for "$cuda" "$version") ||
-                fail "no build of torch $version runs on this NVIDIA driver, which is for CUDA $cuda, or $torch_index cannot be reached:
+            default=$(default_cuda "$version") gpu=${capability:+ for GPUs of compute capability $capability}
+            if [ -z "$default" ] || ! runs "$default" "$cuda" "$capability"; then
+                build=$(build_for "$version" "$cuda" "$capability") ||
+                    fail "no build of torch $version$gpu runs on this NVIDIA driver, which is for CUDA $cuda${default:+:
+the default build of this index is for CUDA $default, and $torch_index has none or cannot be reached};
 update the driver, or set TORCH_CUDA to a build that you know to run (cu126, cu130)"
+            fi
         fi
-        printf 'install: torch %s for NVIDIA GPUs%s%s\n' "$version" "${cuda:+, the driver for CUDA $cuda}" "${build:+: $build}"
+        printf 'install: torch %s for NVIDIA GPUs%s%s\n' "$version" "${cuda:+, the driver for CUDA $cuda}" \
+            "${build:+: $build}${default:+${build:-: the default build of this index, for CUDA $default}}"
         "${pip[@]}" ${build:+--extra-index-url "$torch_index/$build"} "torch==$version${build:++$build}"
     elif offered "torch==$version+cpu"; then
         printf 'install: torch %s, the CPU build of this index\n' "$version"
@@ -129,7 +192,7 @@ update the driver, or set TORCH_CUDA to a build that you know to run (cu126, cu1
 
 # Print a hash of everything that determines the installation.
 state() {
-    "$venv/bin/python" - "$root" "$extras" <<'PYTHON'
+    "$venv/bin/python" - "$root" "$extras" ${TORCH_CUDA:+"$TORCH_CUDA"} <<'PYTHON'
 import hashlib, pathlib, sys
 root = pathlib.Path(sys.argv[1])
 digest = hashlib.sha256(repr(sys.argv[1:]).encode())
@@ -147,6 +210,6 @@ if [ "$(cat "$stamp" 2>/dev/null || true)" = "$wanted" ]; then
 fi
 install_torch
 printf 'install: megapipe%s into %s\n' "${extras:+[$extras]}" "$venv"
-"$venv/bin/python" -m pip install -qq -c "$root/constraints.txt" -e "$root${extras:+[$extras]}" ||
+"$venv/bin/python" -m pip install -qq -c "$constraints" -e "$root${extras:+[$extras]}" ||
     fail "megapipe could not be installed; see pip's message above"
 printf '%s\n' "$wanted" >"$stamp"

@@ -13,9 +13,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shutil
+import sysconfig
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from megapipe.errors import ConfigError
 
@@ -236,6 +239,18 @@ def sees_gpu() -> bool:
     """Return True if the driver of a GPU is there and CUDA_VISIBLE_DEVICES does not hide all; torch is not asked."""
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     return not is_hidden and any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+
+
+def missing_for_triton() -> str | None:
+    """Return what torch.compile lacks on this machine to make kernels for GPUs; None if nothing."""
+    if find_spec("triton") is None:
+        return "torch.compile needs the package triton, not installed here"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler, and found none (gcc, clang, or the one named by CC)"
+    headers = sysconfig.get_path("include", "posix_prefix")
+    if not os.path.exists(os.path.join(headers, "Python.h")):
+        return f"Triton compiles against Python's headers, and {headers} has none (apt-get install python3-dev)"
+    return None
 
 
 def value_for_libraries(name: str) -> str | None:

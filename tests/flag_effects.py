@@ -319,6 +319,7 @@ kernels.optimizer_impl | --optimizer-impl apex | said git clone https://github.c
 kernels.compile_blocks | --compile-blocks on | said blocks     compiled before the first step | --skip-train
 kernels.moe_grouped_gemm | --moe-grouped-gemm | said experts    torch's grouped GEMM | {MOE} --skip-train
 kernels.compile_pointwise | --compile-pointwise | said pointwise functions compiled | --skip-train
+kernels.compile_loss | --compile-loss | said loss       compiled | --skip-train
 
 data.data_path | --data-path {{B}} | records | !--mock-data --data-path {{A}}
 data.split | --split 50,25,25 | records | !--mock-data --data-path {{A}}

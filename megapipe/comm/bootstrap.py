@@ -142,7 +142,31 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
     # each rank has its own GPU, or sees only its own (srun --gpus-per-task=1), see _process; with gloo ranks may share
     # GPUs, as tensors travel through host memory
     index = local_rank % torch.cuda.device_count()
+    if torch.version.hip is None:
+        _check_architecture(index)
     return "gloo" if backend == "gloo" else "nccl", torch.device("cuda", index)
+
+
+def _check_architecture(index: int) -> None:
+    """Raise ConfigError if this torch has no code for a GPU: CUDA's error in the first kernel does not say what to do.
+
+    Code for sm_90 runs on GPUs 9.0 and 9.1, PTX of compute_90 on all from 9.0 on.
+    """
+    built = torch.cuda.get_arch_list()
+    if not built:
+        return
+    major, minor = torch.cuda.get_device_capability(index)
+    for kind, text in (one.split("_", 1) for one in built):
+        made_for = divmod(int(text.rstrip("af")), 10)
+        newer = made_for <= (major, minor) and not text.endswith("a")
+        if (newer and (kind == "compute" or made_for[0] == major)) or made_for == (major, minor):
+            return
+    wanted = "cu126" if (major, minor) < (7, 5) else "cu130"
+    raise ConfigError(
+        f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor}, and torch {torch.__version__} "
+        f"has code for {', '.join(built)} only; install a build with it: TORCH_CUDA={wanted} launch/install.sh, or "
+        f"pip install torch --index-url https://download.pytorch.org/whl/{wanted}"
+    )
 
 
 def _process(environment: Environment, device: torch.device | None = None) -> Process:

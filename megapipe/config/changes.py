@@ -113,7 +113,8 @@ TABLE = {
         """,
         "precision": "initial_loss_scale",  # the scale itself is in the checkpoint
         "kernels": """
-            transformer_impl attention_impl optimizer_impl compile_pointwise compile_blocks moe_grouped_gemm
+            transformer_impl attention_impl optimizer_impl compile_pointwise compile_loss compile_blocks
+            moe_grouped_gemm
         """,
         "data": "valid_data_path test_data_path data_cache_path num_workers",
         "checkpoint": """

@@ -30,14 +30,20 @@ class KernelsConfig:
         choices=("sdpa", "flash", "te"),
     )
     optimizer_impl: str = option(
-        "torch",
+        "auto",
         "AdamW and SGD of torch, or AdamW by torch.compile (one pass that also writes 16-bit weights), or FusedAdam of "
         "NVIDIA's apex or of Transformer Engine; apex also brings its fused norms and the weight gradient that "
-        "accumulates inside its GEMM",
-        choices=("torch", "compiled", "apex", "te"),
+        "accumulates inside its GEMM; auto: compiled where --compile-loss is on by default and no other option rules "
+        "it out, else torch",
+        choices=("auto", "torch", "compiled", "apex", "te"),
     )
     compile_pointwise: bool = option(
         False, "torch.compile the operations between the linears (activations, casts of fp8) in the first step"
+    )
+    compile_loss: bool | None = option(
+        None,
+        "torch.compile the passes of the cross entropy over 16-bit logits in the first step",
+        derived="on with --compile-pointwise, and on GPUs with Triton and a C compiler, else off",
     )
     compile_blocks: str = option(
         "auto",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from megapipe.config.model import ATTENTIONS, PrecisionConfig
 from megapipe.config.problems import chosen
 from megapipe.config.training import OPTIMIZERS
 from megapipe.dtypes import ELEMENT_BYTES, FP8_BLOCKS
+from megapipe.environment import missing_for_triton
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
 from megapipe.registry import BUILT_IN
 
@@ -38,6 +38,7 @@ class Kernels:
     compiles_update: bool = False  # the optimizer's pass is compiled
     fp8: PrecisionConfig | None = None  # settings of fp8; None without it
     compiles: bool = False  # pointwise functions are compiled
+    compiles_loss: bool = False  # the passes over 16-bit logits are compiled
     splits_backward: bool = False  # the schedule has I and W
     deterministic: bool = False  # --deterministic-mode
     groups_experts: bool = False  # rows of all experts are multiplied in one kernel
@@ -83,6 +84,7 @@ def choose_kernels(config: Config, splits_backward: bool = False) -> Kernels:
         compiles_update=chosen.optimizer_impl == "compiled",
         fp8=precision if precision.fp8_format is not None else None,
         compiles=chosen.compile_pointwise,
+        compiles_loss=bool(chosen.compile_loss),
         splits_backward=splits_backward,
         deterministic=config.training.deterministic_mode,
         groups_experts=chosen.moe_grouped_gemm and why_not_grouped(config) is None,
@@ -133,6 +135,9 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
     pointwise = "compiled" if kernels.compiles else "not compiled"
     if kernels.fp8 is not None and kernels.layers is None and device.type == "cuda" and not kernels.compiles:
         pointwise += ", casts to fp8 compiled"
+    lacking = missing_compiler("cuda") if device.type == "cuda" else None
+    why = f": {lacking}" if lacking else ""
+    loss = "compiled" if kernels.compiles_loss else f"not compiled{why}"
     attention = _describe_attention(kernels, config, device)
     if isinstance(kernels.optimizer, Apex):
         optimizer = "FusedAdam of apex, and its accumulating weight gradient"
@@ -149,7 +154,7 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
             "torch's fused AdamW for the rest"
         )
     else:
-        optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}"
+        optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}{why}"
     experts: tuple[str, ...] = ()
     if config.model.num_experts is not None:
         reason = why_not_grouped(config) if asked.moe_grouped_gemm else "not asked for"
@@ -159,6 +164,7 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
     return (
         f"linears    {linears} (--transformer-impl {asked.transformer_impl}); {fp8}",
         f"norms      {norms}; pointwise functions {pointwise} (--compile-pointwise)",
+        f"loss       {loss} (--compile-loss)",
         f"blocks     {_describe_blocks(config, device.type)} (--compile-blocks {asked.compile_blocks})",
         f"attention  {attention} (--attention-impl {asked.attention_impl})",
         *experts,
@@ -245,7 +251,7 @@ def compiled(function: AnyFunction) -> AnyFunction:
 def missing_compiler(device_type: str) -> str | None:
     """Return what torch.compile lacks on this machine: Triton for CUDA, a C++ compiler for CPUs; None if nothing."""
     if device_type == "cuda":
-        return None if find_spec("triton") is not None else "torch.compile needs the package triton, not installed here"
+        return missing_for_triton()
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

@@ -19,10 +19,10 @@ from megapipe.config.training import OptimizerConfig
 from megapipe.errors import ConfigError
 from megapipe.gpu.packed_attention import DocumentBorders, packed_attention
 
-# usual name -> the command that installs it
+# usual name -> the command that installs it; {cuda}: the major version of CUDA that torch is built for
 INSTALL = {
     "NVIDIA's Transformer Engine": (
-        "pip install --no-build-isolation 'transformer_engine[pytorch]' (builds against CUDA and cuDNN)"
+        "pip install --no-build-isolation 'transformer_engine[pytorch,core_cu{cuda}]' (builds against CUDA and cuDNN)"
     ),
     "NVIDIA's apex": (
         "git clone https://github.com/NVIDIA/apex, and in it: "
@@ -43,8 +43,9 @@ def importing(library: str, flag: str, instead: str) -> Iterator[None]:
     # PyPI's empty transformer-engine raises RuntimeError, a build for another torch anything
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        command = INSTALL[library].format(cuda=(torch.version.cuda or "12").split(".")[0])
         raise ConfigError(
-            f"{flag} needs {library}, which cannot be imported here ({reason}): {INSTALL[library]}; or use {instead}"
+            f"{flag} needs {library}, which cannot be imported here ({reason}): {command}; or use {instead}"
         ) from error
 
 

@@ -121,7 +121,7 @@ class HeadTable:
             size, before = self._chunk(shape)
             logits = size * (shape.element if self.model.final_logit_softcapping is None else shape.wide)
             return logits + max(before * logits, size * shape.wide if shape.element < shape.wide else 0)
-        if shape.element == shape.wide or shape.compile_pointwise:
+        if shape.element == shape.wide or shape.compile_loss:
             return 0
         return min(2 * loss_block_bytes(shape.is_cuda), self.logits(shape) * shape.wide)
 

@@ -217,6 +217,7 @@ def rank_shape(config: Config, tp: int, sequence_parallel: bool, micro_batch_siz
         attention_impl=config.kernels.attention_impl,
         transformer_impl=config.kernels.transformer_impl,
         compile_pointwise=config.kernels.compile_pointwise,
+        compile_loss=bool(config.kernels.compile_loss),
         loss_chunk=config.training.cross_entropy_chunk_size,
         fp8_block=FP8_BLOCKS.get(config.precision.fp8_recipe),
         is_cuda=is_cuda,

@@ -55,6 +55,7 @@ class RankShape:
     attention_impl: str = "sdpa"
     transformer_impl: str = "local"
     compile_pointwise: bool = False
+    compile_loss: bool = False
     loss_chunk: int | None = None  # tokens, --cross-entropy-chunk-size
     fp8_block: int | None = None  # elements that share a scale of an operand in 8 bits; None: all of them
     is_cuda: bool = True  # CUDA kernels keep and make other tensors than those of CPUs

@@ -12,7 +12,7 @@ from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import DataError
-from megapipe.gpu.kernels import TORCH, Kernels
+from megapipe.gpu.kernels import TORCH, Kernels, compiled
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 from megapipe.tensor_parallel.cross_entropy import LossKernels, chunked_cross_entropy, vocab_parallel_cross_entropy
@@ -81,7 +81,7 @@ class Loss:
     """Output layer and summed cross entropy; saves the logits [s, b, V / tp], twice with a soft-cap, none in chunks."""
 
     def __init__(self, config: ResolvedModelConfig, training: TrainingConfig, kernels: Kernels = TORCH) -> None:
-        self.kernels = LossKernels(kernels.pointwise) if kernels.compiles else None
+        self.kernels = LossKernels(compiled) if kernels.compiles_loss else None
         self.vocab_size, self.cap = config.vocab_size, config.final_logit_softcapping
         self.options = {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
         self.chunk_size = training.cross_entropy_chunk_size

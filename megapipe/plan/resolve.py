@@ -22,7 +22,7 @@ from megapipe.config.config import (
 )
 from megapipe.config.parallel import strategy_of
 from megapipe.config.rules.check import check
-from megapipe.config.rules.gpu import overlaps_by_default, with_own_kernels
+from megapipe.config.rules.gpu import overlaps_by_default, with_compiled, with_own_kernels
 from megapipe.config.rules.training import with_implied
 from megapipe.config.training import OptimizerConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
@@ -43,7 +43,7 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
 
     config.model.vocab_size must be known (the tokenizer's). Raises ConfigError for everything that cannot be run.
     """
-    config = with_own_kernels(with_implied(config))
+    config = with_compiled(with_own_kernels(with_implied(config)))
     check(config, world_rules(world_size, ranks_per_node))
     tp = config.parallel.tensor_model_parallel_size
     model = resolve_model(config.model, tp)
@@ -87,7 +87,7 @@ def vary(plan: RunPlan, config: Config) -> RunPlan:
 
     Grid, parameters and their audits are taken from the plan. Raises ConfigError as `resolve` does.
     """
-    config = with_own_kernels(with_implied(config))
+    config = with_compiled(with_own_kernels(with_implied(config)))
     check(config)
     training, batch = _batch(config, plan.topology)
     check_counts(config, plan.schedule_name, plan.topology, batch)

@@ -38,7 +38,8 @@ SMALL_BLOCKS = 1 << 23  # bytes of logits raised to fp32 at a time before they h
 class Forms:
     """How parts are computed that have more than one form; the defaults are those of a run without options."""
 
-    compiles: bool = False  # --compile-pointwise: activation and loss
+    compiles: bool = False  # --compile-pointwise: the activation
+    compiles_loss: bool = False  # --compile-loss
     fuses_casts: bool = True  # casts to fp8 are one kernel each
     loss_block_bytes: int = loss_block_bytes(is_cuda=True)
     fuses_rotary: bool = False  # one kernel each way, as compiled blocks make of it
@@ -188,7 +189,7 @@ def step_work(plan: RunPlan, forms: Forms) -> dict[str, PartWork]:
     blocks = math.ceil(shape.tokens / max(forms.loss_block_bytes // (4 * vocabulary), 1))
     # the terms of all ranks are summed; the embedding looks for the tokens that are in this rank's rows
     over_tp = 3 + 5 if shape.tp > 1 else 0
-    if forms.compiles:
+    if forms.compiles_loss:
         loss = PartWork(
             "loss", 31 + over_tp, 8 * logits, "maximum, sum of exponentials, gradient: a pass over the logits each"
         )
@@ -252,6 +253,7 @@ def configured_forms(plan: RunPlan) -> Forms:
     kernels = plan.config.kernels
     return Forms(
         compiles=kernels.compile_pointwise,
+        compiles_loss=bool(kernels.compile_loss),
         fuses_update=kernels.optimizer_impl == "compiled",
         hides_tp=plan.config.parallel.tp_comm_overlap,
     )
@@ -266,7 +268,7 @@ def remedies(plan: RunPlan) -> Iterator[tuple[str, Forms]]:
         yield "casts to fp8 fused, always on CUDA", forms
     forms = replace(forms, loss_block_bytes=Forms.loss_block_bytes)
     yield "cross entropy in blocks of 128 MiB", forms
-    forms = replace(forms, compiles=True)
+    forms = replace(forms, compiles=True, compiles_loss=True)
     yield "--compile-pointwise: activation, loss", forms
     forms = replace(forms, fuses_rotary=True)
     yield "rotary positions in one kernel", forms

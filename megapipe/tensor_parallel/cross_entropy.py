@@ -142,7 +142,7 @@ class _CrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: _TokenLoss, kernels: LossKernels | None) -> Tensor:
         wide, num_true = at_least_fp32(logits.dtype), loss.vocabulary.num_true
-        rows = logits.view(-1, logits.shape[-1])
+        rows = logits.detach().view(-1, logits.shape[-1])  # torch.compile takes no views of what autograd follows
         rows[:, num_true:].fill_(-torch.inf)
         maximum = rows.amax(-1).to(wide)
         all_reduce(maximum, loss.tp, op="max")
@@ -175,7 +175,7 @@ class _CrossEntropy(Function):
         ctx.is_used_up = True
         logits, labels, sum_exp, log_sum_exp = ctx.saved_tensors
         loss: _TokenLoss = ctx.loss
-        labels, rows = labels.reshape(-1), logits.view(-1, logits.shape[-1])
+        labels, rows = labels.reshape(-1), logits.detach().view(-1, logits.shape[-1])
         grad = grad_losses.reshape(-1).to(sum_exp.dtype)
         if logits.dtype == sum_exp.dtype:  # the rows hold exponentials since the forward
             rows.mul_((loss.softmax_factor(grad, log_sum_exp) / sum_exp)[:, None])

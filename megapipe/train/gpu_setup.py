@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 
 from megapipe.comm.bootstrap import World, choose_backend
 from megapipe.comm.nccl import NcclSettings
-from megapipe.config.config import Config
+from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
 from megapipe.config.layers import is_explicit, layer_configs
@@ -25,7 +25,10 @@ from megapipe.dtypes import DTYPES, FP8_BLOCKS
 from megapipe.environment import Environment, replace_for_libraries, set_for_libraries, value_for_libraries
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
-from megapipe.gpu.kernels import Kernels, why_not_packed
+from megapipe.gpu.kernels import Kernels, missing_compiler, why_not_packed
+from megapipe.layers.model import model_spec
+from megapipe.plan.hardware import hardware_named, hardware_of
+from megapipe.plan.layer_time import layer_seconds, ring_link
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.queues import DEFAULT_CONNECTIONS, MOST_CONNECTIONS, RankTraffic, beside, enqueue, why_it_hangs
 from megapipe.plan.run_plan import RunPlan
@@ -174,6 +177,43 @@ def check_fp8(config: Config, device: torch.device) -> None:
         raise ConfigError(f"--fp8-format {config.precision.fp8_format}{given}: {why}; leave it out")
 
 
+def check_compiler(config: Config, device: torch.device) -> None:
+    """Raise ConfigError if functions are to be compiled and this machine lacks what that needs."""
+    kernels = config.kernels
+    flags = {
+        "--compile-pointwise": kernels.compile_pointwise,
+        "--compile-loss": kernels.compile_loss,
+        "--optimizer-impl compiled": kernels.optimizer_impl == "compiled",
+    }
+    asked = ", ".join(flag for flag, is_on in flags.items() if is_on)
+    reason = missing_compiler(device.type) if asked else None
+    if reason is not None:
+        raise ConfigError(f"{asked}: {reason}; install it, or give --no-compile-loss --optimizer-impl torch")
+
+
+def dropout_line(plan: RunPlan, device_name: str) -> tuple[str, ...]:
+    """Return a line on what --attention-dropout costs by the planner's model; () where attention has none.
+
+    A GPU that is not in the planner's table is taken to be an H100.
+    """
+    config, hardware = plan.config, hardware_of(device_name) or hardware_named("h100")
+    if not config.model.attention_dropout or config.precision.dtype not in hardware.flops:
+        return ()
+    tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
+
+    def seconds(model: ResolvedModelConfig) -> float:
+        spec = model_spec(model, config.precision, config.parallel.cp_comm_type)
+        times = (layer_seconds(kind, plan.shape, hardware, tp_link) for kind in spec.kinds)
+        return sum(sum(part.values()) for each in times for part in (each.forward, each.inputs, each.weights))
+
+    ratio = seconds(config.model) / seconds(replace(config.model, attention_dropout=0.0))
+    rate = config.model.attention_dropout
+    return (
+        f"           --attention-dropout {rate:g} has no fused kernel: layers take {ratio:.1f} times as long as with 0 "
+        f"(an estimate, with the rates of {hardware.name})",
+    )
+
+
 def unused(config: GpuConfig, world: World) -> list[str]:
     """Return remarks on settings that have no effect on this device or backend."""
     idle = (
@@ -282,12 +322,13 @@ def ways_out(plan: RunPlan) -> str:
     return "Ways out: " + "; ".join(way for way, is_left in ways.items() if is_left)
 
 
-def active_kernels(config: Config, kernels: Kernels, device: torch.device) -> tuple[str, ...]:
+def active_kernels(plan: RunPlan, kernels: Kernels, device: torch.device) -> tuple[str, ...]:
     """Return lines on the attention and the weight gradients of this device; () on a CPU."""
     if device.type == "cpu":
         return ()
+    config = plan.config
     model, dtype = config.model, getattr(torch, DTYPES[config.precision.dtype].torch_name)
-    lines = []
+    lines = [*dropout_line(plan, device_kind(device))]
     plain = [layer for layer in layer_configs(model) if not is_explicit(layer)]
     packs = config.data.reset_attention_mask and why_not_packed(config, device) is None
     if kernels.attention is None and plain and not packs:

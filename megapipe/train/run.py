@@ -34,7 +34,16 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.topology import GROUP_NAMES
 from megapipe.train.compiled_blocks import choose_blocks
 from megapipe.train.facts import facts_of, notes_of
-from megapipe.train.gpu_setup import active_kernels, check_fp8, graph_words, marks_of, prepare, unused, watched_memory
+from megapipe.train.gpu_setup import (
+    active_kernels,
+    check_compiler,
+    check_fp8,
+    graph_words,
+    marks_of,
+    prepare,
+    unused,
+    watched_memory,
+)
 from megapipe.train.guard import StopRequest, stop_requests
 from megapipe.train.journal import Journal, recorded_folder
 from megapipe.train.loading import Weights, count_this_start, flags_of_start, resume, save_lock, share_starts
@@ -101,7 +110,8 @@ def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
         notes = notes_of(lock, flags_of_start(config, counted)) if environment.global_rank == 0 else {}
         world = join(config, environment, partial(facts_of, plan, environment), notes)
         check_fp8(config, world.device)
-        found = active_kernels(config, kernels, world.device)
+        check_compiler(config, world.device)
+        found = active_kernels(plan, kernels, world.device)
         words = (*describe_kernels(kernels, config, world.device), *found, *graph_words(plan))
         if environment.global_rank == 0:
             described = _description(plan, world)

@@ -113,6 +113,7 @@ def test_backend_that_is_not_there_is_refused_and_not_replaced(
     backend: str, device: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match=message):
         choose_backend(backend, device, 0)
 
@@ -132,7 +133,50 @@ def test_a_driver_that_cannot_be_used_is_an_error_and_never_training_on_the_cpu(
     assert choose_backend("auto", "cpu", 0) == ("gloo", torch.device("cpu"))
 
 
+WHEELS = {
+    "cu126": "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90",
+    "cu130": "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120",
+    "Hopper only": "sm_90a",
+}
+
+
+@pytest.mark.parametrize(
+    ("wheel", "capability", "wanted"),
+    [
+        pytest.param("cu126", (9, 0), None, id="H100"),
+        pytest.param("cu126", (8, 9), None, id="L40S, by sm_86"),
+        pytest.param("cu126", (10, 0), "cu130", id="B200 and a wheel of CUDA 12.6"),
+        pytest.param("cu130", (10, 3), None, id="B300, by sm_100"),
+        pytest.param("cu130", (7, 0), "cu126", id="V100 and a wheel of CUDA 13"),
+        pytest.param("cu130", (13, 0), None, id="a later GPU, by PTX"),
+        pytest.param("Hopper only", (9, 0), None, id="code for one architecture"),
+        pytest.param("Hopper only", (9, 1), "cu130", id="a GPU beside it"),
+    ],
+)
+def test_a_gpu_that_this_torch_has_no_code_for_is_an_error(
+    wheel: str, capability: tuple[int, int], wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "get_arch_list": WHEELS[wheel].split,
+        "get_device_capability": lambda _: capability,
+        "get_device_name": lambda _: "NVIDIA X",
+    }
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    if wanted is None:
+        assert choose_backend("auto", "auto", 0) == ("nccl", torch.device("cuda", 0))
+        return
+    words = (
+        rf"^NVIDIA X has compute capability {capability[0]}.{capability[1]}, and torch .* has code for sm_.* only; .*"
+    )
+    with pytest.raises(ConfigError, match=f"{words}TORCH_CUDA={wanted} launch/install.sh"):
+        choose_backend("auto", "auto", 0)
+
+
 def test_ranks_have_the_gpu_of_their_local_rank_or_the_only_one_they_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert choose_backend("auto", "auto", 3) == ("nccl", torch.device("cuda", 3))

@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 CARD = "cuda"
 
 
-def needs_fp8(in_blocks: bool = False) -> None:
-    why = fp8_unsupported_reason(torch.device(CARD), in_blocks)
+def needs_fp8(recipe: str = "tensorwise") -> None:
+    why = fp8_unsupported_reason(torch.device(CARD), recipe)
     if why is not None:
         pytest.skip(why)
 
@@ -50,10 +50,10 @@ def test_scaled_mm_is_the_emulation(dtypes: tuple[torch.dtype, torch.dtype], out
     torch.testing.assert_close(fp8_matmul(a, b, out_dtype).float().cpu(), emulated, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiled"])
 def test_an_fp8_linear_on_a_gpu_equals_one_on_a_cpu(recipe: str, compiles: bool) -> None:
-    needs_fp8(recipe == "blockwise")
+    needs_fp8(recipe)
     torch.manual_seed(0)
     weight, bias, x, dy = (torch.randn(*shape).bfloat16() for shape in ((96, 64), (96,), (32, 2, 64), (32, 2, 96)))
     found = []

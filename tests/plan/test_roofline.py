@@ -49,7 +49,7 @@ def test_every_remedy_makes_a_step_shorter_and_keeps_its_model_flops(flags: list
 
 def test_options_of_the_configuration_choose_the_forms() -> None:
     plan = plan_for([*LLAMA_8B, "--compile-pointwise", "--optimizer-impl", "compiled", "--tp-comm-overlap"], 8)
-    assert configured_forms(plan) == Forms(compiles=True, fuses_update=True, hides_tp=True)
+    assert configured_forms(plan) == Forms(compiles=True, compiles_loss=True, fuses_update=True, hides_tp=True)
     assert configured_forms(plan_for(LLAMA_8B, 8)) == Forms()
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from megapipe.config.load import load_config
 from megapipe.gpu.kernels import Kernels
 from megapipe.train import gpu_setup as module
+from tests.tiny import plan_for
 from tests.train.jobs import TINY
 
 META = torch.device("meta")  # stands for a GPU: what torch would ask it is answered here
@@ -33,10 +33,25 @@ def test_the_kernels_are_those_that_torch_picks(
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
     monkeypatch.setattr(module, "gemm_adds_to_fp32", lambda device, dtype: adds)
-    config = load_config([*WORDS, "--train-iters", "1", "--bf16", "--attention-dropout", "0"]).config
-    first, second = module.active_kernels(config, Kernels(), META)
+    plan = plan_for([*WORDS, "--train-iters", "1", "--bf16", "--attention-dropout", "0"], 1)
+    first, second = module.active_kernels(plan, Kernels(), META)
     assert attention in first and gradients in second
     assert shapes == [(1, 1, 256, 4)]
-    assert module.active_kernels(config, Kernels(), torch.device("cpu")) == ()
-    windows = load_config([*WORDS, "--train-iters", "1", "--attention-dropout", "0", "--window-size", "4"]).config
+    assert module.active_kernels(plan, Kernels(), torch.device("cpu")) == ()
+    windows = plan_for([*WORDS, "--train-iters", "1", "--attention-dropout", "0", "--window-size", "4"], 1)
     assert module.active_kernels(windows, Kernels(), META)[0].endswith("under a mask")
+
+
+LLAMA_8B = (
+    "--hidden-size 4096 --num-layers 32 --num-attention-heads 32 --seq-length 8192 --vocab-size 32000 --bf16 "
+    "--device cuda --micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --hidden-dropout 0"
+).split()
+
+
+@pytest.mark.parametrize(("gpu", "rates"), [("NVIDIA H200", "h200"), ("NVIDIA L40S", "h100")])
+def test_the_start_says_what_attention_dropout_costs(gpu: str, rates: str) -> None:
+    (line,) = module.dropout_line(plan_for(LLAMA_8B, 1), gpu)
+    assert line.strip().startswith("--attention-dropout 0.1 has no fused kernel: layers take ")
+    assert line.endswith(f" times as long as with 0 (an estimate, with the rates of {rates})")
+    assert 1.8 < float(line.split("take ")[1].split()[0]) < 3.5
+    assert module.dropout_line(plan_for([*LLAMA_8B, "--attention-dropout", "0"], 1), gpu) == ()

@@ -9,12 +9,21 @@ import pytest
 import torch
 
 import megapipe.config.rules.gpu as gpu_rules
+from megapipe import environment
 from megapipe.comm.nccl import NcclSettings
 from megapipe.config.load import load_config
 from megapipe.config.tuned import Tuned, read_tuned, to_yaml
 from megapipe.errors import ConfigError
+from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.plan.resolve import resolve
-from megapipe.train.gpu_setup import CONNECTIONS, P2P_CHANNELS, channels_line, connections_line, tuned_line
+from megapipe.train.gpu_setup import (
+    CONNECTIONS,
+    P2P_CHANNELS,
+    channels_line,
+    check_compiler,
+    connections_line,
+    tuned_line,
+)
 from tests.tiny import TINY_FLAGS, small_config
 from tests.train.jobs import job
 
@@ -99,6 +108,56 @@ def test_device_auto_overlaps_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gpu_rules, "sees_gpu", lambda: True)
     config = small_config(tensor_model_parallel_size=4, sequence_parallel=True, global_batch_size=8)
     assert resolve(config, 4).config.parallel.tp_comm_overlap
+
+
+ON_CUDA = {"device": "cuda", "global_batch_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "loss", "optimizer"),
+    [
+        pytest.param({}, True, "compiled", id="GPU"),
+        pytest.param({"device": "cpu"}, False, "torch", id="CPU"),
+        pytest.param({"device": "auto"}, False, "torch", id="auto without a GPU"),
+        pytest.param({"compile_loss": False, "optimizer_impl": "torch"}, False, "torch", id="turned off"),
+        pytest.param({"device": "cpu", "compile_pointwise": True}, True, "torch", id="pointwise on a CPU"),
+        pytest.param({"optimizer": "sgd"}, True, "torch", id="SGD"),
+        pytest.param({"optimizer": "muon"}, True, "torch", id="Muon"),
+        pytest.param({"dtype": "fp64"}, True, "torch", id="fp64"),
+        pytest.param({"optimizer_cpu_offload": True}, True, "torch", id="state on the host"),
+        pytest.param({"use_precision_aware_optimizer": True}, True, "torch", id="narrow state"),
+        pytest.param({"num_experts": 4, "moe_router_topk": 2}, True, "compiled", id="experts"),
+        pytest.param({"optimizer_impl": "apex"}, True, "apex", id="a library"),
+    ],
+)
+def test_loss_and_optimizer_are_compiled_by_default_on_gpus(
+    changes: dict[str, object], loss: bool, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_rules, "sees_gpu", lambda: False)
+    kernels = resolve(small_config(**ON_CUDA | changes), 1).config.kernels
+    assert (kernels.compile_loss, kernels.optimizer_impl) == (loss, optimizer)
+
+
+@pytest.mark.parametrize("lacks", ["triton", "gcc", "headers"])
+def test_a_gpu_without_a_compiler_runs_uncompiled_and_says_so(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_rules, "sees_gpu", lambda: True)
+    monkeypatch.setattr(environment, "find_spec", lambda _: None if lacks == "triton" else object())
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None if lacks == "gcc" else name)
+    monkeypatch.delenv("CC", raising=False)
+    if lacks != "headers":
+        (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(environment.sysconfig, "get_path", lambda *_: str(tmp_path))
+    config = resolve(small_config(**ON_CUDA), 1).config
+    assert (config.kernels.compile_loss, config.kernels.optimizer_impl) == (False, "torch")
+    words = {"triton": "the package triton", "gcc": "a C compiler", "headers": "Python's headers"}[lacks]
+    said = describe_kernels(choose_kernels(config), config, torch.device("cuda"))
+    assert sum(line.startswith(("loss  ", "optimizer  ")) and words in line for line in said) == 2
+    asked = resolve(small_config(**ON_CUDA, compile_loss=True), 1).config
+    with pytest.raises(ConfigError, match=rf"^--compile-loss: .*{words}.*; install it, or give --no-compile-loss"):
+        check_compiler(asked, torch.device("cuda"))
+    check_compiler(config, torch.device("cuda"))
 
 
 @pytest.fixture

@@ -55,7 +55,8 @@ class BenchError(Exception):
 
 def options_of(arguments: argparse.Namespace, name: str) -> Options:
     compiles = name in COMPILED[arguments.compile_pointwise] and not arguments.no_compile
-    return Options(arguments.fp8 if name == "megapipe-fp8" else None, arguments.fp8_recipe, compiles)
+    fp8 = arguments.fp8 if name == "megapipe-fp8" else None
+    return Options(fp8, arguments.fp8_recipe, compiles, not arguments.no_compile)
 
 
 def make(name: str, shape: Shape, arguments: argparse.Namespace, weights: dict[str, torch.Tensor]) -> Contender:

@@ -17,7 +17,7 @@ from megapipe.config.problems import chosen
 from megapipe.config.rules.context import FP8_MULTIPLE
 from megapipe.config.rules.pairs import words_of
 from megapipe.dtypes import MICRO_BLOCK
-from megapipe.environment import sees_gpu
+from megapipe.environment import missing_for_triton, sees_gpu
 
 GRAPHS = "--cuda-graph-impl local"
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
@@ -48,23 +48,48 @@ OWN_KERNELS = {
     "attention_impl": ("sdpa", "torch's kernels compute attention", ATTENTION_LACKING),
 }
 ONE_OF_TWO = "leave one of the two out"
+ANY_UPDATE = ("auto", "torch")  # values of --optimizer-impl with which any optimizer works
 
 
 def overlaps_by_default(config: Config) -> bool:
-    """Return whether --tp-comm-overlap is on if it is not given: on GPUs from tp 4, where its collectives cost most.
+    """Return whether --tp-comm-overlap is on if it is not given: on GPUs from tp 4, where its collectives cost most."""
+    parallel, tp = config.parallel, config.parallel.tensor_model_parallel_size
+    length = config.model.seq_length // parallel.context_parallel_size // tp
+    fits = parallel.sequence_parallel and length >= parallel.tp_comm_overlap_chunks
+    return tp >= 4 and fits and uses_gpu(config) and config.kernels.transformer_impl == "local"
+
+
+def uses_gpu(config: Config) -> bool:
+    """Return whether the run is on a GPU.
 
     --device auto means a GPU where this machine has one, so a plan for GPUs made elsewhere needs --device cuda.
     """
-    parallel, device, tp = config.parallel, config.training.device, config.parallel.tensor_model_parallel_size
-    length = config.model.seq_length // parallel.context_parallel_size // tp
-    fits = parallel.sequence_parallel and length >= parallel.tp_comm_overlap_chunks
-    is_gpu = device == "cuda" or (device == "auto" and sees_gpu())
-    return tp >= 4 and fits and is_gpu and config.kernels.transformer_impl == "local"
+    return config.training.device == "cuda" or (config.training.device == "auto" and sees_gpu())
+
+
+def why_not_compiled(config: Config) -> str | None:
+    """Return why the loss and AdamW are not compiled by default; None if they are.
+
+    A machine without a GPU plans for others, which are taken to have what compiling needs. The ranks of a run compare
+    what each has chosen.
+    """
+    return "no GPU" if not uses_gpu(config) else missing_for_triton() if sees_gpu() else None
+
+
+def with_compiled(config: Config) -> Config:
+    """Return the configuration with what it leaves open about compiling the loss and the optimizer."""
+    kernels, compiles = config.kernels, why_not_compiled(config) is None
+    if kernels.compile_loss is None:
+        kernels = dataclasses.replace(kernels, compile_loss=kernels.compile_pointwise or compiles)
+    if kernels.optimizer_impl == "auto":
+        fits = compiles and not why_not_fused(config) and not config.optimizer.use_precision_aware_optimizer
+        kernels = dataclasses.replace(kernels, optimizer_impl="compiled" if fits else "torch")
+    return dataclasses.replace(config, kernels=kernels)
 
 
 def libraries(config: Config) -> Iterator[str]:
     """Yield what the chosen libraries, attention kernel and fused optimizer cannot compute."""
-    kernels, model, dtype, optimizer = config.kernels, config.model, config.precision.dtype, config.optimizer
+    kernels, model, dtype = config.kernels, config.model, config.precision.dtype
     attention, impl = kernels.attention_impl, kernels.optimizer_impl
     unsupported = chosen(
         ("--attention-dropout above 0 (use --attention-dropout 0)", model.attention_dropout > 0),
@@ -77,17 +102,11 @@ def libraries(config: Config) -> Iterator[str]:
     )
     if attention != "sdpa" and unsupported:
         yield f"--attention-impl {attention} has no kernel for {', '.join(unsupported)}; or use --attention-impl sdpa"
-    reason = ""
-    if optimizer.optimizer != "adam":
-        reason = f"is a fused Adam, but --optimizer is {optimizer.optimizer}; use --optimizer-impl torch"
-    elif dtype == "fp64":
-        reason = "has fp32 master weights, but --dtype is fp64; use --optimizer-impl torch"
-    elif optimizer.optimizer_cpu_offload:
-        reason = f"updates on the GPU, but --optimizer-cpu-offload keeps the state on the host; {ONE_OF_TWO}"
-    elif impl == "apex" and kernels.transformer_impl == "transformer_engine":
+    reason = why_not_fused(config)
+    if not reason and impl == "apex" and kernels.transformer_impl == "transformer_engine":
         way = "use --optimizer-impl te or torch with it"
         reason = f"also uses apex's norms and weight gradients, {TRANSFORMER_ENGINE} its own; {way}"
-    if impl != "torch" and reason:
+    if impl not in ANY_UPDATE and reason:
         yield f"--optimizer-impl {impl} {reason}"
     if impl == "apex" and NORMALIZATIONS[model.normalization].function is not None:
         way = "use --optimizer-impl torch"
@@ -95,10 +114,22 @@ def libraries(config: Config) -> Iterator[str]:
     picked = chosen(
         (f"--transformer-impl {kernels.transformer_impl}", kernels.transformer_impl != "local"),
         (f"--attention-impl {attention}", attention != "sdpa"),
-        (f"--optimizer-impl {impl}", impl not in ("torch", "compiled")),
+        (f"--optimizer-impl {impl}", impl not in (*ANY_UPDATE, "compiled")),
     )
     if config.training.device == "cpu" and picked:
         yield f"{', '.join(picked)}: these libraries need a GPU, but --device is cpu; {ONE_OF_TWO}"
+
+
+def why_not_fused(config: Config) -> str:
+    """Return why no fused Adam can update, and a way out; '' if one can."""
+    optimizer = config.optimizer
+    if optimizer.optimizer != "adam":
+        return f"is a fused Adam, but --optimizer is {optimizer.optimizer}; use --optimizer-impl torch"
+    if config.precision.dtype == "fp64":
+        return "has fp32 master weights, but --dtype is fp64; use --optimizer-impl torch"
+    if optimizer.optimizer_cpu_offload:
+        return f"updates on the GPU, but --optimizer-cpu-offload keeps the state on the host; {ONE_OF_TWO}"
+    return ""
 
 
 def with_own_kernels(config: Config) -> Config:

@@ -11,6 +11,7 @@ from megapipe.config.config import Config
 from megapipe.config.options import number_in
 from megapipe.config.parallel import strategy_of
 from megapipe.config.problems import chosen
+from megapipe.config.rules.gpu import ANY_UPDATE
 from megapipe.config.training import NEWTON_SCHULZ, OPTIMIZERS, OptimizerConfig
 from megapipe.errors import ConfigError
 
@@ -28,7 +29,7 @@ def precision_aware(config: Config) -> Iterator[str]:
         return
     if dtype == "fp64":
         yield f"{FLAG} with --dtype fp64: fp64 is for verification, which narrow state would spoil; leave it out"
-    elif impl != "torch":
+    elif impl not in ANY_UPDATE:
         yield f"--optimizer-impl {impl} updates fp32 state, which {FLAG} may narrow; use --optimizer-impl torch"
     if optimizer.main_params_dtype == "fp16" and dtype == "fp32":
         way = "use --bf16 or --fp16, or --main-params-dtype fp32"
@@ -41,7 +42,7 @@ def precision_aware(config: Config) -> Iterator[str]:
 def muon(config: Config) -> Iterator[str]:
     """Check the options of Muon."""
     optimizer, impl = config.optimizer, config.kernels.optimizer_impl
-    if OPTIMIZERS[optimizer.optimizer].matrix_states is not None and impl != "torch":
+    if OPTIMIZERS[optimizer.optimizer].matrix_states is not None and impl not in ANY_UPDATE:
         yield f"--optimizer-impl {impl} has no rules over matrices, such as {optimizer.optimizer}; leave it out"
     if optimizer.optimizer != "muon":
         return

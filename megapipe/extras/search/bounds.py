@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from megapipe.config.config import Config, ResolvedModelConfig, resolve_model
 from megapipe.config.parallel import SHARDED_PARAMS, RecomputeConfig
+from megapipe.config.rules.gpu import with_compiled
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Context, Layout, keeps_all
@@ -143,7 +144,7 @@ class Bounds:
     """The bounds of a configuration's layouts; values that several layouts share are computed once."""
 
     def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
-        self._config, self._world_size, self._hardware = config, world_size, hardware
+        self._config, self._world_size, self._hardware = with_compiled(config), world_size, hardware
         self._model, self._cut, self._times = cache(self._make_model), cache(self._make_cut), cache(self._make_times)
         self._links = cache(self._make_links)
 

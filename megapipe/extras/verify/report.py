@@ -154,7 +154,8 @@ def _replaced(small: Shrunk) -> Iterator[str]:
         yield f"{a.precision.dtype} by fp64 in every kernel; {why}"
     if a.precision.fp8_format is not None:
         yield f"fp8 {a.precision.fp8_format} by {b.precision.dtype}"
-    if (a.kernels.transformer_impl, a.kernels.attention_impl, a.kernels.optimizer_impl) != ("local", "sdpa", "torch"):
+    is_own = a.kernels.optimizer_impl in ("torch", "compiled")
+    if (a.kernels.transformer_impl, a.kernels.attention_impl, is_own) != ("local", "sdpa", True):
         yield "kernels of other libraries by torch's: the comparison is about the grid"
     if a.recompute.recompute_keep_attention and not b.recompute.recompute_keep_attention:
         why = "in fp64 a GPU has no kernel whose results could be kept"

@@ -61,17 +61,21 @@ class Options:
     fp8_format: str | None = None
     fp8_recipe: str = "delayed"
     compile_pointwise: bool = False
+    compiles: bool = True  # what a run compiles by default
 
     def applied_to(self, config: Config) -> Config:
         precision = config.precision
         if self.fp8_format is not None:
             precision = dataclasses.replace(precision, fp8_format=self.fp8_format, fp8_recipe=self.fp8_recipe)
         kernels = dataclasses.replace(config.kernels, compile_pointwise=self.compile_pointwise)
+        if not self.compiles:
+            kernels = dataclasses.replace(kernels, compile_loss=False, optimizer_impl="torch")
         return dataclasses.replace(config, precision=precision, kernels=kernels)
 
     def __str__(self) -> str:
         fp8 = "no fp8" if self.fp8_format is None else f"--fp8-format {self.fp8_format} --fp8-recipe {self.fp8_recipe}"
-        return fp8 + " --compile-pointwise" * self.compile_pointwise
+        off = "" if self.compiles else " --no-compile-loss --optimizer-impl torch"
+        return fp8 + " --compile-pointwise" * self.compile_pointwise + off
 
 
 class Megapipe:
