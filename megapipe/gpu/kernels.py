@@ -135,9 +135,7 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
     pointwise = "compiled" if kernels.compiles else "not compiled"
     if kernels.fp8 is not None and kernels.layers is None and device.type == "cuda" and not kernels.compiles:
         pointwise += ", casts to fp8 compiled"
-    lacking = missing_compiler("cuda") if device.type == "cuda" else None
-    why = f": {lacking}" if lacking else ""
-    loss = "compiled" if kernels.compiles_loss else f"not compiled{why}"
+    why = _why_not_compiled(device)
     attention = _describe_attention(kernels, config, device)
     if isinstance(kernels.optimizer, Apex):
         optimizer = "FusedAdam of apex, and its accumulating weight gradient"
@@ -164,12 +162,17 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
     return (
         f"linears    {linears} (--transformer-impl {asked.transformer_impl}); {fp8}",
         f"norms      {norms}; pointwise functions {pointwise} (--compile-pointwise)",
-        f"loss       {loss} (--compile-loss)",
+        f"loss       {'compiled' if kernels.compiles_loss else f'not compiled{why}'} (--compile-loss)",
         f"blocks     {_describe_blocks(config, device.type)} (--compile-blocks {asked.compile_blocks})",
         f"attention  {attention} (--attention-impl {asked.attention_impl})",
         *experts,
         f"optimizer  {optimizer} (--optimizer-impl {asked.optimizer_impl})",
     )
+
+
+def _why_not_compiled(device: torch.device) -> str:
+    lacking = missing_compiler("cuda") if device.type == "cuda" else None
+    return f": {lacking}" if lacking else ""
 
 
 def _describe_blocks(config: Config, device_type: str) -> str:
