@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megapipe.comm.bootstrap import World, choose_backend
-from megapipe.comm.nccl import NcclSettings
+from megapipe.comm.nccl import NcclSettings, channels_of_messages
 from megapipe.config.config import Config
 from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
@@ -35,8 +35,10 @@ from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 
 FLIGHT_RECORDER_FOLDER = "nccl"
-CONNECTIONS, P2P_CHANNELS = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MAX_P2P_NCHANNELS"
-CHANNELS_IN_NODE = 4  # of a message; docs/gpu_queues.md has what waiting receives then hold
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+CHANNELS_IN_NODE = (
+    4  # of a message between stages, a power of two; docs/gpu_queues.md has what waiting receives then hold
+)
 MOST_ACTIONS = 20_000  # of schedules whose queues are simulated at the start: about a second
 MOST_HISTORY_ENTRIES = 100_000
 
@@ -72,7 +74,8 @@ def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tupl
         raise ConfigError("--cuda-graph-impl local needs a GPU, and this run has none; leave it out")
     said = (*(said if device.type == "cuda" else ()), *tuned_line(config.gpu.tuned, device))
     if backend == "nccl":
-        said += channels_line(plan, settings)
+        settings, line = limit_channels(plan, settings)
+        said += line
         settings.prepare(None if save is None else Path(save) / FLIGHT_RECORDER_FOLDER)
         if config.gpu.cuda_graph_impl != "none":
             # NCCL registers the buffers of collectives in a graph and assumes that each is one allocation;
@@ -129,20 +132,23 @@ def _steps(plan: RunPlan) -> list[tuple[Schedule, RankTraffic]]:
     return [*steps, (plan.forward_schedule(plan.batch.num_microbatches), replace(traffic, dp=False))]
 
 
-def channels_line(plan: RunPlan, settings: NcclSettings) -> tuple[str, ...]:
-    """Limit NCCL's channels of messages inside a node, unless the user has set them, and return a line that says so.
+def limit_channels(plan: RunPlan, settings: NcclSettings) -> tuple[NcclSettings, tuple[str, ...]]:
+    """Limit the channels of messages between stages inside a node, unless the user has; return a line that says so.
 
-    A waiting receive holds an SM for each channel, up to 32 over NVLink. Options of a communicator such as max_ctas are
-    meant for collectives; for messages NCCL's maintainers name the variable (github.com/NVIDIA/nccl/issues/1598).
+    A waiting receive holds an SM for each channel, up to 32 over NVLink. Only communicators of pipelines are limited:
+    all-to-alls of experts and rings of context parallelism need the channels (github.com/NVIDIA/nccl/issues/1703).
     """
     topology = plan.topology
-    if topology.pp == 1 or P2P_CHANNELS in settings.variables or value_for_libraries(P2P_CHANNELS):
-        return ()
     neighbours = [pair for pipeline in topology.groups("pp") for pair in pairwise(pipeline)]
-    if all(len(topology.nodes_of(pair)) > 1 for pair in neighbours):
-        return ()  # NCCL uses two channels a peer over the network
-    set_for_libraries(**{P2P_CHANNELS: CHANNELS_IN_NODE})
-    return (f"{P2P_CHANNELS}={CHANNELS_IN_NODE}: a waiting receive holds at most {CHANNELS_IN_NODE} SMs",)
+    if all(len(topology.nodes_of(pair)) > 1 for pair in neighbours):  # or pp is 1
+        return settings, ()  # NCCL uses two channels a peer over the network
+    limited = settings.with_default("pp", CHANNELS_IN_NODE)
+    max_ctas = limited.communicators.get("pp", {}).get("max_ctas")
+    if not isinstance(max_ctas, int):
+        return settings, ()
+    origin = "" if limited is not settings else ", of --nccl-communicator-config-path"
+    held = f"a waiting receive holds at most {channels_of_messages(max_ctas)} SMs"
+    return limited, (f"NCCL: max_ctas {max_ctas} for communicators of the pipeline{origin}: {held}",)
 
 
 def tuned_line(path: str | None, device: torch.device) -> tuple[str, ...]:

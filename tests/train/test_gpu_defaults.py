@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import megapipe.config.rules.gpu as gpu_rules
-from megapipe.comm.nccl import NcclSettings
+from megapipe.comm.nccl import MAX_CTAS, P2P_CHANNELS, NcclSettings
 from megapipe.config.load import load_config
 from megapipe.config.tuned import Tuned, read_tuned, to_yaml
 from megapipe.errors import ConfigError
 from megapipe.plan.resolve import resolve
-from megapipe.train.gpu_setup import CONNECTIONS, P2P_CHANNELS, channels_line, connections_line, tuned_line
+from megapipe.train.gpu_setup import CONNECTIONS, connections_line, limit_channels, tuned_line
 from tests.tiny import TINY_FLAGS, small_config
 from tests.train.jobs import job
 
@@ -24,7 +24,7 @@ GPIPE = {"pipeline_model_parallel_size": 4, "pipeline_schedule": "gpipe", "globa
 @pytest.fixture(autouse=True)
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name in (CONNECTIONS, P2P_CHANNELS):  # what a test sets is taken away after it
+    for name in (CONNECTIONS, P2P_CHANNELS, MAX_CTAS):  # what a test sets is taken away after it
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -59,16 +59,35 @@ def test_a_schedule_too_large_to_simulate_gets_the_most_connections(monkeypatch:
     )
 
 
-def test_messages_inside_a_node_get_four_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = resolve(small_config(**GPIPE), 4, 4)
-    settings = NcclSettings(variables={P2P_CHANNELS: "8"})
-    assert channels_line(plan, settings) == (), "--nccl-settings wins"
-    assert channels_line(resolve(small_config(**GPIPE), 4, 1), NcclSettings()) == (), "over the network"
-    assert P2P_CHANNELS not in os.environ
-    assert channels_line(plan, NcclSettings()) == (f"{P2P_CHANNELS}=4: a waiting receive holds at most 4 SMs",)
-    assert os.environ[P2P_CHANNELS] == "4"
-    monkeypatch.setenv(P2P_CHANNELS, "16")
-    assert channels_line(plan, NcclSettings()) == () and os.environ[P2P_CHANNELS] == "16"
+def test_only_messages_between_stages_inside_a_node_get_four_channels() -> None:
+    settings, (line,) = limit_channels(resolve(small_config(**GPIPE), 4, 4), NcclSettings())
+    assert line == "NCCL: max_ctas 4 for communicators of the pipeline: a waiting receive holds at most 4 SMs"
+    assert settings.communicators == {"pp": {"max_ctas": 4}}
+    assert not {P2P_CHANNELS, MAX_CTAS} & os.environ.keys(), "all-to-alls and rings use all channels"
+    over_network = limit_channels(resolve(small_config(**GPIPE), 4, 1), NcclSettings())
+    without_pipeline = limit_channels(resolve(small_config(global_batch_size=16), 4, 4), NcclSettings())
+    assert over_network == without_pipeline == (NcclSettings(), ())
+
+
+@pytest.mark.parametrize("name", [P2P_CHANNELS, MAX_CTAS])
+def test_variables_of_the_user_win_over_the_limit_of_channels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, given = resolve(small_config(**GPIPE), 4, 4), NcclSettings(variables={name: "8"})
+    assert limit_channels(plan, given) == (given, ())
+    monkeypatch.setenv(name, "16")
+    assert limit_channels(plan, NcclSettings()) == (NcclSettings(), ())
+
+
+def test_ctas_of_the_file_win_over_the_limit_of_channels() -> None:
+    """NCCL uses 8 channels for messages of a communicator with 6 CTAs."""
+    plan, given = resolve(small_config(**GPIPE), 4, 4), NcclSettings(communicators={"pp": {"max_ctas": 6}})
+    settings, (line,) = limit_channels(plan, given)
+    assert settings is given
+    assert line.endswith("of --nccl-communicator-config-path: a waiting receive holds at most 8 SMs")
+    least = NcclSettings(communicators={"pp": {"min_ctas": 8}})
+    assert limit_channels(plan, least) == (least, ())
+    named = NcclSettings(communicators={"pp": {"net_name": "IB"}, "ep": {"max_ctas": 16}})
+    settings, _ = limit_channels(plan, named)
+    assert settings.communicators == {"pp": {"net_name": "IB", "max_ctas": 4}, "ep": {"max_ctas": 16}}
 
 
 @pytest.mark.parametrize(
