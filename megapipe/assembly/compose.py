@@ -53,7 +53,7 @@ def parameter_dtype(name: str) -> torch.dtype:
 
 
 class StageCommunicators(NamedTuple):
-    """The groups that the layers of one stage communicate over, and how ranks share its dense parameters and experts."""
+    """The groups that the layers of one stage communicate over, and how ranks share its parameters and its experts."""
 
     tp: Group
     experts: ExpertGroups

@@ -43,6 +43,51 @@ def test_safe_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[CONNECTIONS] == "1"
 
 
+SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params", "use_distributed_optimizer": True}
+EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "expected"),
+    [
+        (4, SHARDED | {"num_layers": 4, "data_parallel_sharding_units": 4}, 8),
+        (8, EXPERTS | {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, 8),
+        (8, {"pipeline_model_parallel_size": 2, "context_parallel_size": 4, "overlap_grad_reduce": True}, 8),
+        (4, SHARDED, 1),  # one unit: nothing runs beside its gather and reduction
+        (4, EXPERTS, 1),  # the row waits for every all-to-all
+    ],
+    ids=["zero3-units", "pp2-ep4", "pp2-cp4", "zero3", "ep4"],
+)
+def test_connections_with_which_streams_wait_for_each_other_are_replaced_on_every_grid(
+    world_size: int, changes: dict[str, object], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = resolve(small_config(**{"global_batch_size": 16, "pipeline_receive_depth": 1} | changes), world_size)
+    assert connections_line(plan) == (), "CUDA's default is enough"
+    monkeypatch.setenv(CONNECTIONS, "1")
+    said = connections_line(plan)
+    assert os.environ[CONNECTIONS] == str(expected)
+    assert [line.split("(")[0] for line in said] == [
+        f"{CONNECTIONS}: 8 instead of 1, of the environment: with 1 streams wait for each other "
+    ] * (expected > 1)
+
+
+def test_parts_that_deliver_from_a_stream_of_their_own_get_eight_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = EXPERTS | {
+        "pipeline_model_parallel_size": 2,
+        "num_layers": 4,
+        "pipeline_schedule": "interleaved",
+        "num_layers_per_virtual_pipeline_stage": 1,
+        "overlap_moe_expert_parallel_comm": True,
+        "global_batch_size": 16,
+        "pipeline_receive_depth": 1,
+    }
+    plan = resolve(small_config(**changes), 8)
+    assert connections_line(plan) == ()
+    monkeypatch.setenv(CONNECTIONS, "1")
+    (line,) = connections_line(plan)
+    assert line.startswith(f"{CONNECTIONS}: 8 instead of 1, of the environment: with 1 a step can hang (rank ")
+
+
 def test_connections_with_which_only_an_evaluation_can_hang_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONNECTIONS, "1")
     changes = GPIPE | {"pipeline_schedule": "zb-v", "num_layers": 8}
