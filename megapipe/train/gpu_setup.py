@@ -27,6 +27,7 @@ from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
 from megapipe.gpu.kernels import Kernels, why_not_packed
 from megapipe.plan.memory import rank_memory
+from megapipe.plan.nccl_memory import CHANNELS_IN_NODE
 from megapipe.plan.queues import (
     DEFAULT_CONNECTIONS,
     MOST_CONNECTIONS,
@@ -44,9 +45,6 @@ from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 
 FLIGHT_RECORDER_FOLDER = "nccl"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-CHANNELS_IN_NODE = (
-    4  # of a message between stages, a power of two; docs/gpu_queues.md has what waiting receives then hold
-)
 COLLECTIVE_SECONDS = 1.0  # as long as a forward: where collectives take less, queues delay less
 NUM_BUCKETS = 3  # of a gather or reduction: the second waits for the first
 MOST_SLOWDOWN = 1.01
