@@ -33,7 +33,7 @@ from megapipe.schedule.dependencies import NEEDS, TRAVELS, ChannelPath, ValueKin
 from megapipe.schedule.lifetimes import NO_MOVES, Moves, Unit
 from megapipe.schedule.lower import without_pairs
 from megapipe.schedule.parts import Part, Parts
-from megapipe.schedule.schedule import Schedule, gc_paused
+from megapipe.schedule.schedule import Row, Schedule, gc_paused
 
 DEFAULT_CONNECTIONS = 8  # CUDA's, if CUDA_DEVICE_MAX_CONNECTIONS is unset
 MOST_CONNECTIONS = 32
@@ -100,14 +100,8 @@ class RankTraffic:
     """The communication of a step besides the messages of the schedule, and the limits of both."""
 
     tp_collectives: int = 0  # of each forward and each (half) backward; 0: tp is 1
-    cp_messages: int = 0  # those of a ring; while one travels, the part before it is computed
-    ep_collectives: int = 0  # all-to-alls of experts, where these are no parts
-    host_waits: bool = False  # a forward first exchanges the numbers of rows for each expert, and the host reads them
-    parts: Parts | None = None  # of a schedule of parts, whose all-to-alls run beside the row
-    sharded: bool = False  # weights and gradients: UNSHARD starts a gather, one reduction is in flight at a time
     # REDUCE_GRAD starts collectives over the replicas; of whole gradients the backward before it does, bucket by bucket
     dp: bool = False
-    buckets: int = 1  # collectives of each gather and reduction
     send_depth: int | None = None  # with so many sends in flight the stream waits for the oldest; None: never
     message_seconds: float = 0.0  # of a message, a forward takes 1
     collective_seconds: float = 0.0  # of a collective, or a message of a ring
@@ -115,6 +109,12 @@ class RankTraffic:
     graphs: bool = False
     moves: tuple[Moves, ...] = ()  # of each pp_rank: activations that are copied to the host and back
     copy_seconds: float = 0.0  # of one of these copies
+    cp_messages: int = 0  # those of a ring; while one travels, the part before it is computed
+    ep_collectives: int = 0  # all-to-alls of experts, where these are no parts
+    host_waits: bool = False  # a forward first exchanges the numbers of rows for each expert, and the host reads them
+    parts: Parts | None = None  # of a schedule of parts, whose all-to-alls run beside the row
+    sharded: bool = False  # weights and gradients: UNSHARD starts a gather, one reduction is in flight at a time
+    buckets: int = 1  # collectives of each gather and reduction
 
 
 @gc_paused()
@@ -157,7 +157,7 @@ class _RankProgram:
         self.exchanges: dict[Action, int] = {}  # all-to-alls in flight: (part, F or B, microbatch)
         self.copies = _OffloadCopies(self.program, traffic, traffic.moves[pp_rank] if traffic.moves else NO_MOVES)
 
-    def program_of(self, row: Sequence[Action]) -> Program:
+    def program_of(self, row: Row) -> Program:
         program, parts = self.program, self.traffic.parts
         self.completing = {
             next(last for last in reversed(row[:slot]) if last.stage == action.stage and last.op in COMPLETES_OPS)

@@ -196,9 +196,9 @@ class SearchReport:
         letters = {item: letter for letter, item in LETTERS.items()}
         for rank in sorted(fullest_first[:MOST_BARS], key=lambda rank: rank.pp_rank):
             # cumulative sums are rounded, so that the length of the bar matches the total
-            bar, filled, items = "", 0, {**rank.items, "NCCL": rank.nccl_bytes}
-            others = sum(size for item, size in items.items() if item not in letters)
-            for item, size in [*((item, items[item]) for item in letters), ("", others)]:
+            bar, filled, held = "", 0, {**rank.items, "NCCL": rank.nccl_bytes}
+            others = sum(size for item, size in held.items() if item not in letters)
+            for item, size in [*((item, held[item]) for item in letters), ("", others)]:
                 filled += size
                 bar += letters.get(item, "*") * (round(BAR_WIDTH * filled / self.hardware.usable_bytes) - len(bar))
             yield f"           pp {rank.pp_rank:<4} {bar.ljust(BAR_WIDTH, '.')} {bytes_text(rank.device_bytes)}"
