@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.comm.groups import ContextGroups, ExpertGroups, Group, ProcessGroups, second_communicator
+from megapipe.comm.groups import ContextGroups, ExpertGroups, Group, ProcessGroups, backend_of, second_communicator
 from megapipe.config.parallel import SHARDING_STRATEGIES, strategy_of
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.store import Sharing
@@ -53,11 +53,12 @@ def parameter_dtype(name: str) -> torch.dtype:
 
 
 class StageCommunicators(NamedTuple):
-    """The groups that the layers of one stage communicate over."""
+    """The groups that the layers of one stage communicate over, and how ranks share its parameters and its experts."""
 
     tp: Group
     experts: ExpertGroups
     context: ContextGroups
+    sharings: tuple[Sharing, Sharing]
 
 
 class ComposedStage(NamedTuple):
@@ -74,7 +75,8 @@ def communicators(plan: RunPlan, groups: ProcessGroups, trains: bool) -> list[St
 
     A collective where groups are made: what it makes depends on the plan, never on the rank.
     """
-    first = StageCommunicators(groups.tp, ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp), groups.context)
+    experts = ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp)
+    first = StageCommunicators(groups.tp, experts, groups.context, sharings(plan, groups, trains))
     found = [first] * len(plan.placement.stages_of(groups.pp.rank))
     if trains and plan.parts is None and Op.OVERLAP in plan.schedule(min(plan.decisive_counts)).ops:
         tp = second_communicator(first.tp) if first.tp.size > 1 else first.tp
@@ -87,11 +89,30 @@ def communicators(plan: RunPlan, groups: ProcessGroups, trains: bool) -> list[St
             experts = ExpertGroups(ep, etp, dp, context.cp)
         leg = plan.whole_stages().placement.stages_of(groups.pp.rank)[0]
         units = plan.num_units[leg] if plan.num_units else 1
-        found[units:] = [StageCommunicators(tp, experts, context)] * (len(found) - units)
+        second = StageCommunicators(tp, experts, context, first.sharings)
+        found[units:] = [second] * (len(found) - units)
     if trains and plan.parts is not None:  # counts of rows must not wait behind rows
         counts = second_communicator(groups.ep)
         found = [each._replace(experts=replace(each.experts, counts=counts)) for each in found]
     return found
+
+
+def sharings(plan: RunPlan, groups: ProcessGroups, trains: bool) -> tuple[Sharing, Sharing]:
+    """Return how this rank shares dense parameters, and experts, with others.
+
+    Sharded weights are gathered over NCCL communicators of their own: behind a reduction on the same one, which has one
+    stream, the gather for the next computation would wait. A collective, as `communicators`.
+    """
+    level = SHARDING_STRATEGIES.index(strategy_of(plan.config.parallel))  # 0 none, else as ZeRO-1, 2 or 3
+    dense, experts = (Sharing.of(groups, level, is_expert) for is_expert in (False, True))
+    if not trains or level < 3 or backend_of(groups.world) != "nccl":
+        return dense, experts
+    gatherers = second_communicator(dense.shards)
+    dense = replace(dense, gatherers=gatherers)
+    if plan.model.has_experts:
+        is_same = experts.shards.handle is dense.shards.handle
+        experts = replace(experts, gatherers=gatherers if is_same else second_communicator(experts.shards))
+    return dense, experts
 
 
 def compose_stage(
@@ -131,7 +152,7 @@ def compose_stage(
         tables=tables,
         loss=config.training,
     )
-    buffers = _buffers(plan, groups, stage, device, trains)  # 8
+    buffers = _buffers(plan, groups, stage, own.sharings, device, trains)  # 8
     dtype = torch.promote_types(parameter_dtype(config.precision.dtype), torch.float32)
 
     def initial(spec: ParamSpec) -> Tensor:
@@ -146,17 +167,23 @@ def compose_stage(
     return ComposedStage(module, buffers, StageRunner(module, queue, module.begin_row))
 
 
-def _buffers(plan: RunPlan, groups: ProcessGroups, stage: int, device: torch.device, trains: bool) -> StageBuffers:
+def _buffers(
+    plan: RunPlan,
+    groups: ProcessGroups,
+    stage: int,
+    sharings: tuple[Sharing, Sharing],
+    device: torch.device,
+    trains: bool,
+) -> StageBuffers:
     """Return the flat buffers of a stage, after an audit of what they cover."""
     layouts = plan.buffers(stage, groups.tp.rank)
     audit_buffers(plan.stage_specs[stage], layouts, *groups.cut_of(False), groups.cut_of(True))
     pp_rank = plan.topology.coordinates(groups.world.global_rank).pp_rank
-    level = SHARDING_STRATEGIES.index(strategy_of(plan.config.parallel))  # 0 none, else as ZeRO-1, 2 or 3
     return StageBuffers(
         layouts,
         device,
         parameter_dtype(plan.config.precision.dtype),
         parameter_dtype(plan.state_dtypes(pp_rank).gradient) if trains else None,
         plan.num_weight_versions(pp_rank) if trains else 1,
-        *(Sharing.of(groups, level, is_expert) for is_expert in (False, True)),
+        *sharings,
     )

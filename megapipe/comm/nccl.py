@@ -1,10 +1,13 @@
-"""NCCL settings: environment variables, communicator options by kind of group, and torch's flight recorder."""
+"""NCCL settings: environment variables, communicator options by kind of group, and torch's flight recorder.
+
+Channels, priority and CTAs of every communicator come from `NcclSettings.options`.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from megapipe.errors import ConfigError
 COMMUNICATOR_KEYS: dict[str, type] = {"cga_cluster_size": int, "min_ctas": int, "max_ctas": int, "net_name": str}
 FLIGHT_RECORDER_EVENTS = 2000
 COMMUNICATORS = "--nccl-communicator-config-path"
+P2P_CHANNELS, MAX_CTAS = "NCCL_MAX_P2P_NCHANNELS", "NCCL_MAX_CTAS"  # of a whole process
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,17 @@ class NcclSettings:
         path = config.nccl_communicator_config_path
         communicators = {} if path is None else read_communicators(Path(path))
         return cls(variables, communicators, config.high_priority_stream_groups)
+
+    def sets(self, name: str) -> bool:
+        """Return True if the flags or the environment set a variable."""
+        return name in self.variables or bool(value_for_libraries(name))
+
+    def with_default(self, kind: str, max_ctas: int) -> NcclSettings:
+        """Return the settings with max_ctas for a kind of group, unless the user has set a number of CTAs for it."""
+        given = self.communicators.get(kind, {})
+        if {"min_ctas", "max_ctas"} & given.keys() or self.sets(P2P_CHANNELS) or self.sets(MAX_CTAS):
+            return self
+        return replace(self, communicators={**self.communicators, kind: {**given, "max_ctas": max_ctas}})
 
     def options(self, kind: str, timeout: timedelta | None) -> Any:
         """Return torch's options for a communicator of this kind of group; None if nothing is set for it."""
@@ -76,6 +91,15 @@ class NcclSettings:
             recorder_folder.mkdir(parents=True, exist_ok=True)
             prefix = str(recorder_folder / "rank_")
             set_for_libraries(TORCH_FR_DUMP_TEMP_FILE=prefix, TORCH_NCCL_DEBUG_INFO_TEMP_FILE=prefix)
+
+
+def channels_of_messages(max_ctas: int) -> int:
+    """Return the most channels, one CTA each, of the sends and receives of a communicator with max_ctas.
+
+    max_ctas limits its channels, and for messages NCCL rounds their number up to a power of two (src/graph/connect.cc
+    and ncclTopoComputeP2pChannels in src/graph/paths.cc of github.com/NVIDIA/nccl).
+    """
+    return 1 << max(0, max_ctas - 1).bit_length()
 
 
 def read_communicators(path: Path) -> dict[str, dict[str, int | str]]:

@@ -34,13 +34,14 @@ class Sharing:
 
     level: what they divide; see above. shards: those that each keep another shard; one rank at level 0. instances:
     those that keep the same one, at level 0 all. cut: this rank's place among those that cut the parameters, and how
-    many there are.
+    many there are. gatherers: `shards` with the communicator over which weights are gathered; None: that of `shards`.
     """
 
     level: int = 0
     shards: Group = field(default_factory=lambda: Group.alone("shards"))
     instances: Group = field(default_factory=lambda: Group.alone("instances"))
     cut: tuple[int, int] = (0, 1)
+    gatherers: Group | None = None
 
     @classmethod
     def of(cls, groups: ProcessGroups, level: int, is_expert: bool = False) -> Sharing:
@@ -199,7 +200,8 @@ class Store:
         """Start to collect a bucket of the newest parameters from the ranks that keep or update its shards."""
         # .data: gloo writes when it completes, which autograd would take for a change of saved weights
         whole, own = self.parameters.data[bucket.start : bucket.stop], self.own_parameters(bucket).data
-        self.gathering[bucket.start] = all_gather(whole, own, self.sharing.shards, async_op=True)
+        group = self.sharing.gatherers or self.sharing.shards
+        self.gathering[bucket.start] = all_gather(whole, own, group, async_op=True)
 
     def wait(self) -> None:
         """Wait for all buckets that are being gathered."""

@@ -71,6 +71,7 @@ class Hardware:
     gemm_shares: tuple[tuple[int, float], ...] = GEMM_SHARES
     attention_share: float = 0.45  # of the peak, by a fused attention kernel, forward and backward
     pointwise_share: float = 0.9  # of the memory's rate, by kernels that only move memory
+    nccl_bytes: int | None = None  # measured on a rank, in place of the model of what NCCL holds (plan.nccl_memory)
     price_per_hour: float | None = None  # of one accelerator, in any currency
     host_bytes_per_second: float = HOST_SHARE * PCIE_4 * GIGA  # to or from the host's memory, in one direction
 
@@ -193,7 +194,7 @@ def _value(path: Path, key: str, value: Any) -> Any:
             return {str(dtype): float(rate) for dtype, rate in value.items()}
         if key == "gemm_shares":
             return tuple(sorted((int(size), float(share)) for size, share in value))
-        if key in ("memory_bytes", "ranks_per_node"):
+        if key in ("memory_bytes", "ranks_per_node", "nccl_bytes"):
             return int(float(value))
         return str(value) if key in ("name", "driver_name") else float(value)
     except (TypeError, ValueError, KeyError, AttributeError):

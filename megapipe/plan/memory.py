@@ -27,6 +27,8 @@ In the host's memory: what --cpu-offloading-num-layers moves there of the activa
 on the device, and what --optimizer-cpu-offload does of the optimizer. Offloaded tensors are counted one by one, since
 small ones stay on the device; `tests/model/test_offloaded_bytes.py` compares with those that move.
 
+Besides these tensors, what NCCL's communicators hold on the device (plan.nccl_memory).
+
 The estimate assumes CUDA kernels unless the configuration says --device cpu. Not counted: the workspace of the kernel
 that runs, the allocator's slack, the CUDA context.
 """
@@ -58,6 +60,7 @@ from megapipe.plan.activations import (
     temporary_bytes,
 )
 from megapipe.plan.muon import muon_work
+from megapipe.plan.nccl_memory import nccl_bytes
 from megapipe.plan.part_memory import part_sizes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import NOTHING, Whole, row_bytes
@@ -124,6 +127,12 @@ class RankMemory:
     live: Mapping[int, int]  # as in `Peak`
     host: Mapping[str, int] = field(default_factory=dict)  # bytes in host memory
     num_slices: int = 1  # of a microbatch
+    nccl_bytes: int = 0  # of communicators, outside of torch's allocator; a model (plan.nccl_memory)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device: tensors, and what NCCL holds."""
+        return self.total + self.nccl_bytes
 
     @property
     def total(self) -> int:
@@ -135,13 +144,17 @@ class RankMemory:
         return sum(self.live.values()) / max(len(self.live), 1) / self.num_slices
 
 
-def rank_memory(plan: RunPlan, pp_rank: int) -> RankMemory:
-    """Return every item of one rank, for the step of the run that needs the most (a ramp changes the batch size)."""
+def rank_memory(plan: RunPlan, pp_rank: int, measured_nccl_bytes: int | None = None) -> RankMemory:
+    """Return every item of one rank, for the step of the run that needs the most (a ramp changes the batch size).
+
+    measured_nccl_bytes: in place of the model of what NCCL holds.
+    """
     full = plan.batch.num_microbatches
     steps = [step_memory(plan, pp_rank, count, alike) for count, alike in plan.decisive_counts.items() if count != full]
     most = max((step_memory(plan, pp_rank, full), *steps), key=lambda step: step.total)  # the full one of equal ones
     hosts = [most.host, *(step.host for step in steps)]
-    return replace(most, host=max(hosts, key=lambda host: sum(host.values())))
+    nccl = nccl_bytes(plan, pp_rank) if measured_nccl_bytes is None else measured_nccl_bytes
+    return replace(most, host=max(hosts, key=lambda host: sum(host.values())), nccl_bytes=nccl)
 
 
 def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = None) -> RankMemory:
@@ -315,9 +328,9 @@ def _graph_bytes(
     return total
 
 
-def all_rank_memory(plan: RunPlan) -> tuple[RankMemory, ...]:
+def all_rank_memory(plan: RunPlan, measured_nccl_bytes: int | None = None) -> tuple[RankMemory, ...]:
     """Return `rank_memory` of every pp_rank."""
-    return tuple(rank_memory(plan, pp_rank) for pp_rank in range(plan.topology.pp))
+    return tuple(rank_memory(plan, pp_rank, measured_nccl_bytes) for pp_rank in range(plan.topology.pp))
 
 
 def stage_activation_bytes(plan: RunPlan, stage: int) -> dict[str, int]:

@@ -3,7 +3,7 @@
 A process has CUDA_DEVICE_MAX_CONNECTIONS hardware work queues (8 if unset), and every stream is mapped to one of them.
 A queue is strictly in order: if its head cannot start, because its stream is busy or waits for an event, nothing behind
 it starts, even on other streams. A receive that is behind such a head is not posted, and its sender may be what the
-head waits for: the run hangs.
+head waits for: the run hangs. With too few queues streams also wait where they could overlap (`slowdown`).
 
 `enqueue` writes down what the engine enqueues on every rank, `run_queues` executes it, and `waiting_receives` counts
 the receives that hold SMs: NCCL's blocks do not share one with other kernels. Simulated, not measured: how a driver
@@ -19,11 +19,21 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
-from megapipe.schedule.dependencies import NEEDS, TRAVELS, ChannelPath, channel_of
+from megapipe.schedule.action import (
+    BACKWARD_OPS,
+    COMPLETES_OPS,
+    COMPUTE_OPS,
+    RECV_OPS,
+    SEND_OPS,
+    SHARDING_OPS,
+    Action,
+    Op,
+)
+from megapipe.schedule.dependencies import NEEDS, TRAVELS, ChannelPath, ValueKind, channel_of
 from megapipe.schedule.lifetimes import NO_MOVES, Moves, Unit
 from megapipe.schedule.lower import without_pairs
-from megapipe.schedule.schedule import Schedule, gc_paused
+from megapipe.schedule.parts import Part, Parts
+from megapipe.schedule.schedule import Row, Schedule, gc_paused
 
 DEFAULT_CONNECTIONS = 8  # CUDA's, if CUDA_DEVICE_MAX_CONNECTIONS is unset
 MOST_CONNECTIONS = 32
@@ -31,6 +41,8 @@ POOL_STREAMS, POOL_PRIORITIES = 32, 4  # torch's pool: so many streams of each p
 HIGH = POOL_PRIORITIES - 1  # pool of NCCL's streams with is_high_priority_stream
 # names of streams; those of messages are channels, of DualPipe's stages ints
 CURRENT, TP, DP, TO_HOST, TO_DEVICE = "current", "tp", "dp", "to host", "to device"
+CP, EP, COUNTS, GATHER, DELIVERY = "cp", "ep", "ep counts", "gather", "delivery"
+COLLECTIVES = (TP, DP, CP, EP, GATHER, DELIVERY, "to ")  # beginnings of names of streams that do not compute
 SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.UPDATE: 0.0}  # of computations, F = 1
 # stream -> hardware queue: in the order in which this job first uses its streams, or in the order in which torch
 # creates its pool, where the priorities alternate
@@ -49,13 +61,15 @@ class Enqueued(NamedTuple):
     seconds: float = 0.0
     message: tuple[ChannelPath, int] | None = None  # a send or receive: channel, number on it
     is_receive: bool = False
+    host: int | None = None  # index of the entry after which the host enqueues this one
 
 
 @dataclass
 class Program:
-    """The entries that one rank enqueues in a step, in order; the host never waits."""
+    """The entries that one rank enqueues in a step, in order."""
 
     works: list[Enqueued] = field(default_factory=list)
+    host: int | None = None  # index of the last entry that the host has waited for
     last: dict[Stream, int] = field(default_factory=dict)  # stream -> index of its latest entry
     idle: frozenset[Stream] = frozenset()  # streams of the process that this step does not use
 
@@ -66,7 +80,7 @@ class Program:
 
     def add(self, work: Enqueued) -> int:
         """Enqueue an entry and return its index."""
-        self.works.append(work)
+        self.works.append(work._replace(host=self.host))
         self.last[work.stream] = len(self.works) - 1
         return len(self.works) - 1
 
@@ -86,14 +100,21 @@ class RankTraffic:
     """The communication of a step besides the messages of the schedule, and the limits of both."""
 
     tp_collectives: int = 0  # of each forward and each (half) backward; 0: tp is 1
-    dp: bool = False  # REDUCE_GRAD starts a collective over the replicas
+    # REDUCE_GRAD starts collectives over the replicas; of whole gradients the backward before it does, bucket by bucket
+    dp: bool = False
     send_depth: int | None = None  # with so many sends in flight the stream waits for the oldest; None: never
     message_seconds: float = 0.0  # of a message, a forward takes 1
-    collective_seconds: float = 0.0  # of one of the tp collectives
+    collective_seconds: float = 0.0  # of a collective, or a message of a ring
     # --cuda-graph-impl: a computation with its collectives is one entry of its stream, the launch of a graph
     graphs: bool = False
     moves: tuple[Moves, ...] = ()  # of each pp_rank: activations that are copied to the host and back
     copy_seconds: float = 0.0  # of one of these copies
+    cp_messages: int = 0  # those of a ring; while one travels, the part before it is computed
+    ep_collectives: int = 0  # all-to-alls of experts, where these are no parts
+    host_waits: bool = False  # a forward first exchanges the numbers of rows for each expert, and the host reads them
+    parts: Parts | None = None  # of a schedule of parts, whose all-to-alls run beside the row
+    sharded: bool = False  # weights and gradients: UNSHARD starts a gather, one reduction is in flight at a time
+    buckets: int = 1  # collectives of each gather and reduction
 
 
 @gc_paused()
@@ -130,38 +151,80 @@ class _RankProgram:
         self.numbers: defaultdict[ChannelPath, int] = defaultdict(int)
         self.received: dict[Action, int] = {}
         self.halves_left = 0
+        self.gathers: dict[int, int] = {}  # of stages whose weights no computation has waited for
+        self.reducing: int | None = None  # stage whose gradients are being reduced
+        self.completing: set[Action] = set()  # the last weight gradients of each stage
+        self.exchanges: dict[Action, int] = {}  # all-to-alls in flight: (part, F or B, microbatch)
         self.copies = _OffloadCopies(self.program, traffic, traffic.moves[pp_rank] if traffic.moves else NO_MOVES)
 
-    def program_of(self, row: Iterable[Action]) -> Program:
-        program = self.program
-        for action in row:
+    def program_of(self, row: Row) -> Program:
+        program, parts = self.program, self.traffic.parts
+        self.completing = {
+            next(last for last in reversed(row[:slot]) if last.stage == action.stage and last.op in COMPLETES_OPS)
+            for slot, action in enumerate(row)
+            if action.op is Op.REDUCE_GRAD and self.traffic.dp and not self.traffic.sharded and parts is None
+        }
+        for slot, (action, of_stage) in enumerate(
+            zip(row, row if parts is None else parts.stage_row(row), strict=True)
+        ):
             if action.op in COMPUTE_OPS:
+                self.use(of_stage, CURRENT)
                 self.compute(action)
             elif action.op in RECV_OPS or action.op in SEND_OPS:
                 self.message(action)
             elif action.op is Op.OVERLAP:
+                for half in row[slot + 1 : slot + 3]:
+                    self.use(half, CURRENT)
                 self.fork()
                 self.halves_left = 2
-            elif self.traffic.dp:
-                reduced = program.communicate(Enqueued(DP, str(action)))
-                if action.op is Op.UPDATE:
-                    program.wait(CURRENT, reduced, str(action))
+            elif of_stage.op is not Op.OVERLAP:
+                self.share(of_stage)
+        program.wait(CURRENT, program.last.get(DELIVERY), "end of the row")
         for sends in self.in_flight.values():
             for send in sends:
                 program.wait(CURRENT, send, "end of the row")
         program.wait(CURRENT, program.last.get(DP), "end of the row")
         return program
 
+    def share(self, action: Action) -> None:
+        """Start a gather of weights or a reduction of gradients over the replicas (`data_parallel.stores`)."""
+        program, seconds, name = self.program, self.traffic.collective_seconds, str(action)
+        if action.op is Op.UNSHARD:
+            for _ in range(self.traffic.buckets):
+                self.gathers[action.stage] = program.communicate(Enqueued(GATHER, name, seconds=seconds))
+        elif action.op not in SHARDING_OPS and self.traffic.dp:
+            if self.traffic.sharded:
+                program.wait(CURRENT, program.last.get(DP), name)
+                self.reducing = action.stage
+            for _ in range(self.traffic.buckets if self.traffic.sharded else 1):
+                program.communicate(Enqueued(DP, name, seconds=seconds))
+            if action.op is Op.UPDATE:
+                program.wait(CURRENT, program.last[DP], name)
+
+    def use(self, action: Action, stream: Stream) -> None:
+        """Wait for the weights of a computation, and for a reduction that still reads the gradients it adds to."""
+        self.program.wait(stream, self.gathers.pop(action.stage, None), str(action))
+        if action.op in BACKWARD_OPS and action.stage == self.reducing:
+            self.program.wait(stream, self.program.last[DP], str(action))
+            self.reducing = None
+
     def message(self, action: Action) -> None:
-        """Post a send or a receive: its kernel starts once what the current stream holds is done."""
+        """Post a send or a receive: its kernel starts once what the current stream holds is done. A result that an
+        all-to-all brings is sent from the stream of deliveries, which waits for it.
+        """
         channel, program, name = channel_of(action, self.num_directions), self.program, str(action)
-        is_send = action.op in SEND_OPS
+        is_send, stream = action.op in SEND_OPS, CURRENT
         sends = self.in_flight[channel] if is_send else deque()
+        made = Action(action.stage, Op.F if action.op is Op.SEND_F else Op.B, action.microbatch)
+        if is_send and made in self.exchanges:
+            stream = DELIVERY
+            program.wait(stream, program.last.get(CURRENT), name)
+            program.wait(stream, self.exchanges.pop(made), name)
         if is_send and len(sends) == self.traffic.send_depth:
-            program.wait(CURRENT, sends.popleft(), name)
+            program.wait(stream, sends.popleft(), name)
         seconds, message = self.traffic.message_seconds, (channel, self.numbers[channel])
         self.numbers[channel] += 1
-        index = program.communicate(Enqueued(channel, name, None, seconds, message, not is_send))
+        index = program.communicate(Enqueued(channel, name, None, seconds, message, not is_send), stream)
         if is_send:
             sends.append(index)
         else:
@@ -178,25 +241,56 @@ class _RankProgram:
                 receive = Action(stage, TRAVELS[kind][1], microbatch)
                 if TRAVELS[kind][2] == -offset and receive in self.received:
                     program.wait(stream, self.received.pop(receive), name)
+                maker = Action(stage + offset, Op.F if kind is ValueKind.ACT else Op.B, microbatch)
+                program.wait(stream, self.exchanges.pop(maker, None) if offset else None, name)
+        if self.traffic.parts is not None and stage in self.traffic.parts.network:
+            self.exchange(action)
+            return
         moments = self.copies.moments_of(action)
         for moment in moments:
             self.copies.begin(moment, stream)
-            self.work(stream, stage, op, name, SECONDS[op] / len(moments))
+            self.work(stream, action, SECONDS[op] / len(moments))
             self.copies.end(moment, stream)
         self.halves_left = max(0, self.halves_left - 1)
         if self.stages and self.halves_left == 0:
             for other in self.stages:
                 program.wait(CURRENT, program.last.get(other), "join")
 
-    def work(self, stream: Stream, stage: int, op: Op, name: str, seconds: float) -> None:
-        """Run kernels for so long, with the collectives over tp between them."""
-        program, count = self.program, 0 if op is Op.W or self.traffic.graphs else self.traffic.tp_collectives
-        tp = TP if not self.stages else f"{TP} {stage}"  # the halves of a pair have a communicator each
-        program.add(Enqueued(stream, name, seconds=seconds / (count + 1)))
-        for _ in range(count):
-            summed = program.communicate(Enqueued(tp, name, seconds=self.traffic.collective_seconds), stream)
-            program.wait(stream, summed, name)
-            program.add(Enqueued(stream, name, seconds=seconds / (count + 1)))
+    def work(self, stream: Stream, action: Action, seconds: float) -> None:
+        """Run kernels for so long, with the collectives of layers between them, and the first reductions."""
+        program, traffic, kinds = self.program, self.traffic, list[str]()
+        stage, op, name = action.stage, action.op, str(action)
+        if op is not Op.W and not traffic.graphs:
+            counts = ((TP, traffic.tp_collectives), (CP, traffic.cp_messages), (EP, traffic.ep_collectives))
+            kinds = [kind for kind, count in counts for _ in range(count)]
+            if op is Op.F and traffic.host_waits and traffic.ep_collectives:
+                kinds.insert(kinds.index(EP), COUNTS)
+        if action in self.completing and not traffic.graphs:
+            kinds += [DP] * (traffic.buckets - 1)
+        share = seconds / (len(kinds) + 1)
+        program.add(Enqueued(stream, name, seconds=share))
+        for kind in kinds:
+            group: str = EP if kind == COUNTS else kind
+            if self.stages and kind != DP:
+                group = f"{group} {stage}"  # the halves of a pair have a communicator each
+            brought = program.communicate(Enqueued(group, name, seconds=traffic.collective_seconds), stream)
+            if kind not in (CP, DP):
+                program.wait(stream, brought, name)
+            if kind == COUNTS:
+                program.host = program.last[stream]
+            program.add(Enqueued(stream, name, seconds=share))
+            if kind == CP:
+                program.wait(stream, brought, name)
+
+    def exchange(self, action: Action) -> None:
+        """Start an all-to-all that is a part, and first that of the numbers of rows, which has its own communicator."""
+        program, name, seconds = self.program, str(action), self.traffic.collective_seconds
+        part = Part.DISPATCH if self.traffic.parts is None else self.traffic.parts.sites[action.stage].part
+        if self.traffic.host_waits and action.op is Op.F and part is Part.DISPATCH:
+            counted = program.communicate(Enqueued(COUNTS, name))
+            program.wait(CURRENT, counted, name)
+            program.host = program.last[CURRENT]
+        self.exchanges[action] = program.communicate(Enqueued(EP, name, seconds=seconds))
 
     def fork(self) -> None:
         for stage in self.stages:
@@ -344,7 +438,8 @@ class _Machine:
 
     def blocker(self, rank: int, index: int) -> int | None:
         """Return the entry whose end an entry waits for; None if it can start."""
-        for other in (self.before[rank][index], self.programs[rank].works[index].after):
+        work = self.programs[rank].works[index]
+        for other in (self.before[rank][index], work.after, work.host):
             if other is not None and self.ends[rank][other] < 0:
                 return other
         return None
@@ -361,7 +456,7 @@ class _Machine:
                 self.waiting[rank, blocker].append(queue)
                 break
             work = works[index]
-            for other in (self.before[rank][index], work.after):
+            for other in (self.before[rank][index], work.after, work.host):
                 clock = clock if other is None else max(clock, ends[other])
             starts[index] = clock
             head += 1
@@ -414,6 +509,13 @@ def why_it_hangs(
     return ""
 
 
+def slowdown(programs: tuple[Program, ...], connections: int, high_priority: Sequence[str] = ("pp", "tp")) -> float:
+    """Return how many times as long a step takes as with a queue for every stream, streams numbered by their use."""
+    ends = [run_queues(programs, each, BY_USE, high_priority).ends for each in (connections, None)]
+    few, enough = (max((max(of_rank, default=0.0) for of_rank in each), default=0.0) for each in ends)
+    return few / enough if enough else 1.0
+
+
 class HeldReceives(NamedTuple):
     """Receives of one rank that wait for their sender. Each holds as many SMs as its communicator has channels."""
 
@@ -434,7 +536,7 @@ def waiting_receives(schedule: Schedule, traffic: RankTraffic = RankTraffic()) -
         for work, start, end in zip(program.works, starts, ends, strict=True):
             if work.is_receive:
                 receives.append((start, end))
-            elif work.message is None and work.seconds and str(work.stream).split()[0] not in (TP, "to"):
+            elif work.message is None and work.seconds and not str(work.stream).startswith(COLLECTIVES):
                 busy.append((start, end))
         overlap = sum(max(0.0, min(a, b) - max(c, d)) for c, a in receives for d, b in busy)
         steps = sorted([(end, -1) for _, end in receives] + [(start, 1) for start, end in receives if end > start])

@@ -287,6 +287,10 @@ def _memory(plan: RunPlan) -> Iterator[str]:
         "  memory   of a rank at the peak of a step; kernel workspace, allocator slack and CUDA context are not counted"
     )
     yield from text_table([("pp_rank", *columns, "other", "total", "live microbatches"), *rows], indent=11)
+    most_nccl = max(ranks, key=lambda rank: rank.nccl_bytes)
+    if most_nccl.nccl_bytes:
+        held = f"{bytes_text(most_nccl.nccl_bytes)} on pp_rank {most_nccl.pp_rank}"
+        yield f"           besides, NCCL's communicators hold up to {held} (a model, not measured)"
     largest = max(ranks, key=lambda rank: rank.total)
     if len(ranks) > 1:
         smallest = min(ranks, key=lambda rank: rank.total)

@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megapipe.comm.bootstrap import World, choose_backend
-from megapipe.comm.nccl import NcclSettings
+from megapipe.comm.nccl import NcclSettings, channels_of_messages
 from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
@@ -30,7 +30,16 @@ from megapipe.layers.model import model_spec
 from megapipe.plan.hardware import hardware_named, hardware_of
 from megapipe.plan.layer_time import layer_seconds, ring_link
 from megapipe.plan.memory import rank_memory
-from megapipe.plan.queues import DEFAULT_CONNECTIONS, MOST_CONNECTIONS, RankTraffic, beside, enqueue, why_it_hangs
+from megapipe.plan.nccl_memory import CHANNELS_IN_NODE
+from megapipe.plan.queues import (
+    DEFAULT_CONNECTIONS,
+    MOST_CONNECTIONS,
+    RankTraffic,
+    beside,
+    enqueue,
+    slowdown,
+    why_it_hangs,
+)
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.lifetimes import Moves
 from megapipe.schedule.schedule import Schedule
@@ -38,8 +47,10 @@ from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 
 FLIGHT_RECORDER_FOLDER = "nccl"
-CONNECTIONS, P2P_CHANNELS = "CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_MAX_P2P_NCHANNELS"
-CHANNELS_IN_NODE = 4  # of a message; docs/gpu_queues.md has what waiting receives then hold
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+COLLECTIVE_SECONDS = 1.0  # as long as a forward: where collectives take less, queues delay less
+NUM_BUCKETS = 3  # of a gather or reduction: the second waits for the first
+MOST_SLOWDOWN = 1.01
 MOST_ACTIONS = 20_000  # of schedules whose queues are simulated at the start: about a second
 MOST_HISTORY_ENTRIES = 100_000
 
@@ -75,7 +86,8 @@ def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tupl
         raise ConfigError("--cuda-graph-impl local needs a GPU, and this run has none; leave it out")
     said = (*(said if device.type == "cuda" else ()), *tuned_line(config.gpu.tuned, device))
     if backend == "nccl":
-        said += channels_line(plan, settings)
+        settings, line = limit_channels(plan, settings)
+        said += line
         settings.prepare(None if save is None else Path(save) / FLIGHT_RECORDER_FOLDER)
         if config.gpu.cuda_graph_impl != "none":
             # NCCL registers the buffers of collectives in a graph and assumes that each is one allocation;
@@ -85,11 +97,12 @@ def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tupl
 
 
 def connections_line(plan: RunPlan) -> tuple[str, ...]:
-    """Replace a CUDA_DEVICE_MAX_CONNECTIONS with which this run's schedules can hang, and return a line that says so.
+    """Replace a CUDA_DEVICE_MAX_CONNECTIONS with which this run can hang, or kernels wait for collectives that overlap
+    with them elsewhere, and return a line that says so.
 
     Megatron's scripts export 1, for an order of kernels that nothing here relies on. Called before CUDA starts.
     """
-    if plan.topology.pp == 1 or (torch.version.cuda is None and torch.version.hip is None):
+    if plan.topology.world_size == 1 or (torch.version.cuda is None and torch.version.hip is None):
         return ()
     text = value_for_libraries(CONNECTIONS)
     given = int(text) if text is not None and text.isascii() and text.isdigit() and int(text) else DEFAULT_CONNECTIONS
@@ -97,16 +110,7 @@ def connections_line(plan: RunPlan) -> tuple[str, ...]:
     if sum(len(row) for schedule, _ in steps for row in schedule.rows) > MOST_ACTIONS:
         chosen, why = max(given, MOST_CONNECTIONS), "this schedule is too large to be simulated at the start"
     else:
-        priority, why, chosen = plan.config.gpu.high_priority_stream_groups, "", given
-        programs = [enqueue(*step) for step in steps]
-        programs = [beside(each, programs[0]) for each in programs]
-        for chosen in dict.fromkeys((given, *(count for count in (8, 16, MOST_CONNECTIONS) if count > given))):
-            hang = next(filter(None, (why_it_hangs(each, chosen, priority) for each in programs)), "")
-            if not hang:
-                break
-            why = why or f"with {given} a step can hang ({hang})"
-        else:
-            why += f"; it can with {chosen} too: use --pipeline-receive-depth 1"
+        chosen, why = _enough_connections(plan, steps, given)
     if chosen == given:
         return (f"{CONNECTIONS} {given}: {why}",) if why else ()
     replace_for_libraries(CONNECTIONS, str(chosen))
@@ -114,38 +118,65 @@ def connections_line(plan: RunPlan) -> tuple[str, ...]:
     return (f"{CONNECTIONS}: {chosen} instead of {given}, {origin}: {why}",)
 
 
+def _enough_connections(plan: RunPlan, steps: list[tuple[Schedule, RankTraffic]], given: int) -> tuple[int, str]:
+    """Return the first number of queues, from the given one on, that is enough for these steps, and why that is not."""
+    priority, why = plan.config.gpu.high_priority_stream_groups, ""
+    programs = [enqueue(*step) for step in steps]
+    programs = [beside(each, programs[0]) for each in programs]
+    for chosen in dict.fromkeys((given, *(count for count in (8, 16, MOST_CONNECTIONS) if count > given))):
+        hang = next(filter(None, (why_it_hangs(each, chosen, priority) for each in programs)), "")
+        slower = 1.0 if hang else slowdown(programs[0], chosen, priority)
+        if not hang and slower <= MOST_SLOWDOWN:
+            return chosen, why
+        waits = f"streams wait for each other (a simulated step takes {slower:.2f} times as long)"
+        why = why or f"with {given} {f'a step can hang ({hang})' if hang else waits}"
+    return chosen, f"{why}; it can with {chosen} too: use --pipeline-receive-depth 1" if hang else why
+
+
 def _steps(plan: RunPlan) -> list[tuple[Schedule, RankTraffic]]:
     """Return the lowered schedules of a run with their traffic: training, with and without graphs, and evaluation."""
-    traffic = RankTraffic(
-        tp_collectives=2 if plan.topology.tp > 1 else 0,
-        dp=plan.topology.num_replicas > 1 and plan.config.parallel.overlap_grad_reduce,
+    topology, config, exchanges = plan.topology, plan.config, plan.model.has_experts and plan.topology.ep > 1
+    of_layers = RankTraffic(
+        tp_collectives=2 if topology.tp > 1 else 0,
+        cp_messages=2 if topology.cp > 1 else 0,
+        ep_collectives=2 if exchanges else 0,
+        host_waits=exchanges and not config.model.moe_pad_expert_input_to_capacity,
         send_depth=plan.send_depth,
+        collective_seconds=COLLECTIVE_SECONDS,
     )
+    is_sharded = plan.sharding is not None
+    overlaps = is_sharded or config.parallel.overlap_grad_reduce
+    reduces = topology.num_replicas > 1 and overlaps
+    traffic = replace(of_layers, parts=plan.parts, sharded=is_sharded, dp=reduces, buckets=NUM_BUCKETS)
     steps = []
     for count in plan.decisive_counts:
         moves: tuple[Moves, ...] = ()
-        if plan.config.offload.cpu_offloading_num_layers:
-            moves = tuple(plan.row_moves(count, rank) for rank in range(plan.topology.pp))
-        steps.append((plan.schedule(count), replace(traffic, moves=moves)))
-        if plan.config.gpu.cuda_graph_impl != "none" and traffic.tp_collectives:  # else a graph enqueues the same
-            steps.append((plan.schedule(count), replace(traffic, graphs=True)))
-    return [*steps, (plan.forward_schedule(plan.batch.num_microbatches), replace(traffic, dp=False))]
+        if config.offload.cpu_offloading_num_layers:
+            moves = tuple(plan.row_moves(count, rank) for rank in range(topology.pp))
+        schedule = plan.schedule(count) if plan.parts is None else plan.part_schedule(count)
+        steps.append((schedule, replace(traffic, moves=moves)))
+        if config.gpu.cuda_graph_impl != "none" and traffic.tp_collectives:  # else a graph enqueues the same
+            steps.append((schedule, replace(traffic, graphs=True)))
+    return [*steps, (plan.forward_schedule(plan.batch.num_microbatches), of_layers)]
 
 
-def channels_line(plan: RunPlan, settings: NcclSettings) -> tuple[str, ...]:
-    """Limit NCCL's channels of messages inside a node, unless the user has set them, and return a line that says so.
+def limit_channels(plan: RunPlan, settings: NcclSettings) -> tuple[NcclSettings, tuple[str, ...]]:
+    """Limit the channels of messages between stages inside a node, unless the user has; return a line that says so.
 
-    A waiting receive holds an SM for each channel, up to 32 over NVLink. Options of a communicator such as max_ctas are
-    meant for collectives; for messages NCCL's maintainers name the variable (github.com/NVIDIA/nccl/issues/1598).
+    A waiting receive holds an SM for each channel, up to 32 over NVLink. Only communicators of pipelines are limited:
+    all-to-alls of experts and rings of context parallelism need the channels (github.com/NVIDIA/nccl/issues/1703).
     """
     topology = plan.topology
-    if topology.pp == 1 or P2P_CHANNELS in settings.variables or value_for_libraries(P2P_CHANNELS):
-        return ()
     neighbours = [pair for pipeline in topology.groups("pp") for pair in pairwise(pipeline)]
-    if all(len(topology.nodes_of(pair)) > 1 for pair in neighbours):
-        return ()  # NCCL uses two channels a peer over the network
-    set_for_libraries(**{P2P_CHANNELS: CHANNELS_IN_NODE})
-    return (f"{P2P_CHANNELS}={CHANNELS_IN_NODE}: a waiting receive holds at most {CHANNELS_IN_NODE} SMs",)
+    if all(len(topology.nodes_of(pair)) > 1 for pair in neighbours):  # or pp is 1
+        return settings, ()  # NCCL uses two channels a peer over the network
+    limited = settings.with_default("pp", CHANNELS_IN_NODE)
+    max_ctas = limited.communicators.get("pp", {}).get("max_ctas")
+    if not isinstance(max_ctas, int):
+        return settings, ()
+    origin = "" if limited is not settings else ", of --nccl-communicator-config-path"
+    held = f"a waiting receive holds at most {channels_of_messages(max_ctas)} SMs"
+    return limited, (f"NCCL: max_ctas {max_ctas} for communicators of the pipeline{origin}: {held}",)
 
 
 def tuned_line(path: str | None, device: torch.device) -> tuple[str, ...]:

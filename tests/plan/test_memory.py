@@ -380,7 +380,7 @@ def test_the_search_bounds_a_rank_with_narrow_state_from_below(schedule: str) ->
     dtypes = narrow(main_grads_dtype="bf16", exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16")
     config = small_config(dtype="bf16", clip_grad=0.0, global_batch_size=16, **dtypes)
     layout = Layout(1, 2, 1, schedule, 1, RecomputeConfig())
-    hardware = hardware_named("h100")
+    hardware = dataclasses.replace(hardware_named("h100"), nccl_bytes=0)
     bound, found = Bounds(config, 4, hardware).of(layout), predict(config, layout, 4, hardware)
     assert bound is not None
     assert 0.5 * found.peak_bytes < bound.least_bytes <= found.peak_bytes

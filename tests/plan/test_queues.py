@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from megapipe.plan.queues import (
     BY_USE,
+    COUNTS,
+    CP,
     CURRENT,
+    DELIVERY,
     DP,
+    EP,
+    GATHER,
     MAPPINGS,
     TO_DEVICE,
     TO_HOST,
@@ -25,6 +30,7 @@ from megapipe.plan.queues import (
     enqueue,
     queue_map,
     run_queues,
+    slowdown,
     waiting_receives,
     why_it_hangs,
 )
@@ -33,6 +39,8 @@ from megapipe.schedule.dependencies import ChannelPath, ValueKind
 from megapipe.schedule.families import build_forward_only, build_lowered
 from megapipe.schedule.lifetimes import Moves, StageGroups, plan_moves
 from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.sharding import ShardingPolicy, shard
+from tests.tiny import plan_for
 
 CHANNELS = (ChannelPath(ValueKind.ACT, 0), ChannelPath(ValueKind.GRAD, 0), ChannelPath(ValueKind.ACT, 1))
 
@@ -256,3 +264,71 @@ def test_evaluations_hang_where_a_literal_machine_does(depth: int) -> None:
     for connections in (1, 2, 3):
         expected = literal(programs, connections, seed=0)
         assert bool(run_queues(programs, connections, high_priority=("pp",)).blocked) == expected
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"])
+def test_experts_and_context_parallelism_do_not_hang_with_eight_queues(name: str) -> None:
+    schedule = build_lowered(name, 4, 2 if name in ("interleaved", "breadth-first") or "v" in name else 1, 16, None, 1)
+    traffic = RankTraffic(cp_messages=2, ep_collectives=2, host_waits=True, dp=True)
+    streams = {str(work.stream) for work in enqueue(schedule, traffic)[0].works}
+    assert {kind for kind in (CP, EP, DP) if any(stream.startswith(kind) for stream in streams)} == {CP, EP, DP}
+    assert not why_it_hangs(enqueue(schedule, traffic), 8, mappings=(BY_USE,))
+
+
+def test_what_the_host_enqueues_after_it_has_waited_starts_later() -> None:
+    program = Program()
+    first = program.add(Enqueued(CURRENT, "counts", seconds=2.0))
+    before = program.add(Enqueued(EP, "before"))
+    program.host = first
+    after = program.add(Enqueued(EP, "after"))
+    run = run_queues((program,), None)
+    assert (run.starts[0][before], run.starts[0][after]) == (0.0, 2.0)
+
+
+def test_the_host_waits_once_in_each_forward_for_the_numbers_of_rows() -> None:
+    schedule = build_lowered("1f1b", 2, 1, 4, None, 1)
+    for program in enqueue(schedule, RankTraffic(ep_collectives=2, host_waits=True)):
+        assert len({work.host for work in program.works} - {None}) == 4
+        exchanged = [work for work in program.works if work.stream == EP and work.after is None]
+        assert len(exchanged) == 4 * (3 + 2)
+
+
+def test_messages_of_a_ring_travel_under_computation() -> None:
+    schedule = build_lowered("1f1b", 2, 1, 4, None, 1)
+    ends = []
+    for traffic in (RankTraffic(cp_messages=2), RankTraffic(tp_collectives=2)):
+        run = run_queues(enqueue(schedule, dataclasses.replace(traffic, collective_seconds=0.2)), None)
+        ends.append(max(map(max, run.ends)))
+    assert ends[0] < ends[1]
+
+
+def test_sharded_weights_are_waited_for_before_their_stage_computes() -> None:
+    schedule = shard(build_lowered("interleaved", 2, 2, 4, None, 1), ShardingPolicy(True, "microbatch"))
+    for program, row in zip(enqueue(schedule, RankTraffic(sharded=True, dp=True)), schedule.rows, strict=True):
+        gathers = [index for index, work in enumerate(program.works) if work.stream == GATHER and work.after is None]
+        assert len(gathers) == sum(action.op is Op.UNSHARD for action in row) > 2
+        assert {work.after for work in program.works if work.stream == CURRENT} >= set(gathers)
+    programs = enqueue(schedule, RankTraffic(sharded=True, dp=True, buckets=3, collective_seconds=1.0))
+    assert slowdown(programs, 1) > slowdown(programs, 8) > slowdown(programs, 32) == 1.0
+
+
+def test_results_of_all_to_alls_are_sent_from_the_stream_of_deliveries() -> None:
+    flags = (
+        "--num-layers 4 --vocab-size 256 --global-batch-size 16 --num-experts 8 --expert-model-parallel-size 4"
+        " --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+        " --overlap-moe-expert-parallel-comm"
+    )
+    plan = plan_for(flags.split(), 8)
+    assert plan.parts is not None
+    schedule = plan.part_schedule(4)
+    traffic = RankTraffic(parts=plan.parts, host_waits=True, send_depth=plan.send_depth)
+    for program, row in zip(enqueue(schedule, traffic), schedule.rows, strict=True):
+        works = program.works
+        exchanges = [index for index, work in enumerate(works) if work.stream == EP and work.after is None]
+        network = [a for a in row if a.stage in plan.parts.network and a.op in (Op.F, Op.B)]
+        assert len(exchanges) == len(network)
+        assert sum(work.stream == COUNTS and work.after is None for work in works) * 4 == len(network)
+        awaited = {work.after for work in works if work.stream in (CURRENT, DELIVERY)}
+        assert awaited >= set(exchanges), "each is waited for by a computation or a delivery"
+        assert any(work.stream == DELIVERY and work.after in exchanges for work in works)
+    assert not why_it_hangs(enqueue(schedule, traffic), 8)

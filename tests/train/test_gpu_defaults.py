@@ -10,20 +10,13 @@ import torch
 
 import megapipe.config.rules.gpu as gpu_rules
 from megapipe import environment
-from megapipe.comm.nccl import NcclSettings
+from megapipe.comm.nccl import MAX_CTAS, P2P_CHANNELS, NcclSettings
 from megapipe.config.load import load_config
 from megapipe.config.tuned import Tuned, read_tuned, to_yaml
 from megapipe.errors import ConfigError
 from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.plan.resolve import resolve
-from megapipe.train.gpu_setup import (
-    CONNECTIONS,
-    P2P_CHANNELS,
-    channels_line,
-    check_compiler,
-    connections_line,
-    tuned_line,
-)
+from megapipe.train.gpu_setup import CONNECTIONS, check_compiler, connections_line, limit_channels, tuned_line
 from tests.tiny import TINY_FLAGS, small_config
 from tests.train.jobs import job
 
@@ -33,7 +26,7 @@ GPIPE = {"pipeline_model_parallel_size": 4, "pipeline_schedule": "gpipe", "globa
 @pytest.fixture(autouse=True)
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    for name in (CONNECTIONS, P2P_CHANNELS):  # what a test sets is taken away after it
+    for name in (CONNECTIONS, P2P_CHANNELS, MAX_CTAS):  # what a test sets is taken away after it
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -52,6 +45,51 @@ def test_safe_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[CONNECTIONS] == "1"
 
 
+SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params", "use_distributed_optimizer": True}
+EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "expected"),
+    [
+        (4, SHARDED | {"num_layers": 4, "data_parallel_sharding_units": 4}, 8),
+        (8, EXPERTS | {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, 8),
+        (8, {"pipeline_model_parallel_size": 2, "context_parallel_size": 4, "overlap_grad_reduce": True}, 8),
+        (4, SHARDED, 1),  # one unit: nothing runs beside its gather and reduction
+        (4, EXPERTS, 1),  # the row waits for every all-to-all
+    ],
+    ids=["zero3-units", "pp2-ep4", "pp2-cp4", "zero3", "ep4"],
+)
+def test_connections_with_which_streams_wait_for_each_other_are_replaced_on_every_grid(
+    world_size: int, changes: dict[str, object], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = resolve(small_config(**{"global_batch_size": 16, "pipeline_receive_depth": 1} | changes), world_size)
+    assert connections_line(plan) == (), "CUDA's default is enough"
+    monkeypatch.setenv(CONNECTIONS, "1")
+    said = connections_line(plan)
+    assert os.environ[CONNECTIONS] == str(expected)
+    assert [line.split("(")[0] for line in said] == [
+        f"{CONNECTIONS}: 8 instead of 1, of the environment: with 1 streams wait for each other "
+    ] * (expected > 1)
+
+
+def test_parts_that_deliver_from_a_stream_of_their_own_get_eight_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = EXPERTS | {
+        "pipeline_model_parallel_size": 2,
+        "num_layers": 4,
+        "pipeline_schedule": "interleaved",
+        "num_layers_per_virtual_pipeline_stage": 1,
+        "overlap_moe_expert_parallel_comm": True,
+        "global_batch_size": 16,
+        "pipeline_receive_depth": 1,
+    }
+    plan = resolve(small_config(**changes), 8)
+    assert connections_line(plan) == ()
+    monkeypatch.setenv(CONNECTIONS, "1")
+    (line,) = connections_line(plan)
+    assert line.startswith(f"{CONNECTIONS}: 8 instead of 1, of the environment: with 1 a step can hang (rank ")
+
+
 def test_connections_with_which_only_an_evaluation_can_hang_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONNECTIONS, "1")
     changes = GPIPE | {"pipeline_schedule": "zb-v", "num_layers": 8}
@@ -68,16 +106,35 @@ def test_a_schedule_too_large_to_simulate_gets_the_most_connections(monkeypatch:
     )
 
 
-def test_messages_inside_a_node_get_four_channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = resolve(small_config(**GPIPE), 4, 4)
-    settings = NcclSettings(variables={P2P_CHANNELS: "8"})
-    assert channels_line(plan, settings) == (), "--nccl-settings wins"
-    assert channels_line(resolve(small_config(**GPIPE), 4, 1), NcclSettings()) == (), "over the network"
-    assert P2P_CHANNELS not in os.environ
-    assert channels_line(plan, NcclSettings()) == (f"{P2P_CHANNELS}=4: a waiting receive holds at most 4 SMs",)
-    assert os.environ[P2P_CHANNELS] == "4"
-    monkeypatch.setenv(P2P_CHANNELS, "16")
-    assert channels_line(plan, NcclSettings()) == () and os.environ[P2P_CHANNELS] == "16"
+def test_only_messages_between_stages_inside_a_node_get_four_channels() -> None:
+    settings, (line,) = limit_channels(resolve(small_config(**GPIPE), 4, 4), NcclSettings())
+    assert line == "NCCL: max_ctas 4 for communicators of the pipeline: a waiting receive holds at most 4 SMs"
+    assert settings.communicators == {"pp": {"max_ctas": 4}}
+    assert not {P2P_CHANNELS, MAX_CTAS} & os.environ.keys(), "all-to-alls and rings use all channels"
+    over_network = limit_channels(resolve(small_config(**GPIPE), 4, 1), NcclSettings())
+    without_pipeline = limit_channels(resolve(small_config(global_batch_size=16), 4, 4), NcclSettings())
+    assert over_network == without_pipeline == (NcclSettings(), ())
+
+
+@pytest.mark.parametrize("name", [P2P_CHANNELS, MAX_CTAS])
+def test_variables_of_the_user_win_over_the_limit_of_channels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, given = resolve(small_config(**GPIPE), 4, 4), NcclSettings(variables={name: "8"})
+    assert limit_channels(plan, given) == (given, ())
+    monkeypatch.setenv(name, "16")
+    assert limit_channels(plan, NcclSettings()) == (NcclSettings(), ())
+
+
+def test_ctas_of_the_file_win_over_the_limit_of_channels() -> None:
+    """NCCL uses 8 channels for messages of a communicator with 6 CTAs."""
+    plan, given = resolve(small_config(**GPIPE), 4, 4), NcclSettings(communicators={"pp": {"max_ctas": 6}})
+    settings, (line,) = limit_channels(plan, given)
+    assert settings is given
+    assert line.endswith("of --nccl-communicator-config-path: a waiting receive holds at most 8 SMs")
+    least = NcclSettings(communicators={"pp": {"min_ctas": 8}})
+    assert limit_channels(plan, least) == (least, ())
+    named = NcclSettings(communicators={"pp": {"net_name": "IB"}, "ep": {"max_ctas": 16}})
+    settings, _ = limit_channels(plan, named)
+    assert settings.communicators == {"pp": {"net_name": "IB", "max_ctas": 4}, "ep": {"max_ctas": 16}}
 
 
 @pytest.mark.parametrize(

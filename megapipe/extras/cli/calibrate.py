@@ -315,7 +315,7 @@ def choices(plan: RunPlan, loaded: LoadedConfig, is_gpu: bool) -> Iterator[tuple
     if topology.tp > 1 and {OVERLAP, CHUNKS} <= free and config.kernels.transformer_impl == "local":
         chunks = [{OVERLAP: True, CHUNKS: count} for count in (2, 4) if count <= positions]
         yield ({OVERLAP: False}, *chunks)
-    if is_gpu and topology.pp > 1 and NCCL in free:
+    if is_gpu and topology.pp > 1 and topology.cp == topology.ep == 1 and NCCL in free:  # a limit of the whole process
         yield tuple({NCCL: [f"NCCL_MAX_P2P_NCHANNELS={count}"]} for count in (2, 4, 8))
     if is_gpu and topology.tp > 1 and CARVEOUT in free:
         yield tuple({CARVEOUT: count} for count in (0, 8, 16, 24))

@@ -54,16 +54,16 @@ class Candidate:
     @property
     def fullest(self) -> RankMemory:
         """The rank that needs the most memory."""
-        return max(self.memory, key=lambda rank: rank.total)
+        return max(self.memory, key=lambda rank: rank.device_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        return self.fullest.total
+        return self.fullest.device_bytes
 
 
 def predict_plan(layout: Layout, plan: RunPlan, hardware: Hardware) -> Candidate:
     """Predict a plan over a whole step. layout: the layout that it was made from."""
-    return Candidate(layout, plan, predict_step(plan, hardware), all_rank_memory(plan))
+    return Candidate(layout, plan, predict_step(plan, hardware), all_rank_memory(plan, hardware.nccl_bytes))
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class ShortSteps:
         def in_a_whole_step(rank: RankMemory) -> int:
             return _bytes_in_full(rank, few, count)
 
-        need = in_a_whole_step(rank_memory(plan, 0))
+        need = in_a_whole_step(rank_memory(plan, 0, self.hardware.nccl_bytes))
         if need > most_bytes:
             return math.inf, need
         time = predict_step(plan, self.hardware)
@@ -293,7 +293,7 @@ class ShortSteps:
             period = ends[middle] - ends[middle - apart]
         seconds = time.seconds + (count - few) // layout.pp * period
         if seconds < slowest:
-            need = max(map(in_a_whole_step, all_rank_memory(plan)))
+            need = max(map(in_a_whole_step, all_rank_memory(plan, self.hardware.nccl_bytes)))
         return seconds, need
 
     def least_recompute(self, layout: Layout) -> Layout:
@@ -307,7 +307,7 @@ class ShortSteps:
                 count, few, plan = self._short(_with_budget(layout, part))
             except ConfigError:
                 return layout
-            need = max(_bytes_in_full(rank, few, count) for rank in all_rank_memory(plan))
+            need = max(_bytes_in_full(rank, few, count) for rank in all_rank_memory(plan, self.hardware.nccl_bytes))
             fits, too_large = (part, too_large) if need <= self.hardware.usable_bytes else (fits, part)
         return _with_budget(layout, fits) if fits else layout
 
@@ -337,7 +337,7 @@ def _with_budget(layout: Layout, part: int) -> Layout:
 
 def _bytes_in_full(rank: RankMemory, few: int, count: int) -> int:
     """Return a rank's bytes in a whole step, which holds the inputs of all `count` microbatches instead of `few`."""
-    return rank.total + rank.items["microbatches"] // few * (count - few)
+    return rank.device_bytes + rank.items["microbatches"] // few * (count - few)
 
 
 def predict(config: Config, layout: Layout, world_size: int, hardware: Hardware) -> Candidate:

@@ -102,7 +102,10 @@ class SearchReport:
             "tokens_per_second": time.tokens_per_second,
             **utilisation(candidate),
             "seconds_by_part": dict(time.parts),
-            "memory": [{"pp_rank": rank.pp_rank, "total_bytes": rank.total, **rank.items} for rank in candidate.memory],
+            "memory": [
+                {"pp_rank": rank.pp_rank, "total_bytes": rank.device_bytes, **rank.items, "NCCL": rank.nccl_bytes}
+                for rank in candidate.memory
+            ],
             **({"megatron": dataclasses.asdict(megatron_memory(candidate.plan))} if self.by_megatron else {}),
         }
 
@@ -189,19 +192,21 @@ class SearchReport:
         )
         legend = ", ".join(f"{letter} {item}" for letter, item in LETTERS.items())
         yield f"  memory   of one rank for each pp_rank: {legend}, * other, . free"
-        fullest_first = sorted(winner.memory, key=lambda rank: -rank.total)
+        fullest_first = sorted(winner.memory, key=lambda rank: -rank.device_bytes)
         letters = {item: letter for letter, item in LETTERS.items()}
         for rank in sorted(fullest_first[:MOST_BARS], key=lambda rank: rank.pp_rank):
             # cumulative sums are rounded, so that the length of the bar matches the total
-            bar, filled, others = "", 0, sum(size for item, size in rank.items.items() if item not in letters)
-            for item, size in [*((item, rank.items[item]) for item in letters), ("", others)]:
+            bar, filled, held = "", 0, {**rank.items, "NCCL": rank.nccl_bytes}
+            others = sum(size for item, size in held.items() if item not in letters)
+            for item, size in [*((item, held[item]) for item in letters), ("", others)]:
                 filled += size
                 bar += letters.get(item, "*") * (round(BAR_WIDTH * filled / self.hardware.usable_bytes) - len(bar))
-            yield f"           pp {rank.pp_rank:<4} {bar.ljust(BAR_WIDTH, '.')} {bytes_text(rank.total)}"
+            yield f"           pp {rank.pp_rank:<4} {bar.ljust(BAR_WIDTH, '.')} {bytes_text(rank.device_bytes)}"
         if len(winner.memory) > MOST_BARS:
             yield f"           {len(winner.memory) - MOST_BARS} ranks with less memory are not shown"
         fullest = winner.fullest
-        large = {item: size for item, size in fullest.items.items() if size >= 0.005 * fullest.total}
+        sizes = {**fullest.items, "NCCL (a model)": fullest.nccl_bytes}
+        large = {item: size for item, size in sizes.items() if size >= 0.005 * fullest.device_bytes}
         items = ", ".join(f"{item} {bytes_text(size)}" for item, size in large.items())
         yield f"           the fullest rank, pp {fullest.pp_rank}: {items}"
         if self.by_megatron:
@@ -383,7 +388,7 @@ def _but_lacks_memory(candidate: Candidate, hardware: Hardware) -> str:
 def lack_of_memory(candidate: Candidate, hardware: Hardware) -> str:
     """Return the bytes that the fullest rank needs of those that it can use."""
     rank = candidate.fullest
-    return f"pp_rank {rank.pp_rank} needs {bytes_text(rank.total)} of {bytes_text(hardware.usable_bytes)}"
+    return f"pp_rank {rank.pp_rank} needs {bytes_text(rank.device_bytes)} of {bytes_text(hardware.usable_bytes)}"
 
 
 def fill_the_pipeline(candidate: Candidate) -> Iterator[str]:
