@@ -34,6 +34,7 @@ from megapipe.assembly.compose import parameter_dtype
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import Group, ProcessGroups, Traffic, fake_process_groups
+from megapipe.extras.streams.rows import rows_of_experts
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
@@ -85,7 +86,7 @@ def log_of(plan: RunPlan, rank: int, num_steps: int) -> list[Entry]:
     def empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
         return torch.empty(spec.local_shape(tp_rank, tp), device=DEVICE)
 
-    with ShapesOnly(), recorder, answers:
+    with ShapesOnly(), rows_of_experts(), recorder, answers:
         gemm_adds_to_fp32(DEVICE, parameter_dtype(plan.config.precision.dtype))  # as at the start of a run
         runtime = TrainingRuntime(plan, groups, DEVICE, empty)
         for channel in runtime.channels.values():

@@ -45,6 +45,7 @@ from megapipe.comm.channels import Channel
 from megapipe.comm.groups import Traffic, fake_process_groups
 from megapipe.extras.dry_run import rank as dry_run
 from megapipe.extras.dry_run.meta import LiveBytes, RMSNormOfCuda, attention_on
+from megapipe.extras.streams.rows import rows_of_experts
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
 from megapipe.sharding.spec import ParamSpec
@@ -391,7 +392,7 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
             return built[-1]
 
         dry_run.TrainingRuntime = build  # type: ignore[misc, assignment]
-        with ShapesOnly(), Operations(answers), answers, mistake(plant):
+        with ShapesOnly(), rows_of_experts(), Operations(answers), answers, mistake(plant):
             with live:
                 counted, _ = dry_run.count_step(plan, groups, DEVICE, live, read, empty)
             answers.live, answers.seen = None, Seen(graphs=graphs, said=said)
