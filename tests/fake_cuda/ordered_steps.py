@@ -82,6 +82,7 @@ def log_of(plan: RunPlan, rank: int, num_steps: int) -> list[Entry]:
     Device.set_current(0)
     groups, read = nccl_groups(plan, rank, recorder), read_for(plan)
     assembly.second_communicator = lambda group: _communicator(group, f"{group.name} 2", recorder)
+    assembly.gather_objects = lambda value, group: [value] * group.size
 
     def empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
         return torch.empty(spec.local_shape(tp_rank, tp), device=DEVICE)

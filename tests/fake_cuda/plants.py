@@ -12,6 +12,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from megapipe.comm.channels import Channel, PendingReceive, PendingSend
+from megapipe.comm.collectives import Work
 from megapipe.data_parallel.stores import Stores
 from megapipe.gpu.streams import HostBuffer, StageStreams, StreamCopies
 from megapipe.pipeline.graphs import CapturedStage
@@ -122,5 +123,6 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "chunk's sum not waited for": partial(patch.object, gemms, "reduce_scatter", start_only(gemms.reduce_scatter)),
     "chunk not waited for": partial(patch.object, SequenceGather, "full", gathered_halfway),
     "host update without wait": partial(patch.object, Stream, "synchronize", nothing),
+    "rows freed while they are sent": partial(patch.object, Work, "record_stream", nothing),
     "sent from a graph": partial(patch.object, CapturedStage, "backward_input", send_from_the_graph),
 }

@@ -114,6 +114,11 @@ class ShapesOnly(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._scaled_mm_v2.default:
             return product_of_blocks(*args, **kwargs or {})
+        if func is torch.ops.aten._scaled_mm.out:  # torch has no such function for tensors without values
+            result: Tensor = kwargs.pop("out")
+            product = super().dispatch(torch.ops.aten._scaled_mm.default, types, args, kwargs)
+            assert (product.shape, product.dtype) == (result.shape, result.dtype)
+            return result
         with disable_fake_tensor_cache(self) if func.overloadpacket is torch.ops.aten.set_ else nullcontext():
             return super().dispatch(func, types, args, kwargs or {})
 

@@ -21,6 +21,14 @@ OFFLOAD = {"cpu_offloading_num_layers": 4, "min_offloaded_tensor_size": 1, "num_
 GRAPHS = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
 POST = {"optimizer_post_validation": True}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+EXPERTS = {
+    "num_experts": 4,
+    "expert_model_parallel_size": 2,
+    "moe_ffn_hidden_size": 64,
+    "moe_router_topk": 2,
+    "add_bias_linear": False,
+}
+PARTS = PP2 | EXPERTS | {"overlap_moe_expert_parallel_comm": True, "num_layers": 4, "global_batch_size": 8}
 DEPTH_4 = {"pipeline_receive_depth": 4}
 
 
@@ -49,6 +57,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "offload_pp2": (2, OFFLOAD | PP2),
     "graphs": (1, GRAPHS),
     "graphs_pp2": (2, GRAPHS | PP2),
+    "experts_in_parts_dualpipe_v": (4, PARTS | {"pipeline_schedule": "dualpipe-v"}),
+    "experts_in_parts_interleaved": (4, PARTS | {"num_virtual_stages_per_pipeline_rank": 2}),
     # every other schedule, and every other option that launches further work, in few cases
     "gpipe_depth_4_fp16": (2, PP2 | DEPTH_4 | schedule("gpipe", dtype="fp16")),
     "interleaved_depth_4_full_recompute": (2, PP2 | V2 | DEPTH_4 | FULL),
@@ -91,6 +101,11 @@ FOUND: dict[str, tuple[str, str, str]] = {
         "default",
     ),
     "chunk not waited for": ("sp2_in_chunks", "all_gather in tensor_parallel/gemms.py", "default stream"),
+    "rows freed while they are sent": (
+        "experts_in_parts_dualpipe_v",
+        "read on NCCL's stream of ep by all_to_all in model/dispatch.py:start_exchange",
+        "use of its memory for other tensors",
+    ),
     "host update without wait": ("host_optimizer", "default stream", "host"),
     "sent from a graph": ("graphs_pp2", "send", "graph of"),
 }
