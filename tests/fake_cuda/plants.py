@@ -14,12 +14,12 @@ from torch import Tensor
 from megapipe.comm.channels import Channel, PendingReceive, PendingSend
 from megapipe.comm.collectives import Work
 from megapipe.data_parallel.stores import Stores
+from megapipe.extras.streams.recorder import Stream, on
 from megapipe.gpu.streams import HostBuffer, StageStreams, StreamCopies
 from megapipe.pipeline.graphs import CapturedStage
 from megapipe.pipeline.offload import _Carried
 from megapipe.tensor_parallel import gemms
 from megapipe.tensor_parallel.gemms import SequenceGather
-from tests.fake_cuda.recorder import Stream, on
 
 begin_step, finish, post_receive = Stores.begin_step, Stores.finish_gradients, Channel.post_receive
 

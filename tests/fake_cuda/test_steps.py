@@ -29,7 +29,7 @@ def test_two_steps_keep_to_the_device(name: str, base: str, run: Run) -> None:
     world_size, changes = CASES[name]
     pp, tp = (changes.get(f"{axis}_model_parallel_size", 1) for axis in ("pipeline", "tensor"))
     num_microbatches = 2 * pp if pp > 1 else 1
-    num_layers = 8 if pp == 4 or "moe_layer_freq" in changes and "[" in (changes["moe_layer_freq"] or "") else 4
+    num_layers = 8 if pp == 4 or ("moe_layer_freq" in changes and "[" in (changes["moe_layer_freq"] or "")) else 4
     few = {"global_batch_size": 2 * num_microbatches * world_size // (pp * tp), "num_layers": num_layers}
     seen = run(world_size, ranks_at_ends(pp, world_size)[-1], few | changes, BASES[base])
     assert not seen.error, seen.error

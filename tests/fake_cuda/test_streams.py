@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from megapipe.extras.streams import device
 from tests.extras.dry_run.grids import FP8, FULL, OVERLAP, PP2, PP4, SP2, TP2, ZERO1, selective
-from tests.fake_cuda import device
 
 pytestmark = pytest.mark.timeout(300)
 Races = Callable[..., list[str]]

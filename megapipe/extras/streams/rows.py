@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from unittest.mock import patch
 
 from torch import Tensor
@@ -23,7 +24,7 @@ def even_rows(total: int, experts: int) -> list[int]:
 def uneven_rows(total: int, experts: int) -> list[int]:
     """Return numbers that rise with the expert's number; the first ones are 0 if there are few rows."""
     ends = [total * index**2 // experts**2 for index in range(experts + 1)]
-    return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 @contextmanager
