@@ -79,9 +79,9 @@ class Work:
         self._trace()
 
     def record_stream(self, stream: Any) -> None:
-        """Let the allocator reuse the memory of the tensors only after what `stream` has been given when they are freed.
+        """Let the allocator reuse the tensors' memory only after what `stream` has been given when they are freed.
 
-        Needed where `stream` waits for the operation, and the tensors are of another stream: they are freed in `wait`.
+        Needed where `stream` waits for the operation and the tensors are of another one: `wait` frees them.
         """
         for tensor in self._tensors:
             tensor.record_stream(stream)

@@ -49,9 +49,10 @@ def races_of(world_size: int, changes: dict[str, Any], num_steps: int = 2, plant
         with planted():
             found = check(plan, num_steps)
     except Exception as error:
-        return {"races": [], "entries": 0, "error": "".join(traceback.format_exception(error)), "seconds": 0}
+        return {"error": "".join(traceback.format_exception(error))}
     races = [str(race) for race in found.races]
-    return {"races": races, "entries": found.num_operations, "error": "", "seconds": round(found.seconds, 1)}
+    entries, seconds = found.num_operations, round(found.seconds, 1)
+    return {"races": races, "overlaps": found.overlaps, "entries": entries, "error": "", "seconds": seconds}
 
 
 if __name__ == "__main__":

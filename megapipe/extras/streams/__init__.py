@@ -1,4 +1,4 @@
-"""Training steps without a GPU, on a fake device `cuda:0` whose tensors have shapes only, and the order of their streams.
+"""Training steps without a GPU, on a fake device `cuda:0` whose tensors have shapes only; the order of their streams.
 
 - `device`:   builds the device (`guard.cpp`, against the installed torch) and loads it into a process before torch
 - `shapes`:   tensors without values, and the answers to what needs values or a driver

@@ -25,7 +25,7 @@ from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import Group, ProcessGroups, Traffic, fake_process_groups
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.extras.streams.order import Entry, Operation, Race, find_races
+from megapipe.extras.streams.order import Entry, Operation, Race, computed_meanwhile, find_races
 from megapipe.extras.streams.recorder import Device, NcclHandle, OrderedAnswers, Recorder, pretend_streams
 from megapipe.extras.streams.rows import rows_of_experts
 from megapipe.extras.streams.shapes import ACTIVE, DEVICE, ShapesOnly, pretend
@@ -46,6 +46,7 @@ class Checked(NamedTuple):
     num_operations: int
     num_queues: int
     races: list[Race]
+    overlaps: dict[str, list[int]]  # as `computed_meanwhile`, of all ranks
     seconds: float
 
 
@@ -66,8 +67,12 @@ def check(plan: RunPlan, num_steps: int = 2, build: Callable[..., TrainingRuntim
     logs = [log_of(plan, rank, num_steps, build) for rank in ranks]
     operations = [entry for log in logs for entry in log if isinstance(entry, Operation)]
     queues = {operation.queue for operation in operations}
+    overlaps: dict[str, list[int]] = {}
+    for log in logs:
+        for place, products in computed_meanwhile(log).items():
+            overlaps.setdefault(place, []).extend(products)
     races = find_races(logs)
-    return Checked(ranks, len(operations), len(queues), races, time.perf_counter() - started)
+    return Checked(ranks, len(operations), len(queues), races, overlaps, time.perf_counter() - started)
 
 
 def log_of(plan: RunPlan, rank: int, num_steps: int, build: Callable[..., TrainingRuntime]) -> list[Entry]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.comm.groups import FakeHandle, Traffic
-from megapipe.extras.streams.order import HOST, Entry, Free, Mark, Operation, Span, Wait
+from megapipe.extras.streams.order import COMMUNICATOR, HOST, Entry, Free, Mark, Operation, Span, Wait
 from megapipe.extras.streams.shapes import INSIDE, Answers, is_ours, tensors
 
 COMM = f"{INSIDE}comm/"
@@ -339,7 +339,7 @@ class NcclHandle(FakeHandle):
 
     def __init__(self, kind: str, traffic: Traffic, recorder: Recorder) -> None:
         super().__init__(kind, traffic)
-        self._recorder, self._queue, self._posted = recorder, f"NCCL's stream of {kind}", count()
+        self._recorder, self._queue, self._posted = recorder, f"{COMMUNICATOR}{kind}", count()
         self._name = kind
 
     def start(self, operation: str, tensors: Sequence[Tensor]) -> Any:
