@@ -409,4 +409,4 @@ def pretend_streams() -> None:
             Device.recorder.resize(storage)
         return storage
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]

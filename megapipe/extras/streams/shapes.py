@@ -47,7 +47,7 @@ class ShapesOnly(FakeTensorMode):
             return product_of_blocks(*args, **kwargs or {})
         if func is torch.ops.aten._scaled_mm.out:  # torch has no such function for tensors without values
             result: Tensor = kwargs.pop("out")
-            product = super().dispatch(torch.ops.aten._scaled_mm.default, types, args, kwargs)
+            product: Tensor = super().dispatch(torch.ops.aten._scaled_mm.default, types, args, kwargs)
             assert (product.shape, product.dtype) == (result.shape, result.dtype)
             return result
         with disable_fake_tensor_cache(self) if func.overloadpacket is torch.ops.aten.set_ else nullcontext():
@@ -173,7 +173,7 @@ class Generator(torch.Generator):
     """A generator of the CPU in place of one of the device."""
 
     def __new__(cls, _: Any = "cpu") -> Any:
-        return super().__new__(cls, "cpu")
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
 
 def pretend() -> None:
@@ -197,7 +197,7 @@ def pretend() -> None:
     for name, value in stand_ins.items():
         setattr(torch.cuda, name, value)
     torch.compile = compiled  # type: ignore[assignment]
-    torch.Generator = Generator  # type: ignore[misc]
+    torch.Generator = Generator  # type: ignore[misc, assignment]
     # a CPU build composes this one of other operations on CUDA tensors
     KERNELS.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
     # fake groups transfer no declaration of what is sent
