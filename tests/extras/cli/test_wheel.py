@@ -55,4 +55,6 @@ def test_the_wheel_trains_outside_the_repository(installed: Path, tmp_path: Path
     assert (tmp_path / "run" / "step_00000002").is_dir()
     run(installed, tmp_path, "report", "run")
     if device.missing() is None:
-        assert run(installed, tmp_path, "verify", "--streams", "--world-size", "1", *job.replace("--device cpu", "").split()).endswith("no race\n")
+        assert run(
+            installed, tmp_path, "verify", "--streams", "--world-size", "1", *job.replace("--device cpu", "").split()
+        ).endswith("no race\n")
