@@ -46,6 +46,11 @@ class Exchange:
             self._work.wait()
         return self._finish()  # type: ignore[no-any-return]
 
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory of what is sent and received until `stream`, which will wait, has done so."""
+        if self._work is not None:
+            self._work.record_stream(stream)
+
 
 @dataclass(eq=False)
 class StageParts:

@@ -78,6 +78,14 @@ class Work:
             heartbeat.end_wait()
         self._trace()
 
+    def record_stream(self, stream: Any) -> None:
+        """Let the allocator reuse the tensors' memory only after what `stream` has been given when they are freed.
+
+        Needed where `stream` waits for the operation and the tensors are of another one: `wait` frees them.
+        """
+        for tensor in self._tensors:
+            tensor.record_stream(stream)
+
     def _trace(self) -> None:
         if self._group.tracer is not None and not self._traced:
             self._traced = True

@@ -90,6 +90,7 @@ class StreamDeliveries:
 
     def deliver(self, pending: Pending, send: Send) -> None:
         self._stream.wait_stream(self._cuda.current_stream(self._device))
+        pending.record_stream(self._stream)  # the row's stream, which owns the memory, does not wait
         with self._cuda.stream(self._stream):
             send(pending.wait())
 

@@ -24,6 +24,9 @@ class Pending(Protocol):
     def wait(self) -> Tensors:
         """Return the result when it is there; called once. On a GPU the current stream waits, not the host."""
 
+    def record_stream(self, stream: Any) -> None:
+        """Keep the memory of what is sent and received until `stream`, which will wait, has done so."""
+
 
 class Stage(Protocol):
     """The interface that the engine needs of a stage or of a part of one: `StageRunner`, `graphs.CapturedStage`, or

@@ -1,9 +1,7 @@
-"""The CUDA path without a GPU: whole training steps on a fake device `cuda:0`, with tensors that have shapes only.
+"""The CUDA path without a GPU, on the fake device of `megapipe.extras.streams`.
 
-- `device`:     builds the device (`guard.cpp`, against the installed torch) and loads it into a process before torch
-- `steps`:      the program of such a process: two steps of each configuration that it is given, as a record
-- `test_steps`, `test_budget`: what must hold of those records
-- `recorder`, `ordered_steps`: streams, events, graphs and NCCL on that device, and a program that runs all ranks of a
-  pipeline under them and looks for races
-- `order`:      what is ordered and what is a race, on logs; `plants`: mistakes for `test_streams` to find
+- `steps`:         the program of a process with the device: two steps of each configuration that it is given, as a
+                   record of kernels, bytes and host reads; `compiled`: blocks that are compiled there
+- `ordered_steps`: a program that looks for races in each configuration that it is given
+- `mistakes`, `plants`: mistakes that the tests have to find, in steps and in the order of streams
 """

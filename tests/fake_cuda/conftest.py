@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda import device
+from megapipe.extras.streams import device
 
 
 @pytest.fixture(scope="session")

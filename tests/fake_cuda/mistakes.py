@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from megapipe.model import dispatch
 from megapipe.model.block import ResidualSum
 from megapipe.tensor_parallel import gemms
 
@@ -30,6 +33,31 @@ PLANTED: dict[str, Callable[[Tensor], Tensor]] = {
     "mixed_dtype": lambda y: torch.mm(y.flatten(0, -2).float(), y.new_zeros(y.shape[-1], 1).float()).sum() * 0 + y,
 }
 
+# what is done in the routing of rows to experts, to the tensors that it is given and to its order
+Routes = Callable[..., Any]
+
+
+def _host_reads_a_load(of: Routes, chosen: Tensor, *more: Any) -> Any:
+    chosen.sum().item()
+    return of(chosen, *more)
+
+
+def _index_on_the_host(of: Routes, *given: Any) -> Any:
+    routes = of(*given)
+    return dataclasses.replace(routes, order=torch.zeros(routes.order.shape, dtype=torch.int64))
+
+
+def _rows_counted_by_values(of: Routes, chosen: Tensor, *more: Any) -> Any:
+    chosen.flatten().repeat_interleave(chosen.flatten())  # without its output_size
+    return of(chosen, *more)
+
+
+PLANTED_IN_DISPATCH: dict[str, Callable[..., Any]] = {
+    "host_reads_a_load": _host_reads_a_load,
+    "index_on_the_host": _index_on_the_host,
+    "rows_counted_by_values": _rows_counted_by_values,
+}
+
 # the same to the residual sums of compiled blocks
 PLANTED_IN_BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "graph_break": lambda y: (torch._dynamo.graph_break(), y)[1],
@@ -43,6 +71,13 @@ def mistake(name: str) -> Iterator[None]:
     if name in PLANTED_IN_BLOCKS:
         right_sum = ResidualSum.__call__
         with patch.object(ResidualSum, "__call__", lambda *args: PLANTED_IN_BLOCKS[name](right_sum(*args))):
+            yield
+        return
+    if name in PLANTED_IN_DISPATCH:
+        wrong_of = PLANTED_IN_DISPATCH[name]
+        with ExitStack() as stack:
+            for kind in (dispatch.Routes, dispatch.GatheredRoutes):
+                stack.enter_context(patch.object(kind, "of", partial(wrong_of, kind.of)))
             yield
         return
     right: Any = gemms.Gemms.forward

@@ -12,15 +12,19 @@ from unittest.mock import patch
 from torch import Tensor
 
 from megapipe.comm.channels import Channel, PendingReceive, PendingSend
+from megapipe.comm.collectives import Work
+from megapipe.data_parallel.store import Store, free
 from megapipe.data_parallel.stores import Stores
+from megapipe.extras.streams.recorder import Stream, on
 from megapipe.gpu.streams import HostBuffer, StageStreams, StreamCopies
+from megapipe.model.context_parallel import Ring
 from megapipe.pipeline.graphs import CapturedStage
 from megapipe.pipeline.offload import _Carried
 from megapipe.tensor_parallel import gemms
 from megapipe.tensor_parallel.gemms import SequenceGather
-from tests.fake_cuda.recorder import Stream, on
 
 begin_step, finish, post_receive = Stores.begin_step, Stores.finish_gradients, Channel.post_receive
+launch, shift = Store._launch, Ring.shift
 
 
 def nothing(*_: Any) -> None:
@@ -105,6 +109,29 @@ def send_from_the_graph(stage: CapturedStage, microbatch: int, gradients: Any) -
     return slot.input_gradients
 
 
+def forget_gathers(store: Store) -> None:
+    store.gathering.clear()
+
+
+def launch_and_free(store: Store, bucket: Any) -> None:
+    launch(store, bucket)
+    if store.level == 2 and bucket is store.layout.buckets[-1]:
+        free(store.gradients)
+
+
+def shift_and_overwrite(ring: Ring, tensor: Tensor, step: int) -> tuple[Tensor, Work]:
+    started = shift(ring, tensor, step)
+    tensor.zero_()
+    return started
+
+
+def receive_at_once(channel: Channel, messages: Any) -> PendingReceive:
+    receive = post_receive(channel, messages)
+    for handle in receive._handles:
+        handle.wait()
+    return receive
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "no fork": partial(patch.object, StageStreams, "_fork", nothing),
     "no join": partial(patch.object, StageStreams, "computing", computing_without_join),
@@ -122,5 +149,11 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "chunk's sum not waited for": partial(patch.object, gemms, "reduce_scatter", start_only(gemms.reduce_scatter)),
     "chunk not waited for": partial(patch.object, SequenceGather, "full", gathered_halfway),
     "host update without wait": partial(patch.object, Stream, "synchronize", nothing),
+    "rows freed while they are sent": partial(patch.object, Work, "record_stream", nothing),
+    "gather of weights not waited for": partial(patch.object, Store, "wait", forget_gathers),
+    "gradients freed while they are reduced": partial(patch.object, Store, "_launch", launch_and_free),
+    "ring's buffer overwritten": partial(patch.object, Ring, "shift", shift_and_overwrite),
+    "collectives waited for at once": partial(patch.object, Work, "__post_init__", Work.wait),
+    "messages waited for at once": partial(patch.object, Channel, "post_receive", receive_at_once),
     "sent from a graph": partial(patch.object, CapturedStage, "backward_input", send_from_the_graph),
 }

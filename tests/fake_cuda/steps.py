@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    from tests.fake_cuda.device import load
+    from megapipe.extras.streams.device import load
 
     load(Path(sys.argv[1]))
 
@@ -22,29 +22,25 @@ import json
 import time
 import traceback
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.channels import Channel
 from megapipe.comm.groups import Traffic, fake_process_groups
 from megapipe.extras.dry_run import rank as dry_run
-from megapipe.extras.dry_run.meta import LiveBytes, RMSNormOfCuda, attention_on
+from megapipe.extras.dry_run.meta import LiveBytes, RMSNormOfCuda
+from megapipe.extras.streams.rows import rows_of_experts
+from megapipe.extras.streams.shapes import ACTIVE, DEVICE, PACKAGE, Answers, ShapesOnly, is_ours, pretend, tensors
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
 from megapipe.sharding.spec import ParamSpec
@@ -53,9 +49,6 @@ from tests.extras.dry_run.grids import make_plan, read_for
 from tests.fake_cuda.compiled import compile_blocks
 from tests.fake_cuda.mistakes import mistake
 
-PACKAGE = Path(__file__).parents[2] / "megapipe"
-DEVICE = torch.device("cuda", 0)
-KERNELS = torch.library.Library("aten", "IMPL")
 # position of the first operand
 PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "_scaled_mm_v2": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 OVERWRITES = ("copy_", "zero_", "fill_")
@@ -97,94 +90,32 @@ def place() -> str:
     """Return where in megapipe the current operation was called."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if PACKAGE in path.parents:
-            return f"{path.relative_to(PACKAGE)}:{frame.f_code.co_name}"
+        path = frame.f_code.co_filename
+        if is_ours(path):
+            return f"{Path(path).relative_to(PACKAGE)}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "outside"
 
 
-class ShapesOnly(FakeTensorMode):
-    """Tensors without values. Nothing is cached for set_: the key would keep the storage, and be found only by it."""
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._scaled_mm_v2.default:
-            return product_of_blocks(*args, **kwargs or {})
-        with disable_fake_tensor_cache(self) if func.overloadpacket is torch.ops.aten.set_ else nullcontext():
-            return super().dispatch(func, types, args, kwargs or {})
-
-
-def product_of_blocks(
-    a: Tensor,
-    b: Tensor,
-    scale_a: list[Tensor],
-    recipe_a: list[int],
-    swizzle_a: list[int],
-    scale_b: list[Tensor],
-    recipe_b: list[int],
-    swizzle_b: list[int],
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    *options: Any,
-) -> Tensor:
-    """Return a [m, k] times b [k, n] by CUDA's rules for scales of blocks (ATen/native/cuda/ScaledBlas.cpp): blocks may
-    be partial there, while torch's function for tensors without values refuses them.
-    """
-    blocks = -(-a.shape[1] // 128)
-    aligned = blocks + -blocks % 4
-    for (scale,), (recipe,), count in ((scale_a, recipe_a, a.shape[0]), (scale_b, recipe_b, b.shape[1])):
-        is_square = recipe == F.ScalingType.BlockWise128x128.value
-        shape = (aligned, -(-count // 128)) if is_square else (count, blocks)
-        strides = (1, aligned if is_square else count)
-        assert scale.shape == shape and scale.dtype == torch.float32, (scale.shape, shape)
-        assert scale.stride() == strides or (shape[1] == 1 and scale.stride() == (1, 1)), (scale.stride(), strides)
-    assert a.is_contiguous() and b.t().is_contiguous() and a.shape[1] % 16 == b.shape[1] % 16 == 0
-    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
-
-
-class Answers(TorchFunctionMode):
-    """Answers what needs values or a driver: numbers read are 1, pinned memory is host memory that is remembered."""
+class CountingAnswers(Answers):
+    """Answers, and counts what is asked and launched."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = Seen()
-        self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
         self.live: DeviceBytes | None = None
         self.is_inside_kernel = False
-        self.knows_given = False  # read are the values that torch.tensor was given
-        self._numbers = {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__bool__: True}
-        # a CPU build of torch does not choose CUDA's kernels of attention and RMSNorm
-        self._kernels = {
-            F.scaled_dot_product_attention: partial(attention_on, "cuda"),
+        self._kernels |= {
             F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormCounted.apply(x, weight, self),
-            # in place, and without a kernel for tensors without values
             torch._fused_sgd_: lambda *lists, **options: self.seen.add("_fused_sgd_", tensors(lists)),
         }
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in self._numbers or func is Tensor.tolist:
-            if args[0].is_cuda:
-                self.seen.host_reads[place()] += 1
-            if self.knows_given and hasattr(args[0], "given"):
-                return args[0].given if func is Tensor.tolist else args[0].given[0]
-            return np.ones(tuple(args[0].shape)).tolist() if func is Tensor.tolist else self._numbers[func]
-        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
-            self.seen.pageable_copies[place()] += 1
-            device, made = kwargs.pop("device"), func(*args, **kwargs)
-            result: Any = torch.empty(made.shape, dtype=made.dtype, device=device)
-            result.given = args[0]
-            return result
-        if func is Tensor.random_:
-            kwargs.pop("generator", None)
-        if func is Tensor.pin_memory:
-            return self._pin(args[0].clone())
-        if kwargs.pop("pin_memory", False):
-            return self._pin(func(*args, **kwargs))
-        return self._kernels.get(func, func)(*args, **kwargs)
+    def read_by_host(self, tensor: Tensor, function: str) -> None:
+        if tensor.is_cuda:
+            self.seen.host_reads[place()] += 1
+
+    def copied_to_device(self) -> None:
+        self.seen.pageable_copies[place()] += 1
 
     @contextmanager
     def inside_kernel(self) -> Iterator[None]:
@@ -210,18 +141,11 @@ class Answers(TorchFunctionMode):
                 self.live._see(result)
         return results
 
-    def is_pinned(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage() in self.pinned
-
-    def _pin(self, tensor: Tensor) -> Tensor:
-        self.pinned.add(tensor.untyped_storage())
-        return tensor
-
 
 class Operations(TorchDispatchMode):
     """Records every operation that reaches the device."""
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self, answers: CountingAnswers) -> None:
         super().__init__()
         self._answers = answers
 
@@ -268,20 +192,11 @@ def moved(name: str, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> 
     return [*inputs, *outputs]
 
 
-def tensors(value: Any) -> list[Tensor]:
-    """Return all tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [found for each in value for found in tensors(each)] if isinstance(value, list | tuple) else []
-
-
 class RMSNormCounted(RMSNormOfCuda):
     """CUDA's fused RMSNorm: one kernel forward, and two backward, of which one sums the weight's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, answers: Answers) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, answers: CountingAnswers) -> Tensor:  # type: ignore[override]
         result = RMSNormOfCuda.forward(ctx, x, weight)
         ctx.answers = answers
         answers.seen.add("rms_norm", [x, weight, result])
@@ -293,20 +208,6 @@ class RMSNormCounted(RMSNormOfCuda):
         ctx.answers.seen.add("rms_norm_backward", [grad, ctx.saved_tensors[0], dx])
         ctx.answers.seen.add("rms_norm_backward", [grad, ctx.saved_tensors[0]])
         return dx, dw, None
-
-
-def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-    """Stand in for torch.compile of pointwise functions and reductions: one kernel that reads its arguments once."""
-    name = f"compiled {getattr(function, '__name__', 'function')}"
-    where = getattr(function, "__module__", "").removeprefix("megapipe.").replace(".", "/") + ".py:"
-
-    def call(*args: Any) -> Any:
-        return ACTIVE[-1].as_kernel(name, function, *args, where=where)
-
-    return call
-
-
-ACTIVE: list[Answers] = []
 
 
 class DeviceBytes(LiveBytes):
@@ -321,53 +222,9 @@ class DeviceBytes(LiveBytes):
             super()._see(tensor)
 
 
-class Stream:
-    """A stream, or an event, on which everything has always happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return {"query": lambda: True, "record_event": lambda *_: Stream(), "cuda_stream": 0}.get(name, lambda *_: None)
-
-
-class Generator(torch.Generator):
-    """A generator of the CPU in place of one of the device."""
-
-    def __new__(cls, _: Any = "cpu") -> Any:
-        return super().__new__(cls, "cpu")
-
-
-def pretend() -> None:
-    """Replace those parts of torch.cuda that ask the driver."""
-    stand_ins = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_name": lambda *_: "fake",
-        "get_device_capability": lambda *_: (9, 0),
-        "get_device_properties": lambda *_: SimpleNamespace(gcnArchName="", total_memory=80 * 2**30),
-        "is_current_stream_capturing": lambda: False,
-        "Stream": Stream,
-        "Event": Stream,
-        "current_stream": lambda *_: Stream(),
-        "stream": lambda *_: nullcontext(),
-        "synchronize": lambda *_: None,
-        "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
-        "set_rng_state": lambda *_: None,
-    }
-    for name, value in stand_ins.items():
-        setattr(torch.cuda, name, value)
-    torch.compile = compiled  # type: ignore[assignment]
-    torch.Generator = Generator  # type: ignore[misc]
-    # a CPU build composes this one of other operations on CUDA tensors
-    KERNELS.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
-    # fake groups transfer no declaration of what is sent
-    Channel.compare = lambda self, header, *_: setattr(header, "compared", True)  # type: ignore[method-assign]
-
-
 def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str, Any], plant: str = "") -> Seen:
     """Run two steps: the first counts bytes, the second operations. plant: a name in `mistakes`."""
-    answers, live, started = Answers(), DeviceBytes(), time.perf_counter()
+    answers, live, started = CountingAnswers(), DeviceBytes(), time.perf_counter()
     answers.live = live
     ACTIVE.append(answers)
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in (base | changes).items()}
@@ -391,7 +248,7 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
             return built[-1]
 
         dry_run.TrainingRuntime = build  # type: ignore[misc, assignment]
-        with ShapesOnly(), Operations(answers), answers, mistake(plant):
+        with ShapesOnly(), rows_of_experts(), Operations(answers), answers, mistake(plant):
             with live:
                 counted, _ = dry_run.count_step(plan, groups, DEVICE, live, read, empty)
             answers.live, answers.seen = None, Seen(graphs=graphs, said=said)

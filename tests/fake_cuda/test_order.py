@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.fake_cuda.order import HOST, Entry, Free, Mark, Operation, Wait, find_races
+from megapipe.extras.streams.order import HOST, Entry, Free, Mark, Operation, Wait, find_races
 
 WHOLE = ((1, 0, 100),)
 WRITE = Operation("a", "write", writes=WHOLE)

@@ -10,17 +10,46 @@ from typing import Any
 
 import pytest
 
-from tests.extras.dry_run.grids import FP8, FULL, OVERLAP, PP2, PP4, SP2, TP2, ZERO1, selective
-from tests.fake_cuda import device
+from megapipe.extras.streams import device
+from tests.extras.dry_run.grids import (
+    BLOCKS,
+    FP8,
+    FULL,
+    LLAMA,
+    OVERLAP,
+    PP2,
+    PP4,
+    SP2,
+    TP2,
+    UNITS,
+    UNLIKE,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    selective,
+)
 
 pytestmark = pytest.mark.timeout(300)
-Races = Callable[..., list[str]]
+Found = Callable[..., dict[str, Any]]
 V2 = {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4}
 OVERLAPPED = ZERO1 | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 OFFLOAD = {"cpu_offloading_num_layers": 4, "min_offloaded_tensor_size": 1, "num_layers": 4}
 GRAPHS = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
 POST = {"optimizer_post_validation": True}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+EXPERTS = {
+    "num_experts": 4,
+    "expert_model_parallel_size": 2,
+    "moe_ffn_hidden_size": 64,
+    "moe_router_topk": 2,
+    "add_bias_linear": False,
+}
+PARTS = PP2 | EXPERTS | {"overlap_moe_expert_parallel_comm": True, "num_layers": 4, "global_batch_size": 8}
+GATHERED = {"moe_token_dispatcher_type": "allgather"}
+PADDED = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
+CP2 = {"context_parallel_size": 2, "cp_comm_type": ("p2p",)}
+EIGHT = {"global_batch_size": 8}
+LATENT = UNLIKE["latent"] | {"hidden_size": 128, "num_attention_heads": 8}
 DEPTH_4 = {"pipeline_receive_depth": 4}
 
 
@@ -49,6 +78,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "offload_pp2": (2, OFFLOAD | PP2),
     "graphs": (1, GRAPHS),
     "graphs_pp2": (2, GRAPHS | PP2),
+    "experts_in_parts_dualpipe_v": (4, PARTS | {"pipeline_schedule": "dualpipe-v"}),
+    "experts_in_parts_interleaved": (4, PARTS | {"num_virtual_stages_per_pipeline_rank": 2}),
     # every other schedule, and every other option that launches further work, in few cases
     "gpipe_depth_4_fp16": (2, PP2 | DEPTH_4 | schedule("gpipe", dtype="fp16")),
     "interleaved_depth_4_full_recompute": (2, PP2 | V2 | DEPTH_4 | FULL),
@@ -69,6 +100,33 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "graphs_zb_h1": (2, GRAPHS | PP2 | schedule("zb-h1")),
     "graphs_interleaved": (2, GRAPHS | PP2 | V2),
     "graphs_sp2_in_chunks": (2, GRAPHS | SP2 | OVERLAP),
+    # sharded weights and gradients, experts, long sequences
+    "zero2_zb_h1": (4, PP2 | ZERO2 | EIGHT | schedule("zb-h1", overlap_grad_reduce=True, ddp_bucket_size=5_000)),
+    "zero3_units": (2, ZERO3 | UNITS | {"num_layers": 4}),
+    "zero3_units_breadth_first_latent": (4, LATENT | PP2 | V2 | ZERO3 | UNITS | EIGHT | schedule("breadth-first")),
+    "zero3_units_dualpipe": (4, PP2 | ZERO3 | UNITS | schedule("dualpipe", num_layers=8, global_batch_size=8)),
+    "hsdp": (4, ZERO3 | UNITS | EIGHT | {"num_layers": 4, "num_distributed_optimizer_instances": 2}),
+    "muon_zero1": (2, LLAMA | OVERLAPPED | {"optimizer": "muon", "muon_tp_mode": "duplicated"}),
+    "experts_zero3_mtp": (
+        2,
+        EXPERTS | ZERO3 | UNITS | {"mtp_num_layers": 1, "position_embedding_type": "rope"},
+    ),
+    "experts_padded_grouped_zb_h1": (4, PP2 | EXPERTS | PADDED | EIGHT | schedule("zb-h1", moe_grouped_gemm=True)),
+    "experts_gathered_sp2": (4, SP2 | EXPERTS | GATHERED),
+    "experts_in_parts_zero3": (4, PARTS | ZERO3 | UNITS | schedule("dualpipe-v")),
+    "cp2_p2p_fp8_by_blocks": (2, CP2 | LLAMA | BLOCKS | {"hidden_size": 256, "seq_length": 64}),
+    "cp4_p2p": (4, CP2 | {"context_parallel_size": 4}),
+    "cp2_all_gather_offload": (2, CP2 | OFFLOAD | {"cp_comm_type": ("all_gather",)}),
+    "cp2_a2a": (2, CP2 | {"cp_comm_type": ("a2a",)}),
+    "cp4_a2a_p2p": (
+        4,
+        {
+            "context_parallel_size": 4,
+            "cp_comm_type": ("a2a+p2p",),
+            "hierarchical_context_parallel_sizes": (2, 2),
+        },
+    ),
+    "slices_zb_h1": (2, PP2 | schedule("zb-h1", pipe_sp_splits=2, attention_dropout=0.0)),
 }
 # plant -> the case in which it is made, and words of both places
 FOUND: dict[str, tuple[str, str, str]] = {
@@ -91,14 +149,51 @@ FOUND: dict[str, tuple[str, str, str]] = {
         "default",
     ),
     "chunk not waited for": ("sp2_in_chunks", "all_gather in tensor_parallel/gemms.py", "default stream"),
+    "rows freed while they are sent": (
+        "experts_in_parts_dualpipe_v",
+        "read on NCCL's stream of ep by all_to_all in model/dispatch.py:start_exchange",
+        "use of its memory for other tensors",
+    ),
+    "gather of weights not waited for": (
+        "zero3_units",
+        "all_gather in data_parallel/store.py:gather",
+        "read on the default stream",
+    ),
+    "gradients freed while they are reduced": (
+        "zero2_zb_h1",
+        "reduce_scatter in data_parallel/store.py:_launch",
+        "use of its memory for other tensors",
+    ),
+    "ring's buffer overwritten": (
+        "cp2_p2p_fp8_by_blocks",
+        "read on NCCL's stream of cp",
+        "zero_ in",
+    ),
     "host update without wait": ("host_optimizer", "default stream", "host"),
     "sent from a graph": ("graphs_pp2", "send", "graph of"),
 }
 
 
+# case -> place of a collective or message -> the least share of them during which something is computed
+REDUCTIONS, GATHERS = "reduce_scatter in data_parallel/store.py:_launch", "all_gather in data_parallel/store.py:gather"
+DURING: dict[str, dict[str, float]] = {
+    "zero3_units": {GATHERS: 0.6, REDUCTIONS: 0.7},
+    "zero3_units_dualpipe": {GATHERS: 0.8, REDUCTIONS: 0.8, "receive": 0.7},
+    "zero1": {REDUCTIONS: 0.7},
+    "dp2": {"all_reduce in data_parallel/store.py:_launch": 0.7},
+    "sp2_in_chunks": {
+        "all_gather in tensor_parallel/gemms.py:launch": 0.7,
+        "reduce_scatter in tensor_parallel/gemms.py:summed_product": 0.7,
+    },
+    "cp4_p2p": {"all_to_all in model/context_parallel.py:shift": 0.8},
+    "experts_in_parts_dualpipe_v": {"all_to_all in model/dispatch.py:start_exchange": 0.3},
+    "pp2": {"receive": 0.8},
+}
+
+
 @pytest.fixture(scope="module")
-def races() -> Iterator[Races]:
-    """Runs steps in one process that has the fake device: (case, plant) -> the races."""
+def found() -> Iterator[Found]:
+    """Runs steps in one process that has the fake device: (case, plant) -> `races_of`'s result."""
     why = device.missing()
     if why is not None:
         pytest.skip(f"no fake CUDA device: {why}")
@@ -107,29 +202,52 @@ def races() -> Iterator[Races]:
         asked, answers = process.stdin, process.stdout
         assert asked is not None and answers is not None
 
-        def ask(case: str, plant: str = "") -> list[str]:
+        def ask(case: str, plant: str = "") -> dict[str, Any]:
             world_size, changes = CASES[case]
             num_steps = 3 if "cuda_graph_impl" in changes else 2
             given = {"world_size": world_size, "changes": changes, "num_steps": num_steps, "plant": plant}
             print(json.dumps(given), file=asked, flush=True)
             line = answers.readline()
             assert line, "the process with the fake device has died"
-            found = json.loads(line)
-            assert not found["error"], found["error"]
-            assert found["entries"] > 500
-            return list(found["races"])
+            result: dict[str, Any] = json.loads(line)
+            assert not result["error"], result["error"]
+            assert result["entries"] > 250
+            return result
 
         yield ask
         asked.close()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_has_no_race(case: str, races: Races) -> None:
-    assert races(case) == []
+def test_a_step_has_no_race_and_computes_during_messages(case: str, found: Found) -> None:
+    result = found(case)
+    assert result["races"] == []
+    for place, least in DURING.get(case, {}).items():
+        assert share(result, place) >= least, result["overlaps"]
 
 
 @pytest.mark.parametrize("plant", FOUND)
-def test_a_planted_mistake_is_a_race_with_both_places(plant: str, races: Races) -> None:
+def test_a_planted_mistake_is_a_race_with_both_places(plant: str, found: Found) -> None:
     case, earlier, later = FOUND[plant]
-    found = [race.split("  <->  ") for race in races(case, plant)]
-    assert [each for each in found if earlier in each[0] and later in each[1]], found
+    pairs = [race.split("  <->  ") for race in found(case, plant)["races"]]
+    assert [each for each in pairs if earlier in each[0] and later in each[1]], pairs
+
+
+@pytest.mark.parametrize("case", [case for case, places in DURING.items() if set(places) != {"receive"}])
+def test_a_wait_at_once_leaves_no_computation_during_collectives(case: str, found: Found) -> None:
+    """Races aside, since an immediate wait makes none."""
+    result = found(case, "collectives waited for at once")
+    for place, least in DURING[case].items():
+        assert (share(result, place) < least) == (place != "receive"), result["overlaps"]
+
+
+def test_messages_that_are_waited_for_at_once_hang(found: Found) -> None:
+    with pytest.raises(AssertionError, match="never begins"):
+        found("pp2", "messages waited for at once")
+
+
+def share(result: dict[str, Any], place: str) -> float:
+    """Return the share of the launches in a place after which something is computed before the wait."""
+    counts = [count for each, found in result["overlaps"].items() if each.startswith(place) for count in found]
+    assert counts, result["overlaps"]
+    return sum(count > 0 for count in counts) / len(counts)

@@ -24,6 +24,10 @@ class Late:
     value: float
     there: threading.Event = field(default_factory=threading.Event)
     error: str = ""
+    used_by: Any = None
+
+    def record_stream(self, stream: Any) -> None:
+        self.used_by = stream
 
     def wait(self) -> tuple[Tensor, ...]:
         assert self.there.wait(10)
@@ -80,6 +84,7 @@ def test_on_a_gpu_a_stream_waits_and_sends_instead_of_the_host() -> None:
     deliveries.deliver(late, lambda tensors: cuda.launch("send"))
     deliveries.finish()
     side = "stage 0"  # the fake's name of its first stream
+    assert late.used_by is deliveries._stream  # which alone waits for the rows, allocated on the main stream
     assert cuda.log == [(side, "waits for", "main"), (side, "runs", "send"), ("main", "waits for", side)]
 
 

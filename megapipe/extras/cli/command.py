@@ -39,7 +39,7 @@ SUBCOMMANDS = {
     "progress": Subcommand("plan", "progress", "print the step that a run has reached, for job scripts"),
     "report": Subcommand("report", "main", "write an HTML report of a run"),
     "compare": Subcommand("report", "compare", "compare runs: settings that differ, results, an HTML page of curves"),
-    "verify": Subcommand("pretrain", "verify", "compare the grid with a single plain process: pretrain --verify-grid"),
+    "verify": Subcommand("pretrain", "verify", "compare the grid with one process; with --streams look for CUDA races"),
     "generate": Subcommand("inference", "generate", "generate texts with a trained model"),
     "evaluate": Subcommand("inference", "evaluate", "compute a model's loss and perplexity on a text or token file"),
     "preprocess": Subcommand("data", "preprocess", "tokenize text into token files"),

@@ -56,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def verify(arguments: Sequence[str]) -> int:
     """Run `megapipe verify` and return the exit code."""
+    if "--streams" in arguments:
+        from megapipe.extras.cli.streams import verify_streams
+
+        return verify_streams([word for word in arguments if word != "--streams"])
     return main(["--verify-grid", *arguments])
 
 

@@ -76,7 +76,7 @@ def shrink(
     if partition.num_layers > MAX_LAYERS:  # all stages lose the same number of layers, so that the largest keeps two
         fewer = max(max(partition.layer_counts) - 2, 0)
         counts = [max(count - fewer, min(count, 1)) for count in partition.layer_counts]
-        layers = _unlike_layers(layers, partition, counts)
+        layers = unlike_layers(layers, partition, counts)
         partition = from_counts(counts, sum(counts))
     training, num_microbatches = _training(plan)
     precision, recompute, offload = _precision(config.precision, mode), config.recompute, config.offload
@@ -128,7 +128,7 @@ def _values(section: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(section, name) for name in names}
 
 
-def _unlike_layers(
+def unlike_layers(
     layers: Sequence[LayerConfig], partition: Partition, counts: Sequence[int]
 ) -> tuple[LayerConfig, ...]:
     """Return the layers that the stages keep, so many of each: first kinds new to the model, then new to the stage."""
@@ -194,7 +194,7 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
         vocab_size=vocab,
         padded_vocab_size=padded,
         softmax_scale=None if is_derived_scale else model.softmax_scale,
-        layer_pattern=_pattern(model, layers, small),
+        layer_pattern=layer_pattern(model, layers, small),
         window_attn_skip_freq=None,
         no_rope_freq=None,
         **_experts(config, layers, tp),
@@ -232,7 +232,7 @@ def _scaled(size: int, largest: int, limit: int) -> int:
     return size if largest <= limit else min(size, max(1, limit // 4, limit * size // largest))
 
 
-def _pattern(
+def layer_pattern(
     model: ResolvedModelConfig, layers: Sequence[LayerConfig], small: Callable[[LayerConfig], dict[str, Any]]
 ) -> tuple[str, ...]:
     """Return --layer-pattern for these layers with small sizes; nothing if all are like the model."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.extras.streams import device
 from tests.launch.scripts import REPOSITORY
 
 
@@ -53,3 +54,7 @@ def test_the_wheel_trains_outside_the_repository(installed: Path, tmp_path: Path
     assert "step 2/2 |" in run(installed, tmp_path, "launch", *words, "--save", "run", "--eval-iters", "0")
     assert (tmp_path / "run" / "step_00000002").is_dir()
     run(installed, tmp_path, "report", "run")
+    if device.missing() is None:
+        assert run(
+            installed, tmp_path, "verify", "--streams", "--world-size", "1", *job.replace("--device cpu", "").split()
+        ).endswith("no race\n")

@@ -13,6 +13,8 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
+from megapipe.errors import MegapipeError
+
 SOURCE = Path(__file__).with_name("guard.cpp")
 COMPILER = "g++"
 
@@ -20,9 +22,9 @@ COMPILER = "g++"
 def missing() -> str | None:
     """Return why the device cannot be built here, or None."""
     if shutil.which(COMPILER) is None:
-        return f"{COMPILER} is not installed"
+        return f"{COMPILER} is not installed (on Debian and Ubuntu: apt-get install g++; elsewhere the package of GCC)"
     if not (_torch() / "include" / "ATen").is_dir():
-        return "the installed torch has no headers"
+        return "the installed torch has no headers (torch/include); install torch's own wheel"
     return None
 
 
@@ -32,13 +34,20 @@ def build() -> Path:
     key = hashlib.sha256(SOURCE.read_bytes() + version("torch").encode() + str(torch).encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"megapipe-fake-cuda-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():  # it would be loaded
+        raise MegapipeError(f"{folder} belongs to another user; remove it")
     library = folder / f"{key}.so"
     if not library.exists():
         made = library.with_suffix(f".{os.getpid()}")
         include = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
         # calls into torch stay unresolved until the library is loaded into a process that has libc10 and libtorch_cpu
         flags = ["-std=c++20", "-O0", "-fPIC", "-shared", "-w"]
-        subprocess.run([COMPILER, *flags, *include, str(SOURCE), "-o", str(made)], check=True)
+        command = [COMPILER, *flags, *include, str(SOURCE), "-o", str(made)]
+        compiled = subprocess.run(command, capture_output=True, text=True)
+        if compiled.returncode:
+            lines = compiled.stderr.strip().splitlines()
+            first = next((line for line in lines if "error" in line), *lines[:1])
+            raise MegapipeError(f"{COMPILER} cannot compile the fake device against torch {version('torch')}: {first}")
         made.replace(library)
     return library
 

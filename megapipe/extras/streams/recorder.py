@@ -1,7 +1,7 @@
 """Records what a rank asks of the fake device, as a log for `order.find_races`, and replaces torch.cuda's streams.
 
 Recorder           the log: operations on storages by stream, allocations and frees, events
-OrderedAnswers     adds to `steps.Answers` what the host reads
+OrderedAnswers     adds to `shapes.Answers` what the host reads
 Stream, Event, CudaGraph, graph    of torch.cuda
 NcclHandle         a process group with its internal stream
 """
@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.comm.groups import FakeHandle, Traffic
-from tests.fake_cuda.order import HOST, Entry, Free, Mark, Operation, Span, Wait
-from tests.fake_cuda.steps import PACKAGE, Answers, tensors
+from megapipe.extras.streams.order import COMMUNICATOR, HOST, Entry, Free, Mark, Operation, Span, Wait
+from megapipe.extras.streams.shapes import INSIDE, Answers, is_ours, tensors
 
-INSIDE, COMM = f"{PACKAGE}/", f"{PACKAGE}/comm/"
+COMM = f"{INSIDE}comm/"
 MOST_ROWS = 64  # of a tensor with gaps; of more rows, the whole extent counts
 COPIES = ("_to_copy", "copy_")
 SYNCHRONIZING = ("_local_scalar_dense", "equal", "nonzero", "masked_select")  # they return to the host what they find
@@ -159,16 +159,27 @@ class Recorder(TorchDispatchMode):
         """Return the numbers of all storages."""
         return {number for _, number, *_ in self._storages.values()}
 
+    def resize(self, storage: torch.UntypedStorage) -> None:
+        """Give a storage other memory than before, or none: its old memory is freed."""
+        address = storage._cdata
+        if address in self._storages:
+            queue = self._storages[address][2]
+            self._free(address)
+            if storage.nbytes():
+                self._allocate(storage, _name(Device.current()) if queue != HOST else HOST)
+
     def _number(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage; a new one is allocated on the current stream."""
         storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._allocate(storage, _name(Device.current()) if tensor.is_cuda else HOST)
+        return self._storages[storage._cdata][1]
+
+    def _allocate(self, storage: torch.UntypedStorage, queue: str) -> None:
         address = storage._cdata
-        if address not in self._storages:
-            reference = weakref.ref(storage, lambda _: self._free(address))
-            queue = _name(Device.current()) if tensor.is_cuda else HOST
-            self.log += self._freed.pop(queue, [])
-            self._storages[address] = reference, next(self._numbers), queue, self.capturing is not None, set()
-        return self._storages[address][1]
+        reference = weakref.ref(storage, lambda _: self._free(address))
+        self.log += self._freed.pop(queue, [])
+        self._storages[address] = reference, next(self._numbers), queue, self.capturing is not None, set()
 
     def _free(self, address: int) -> None:
         _, number, queue, of_graph, used_by = self._storages.pop(address)
@@ -210,7 +221,7 @@ def where() -> str:
         at: Any = frame
         while at is not None:
             path = at.f_code.co_filename
-            if path.startswith(INSIDE) and not path.startswith(COMM):
+            if is_ours(path) and not path.startswith(COMM):
                 return f"{path.removeprefix(INSIDE)}:{at.f_code.co_name}"
             at = at.f_back
     return "outside"
@@ -221,13 +232,11 @@ class OrderedAnswers(Answers):
 
     recorder: Recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._numbers or func is Tensor.tolist:
-            queue = _name(Device.current()) if args[0].is_cuda else HOST
-            self.recorder.launch(queue, f"{func.__name__} in {where()}", [args[0]], ())
-            if args[0].is_cuda:
-                self.recorder.synchronize([queue])
-        return super().__torch_function__(func, types, args, kwargs)
+    def read_by_host(self, tensor: Tensor, function: str) -> None:
+        queue = _name(Device.current()) if tensor.is_cuda else HOST
+        self.recorder.launch(queue, f"{function} in {where()}", [tensor], ())
+        if tensor.is_cuda:
+            self.recorder.synchronize([queue])
 
 
 class Stream:
@@ -330,7 +339,7 @@ class NcclHandle(FakeHandle):
 
     def __init__(self, kind: str, traffic: Traffic, recorder: Recorder) -> None:
         super().__init__(kind, traffic)
-        self._recorder, self._queue, self._posted = recorder, f"NCCL's stream of {kind}", count()
+        self._recorder, self._queue, self._posted = recorder, f"{COMMUNICATOR}{kind}", count()
         self._name = kind
 
     def start(self, operation: str, tensors: Sequence[Tensor]) -> Any:
@@ -383,7 +392,7 @@ STAND_INS = {
 
 
 def pretend_streams() -> None:
-    """Replace those parts of torch.cuda that order work, and record_stream."""
+    """Replace those parts of torch.cuda that order work, record_stream, and the resizing of storages."""
     for name, value in STAND_INS.items():
         setattr(torch.cuda, name, value)
 
@@ -391,3 +400,13 @@ def pretend_streams() -> None:
         Device.recorder.use(tensor.untyped_storage()._cdata, stream.queue)
 
     Tensor.record_stream = record_stream  # type: ignore[assignment]
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        before = storage.nbytes()
+        resize(storage, size)
+        if Device.recorder is not None and size != before:
+            Device.recorder.resize(storage)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]

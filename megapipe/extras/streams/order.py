@@ -1,4 +1,5 @@
 """`find_races`: accesses to one memory that the streams, events and messages of a run leave unordered.
+`computed_meanwhile`: what is launched between a collective and the wait for it.
 
 A log is what one rank did, in the order in which its host did it. A queue is a stream, the internal stream of an NCCL
 communicator, or HOST. Work of a queue runs in order, and after everything that the host had waited for when it was
@@ -16,7 +17,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-HOST = "host"
+HOST, COMMUNICATOR = "host", "NCCL's stream of "
+PRODUCTS = ("mm ", "addmm ", "addmm_ ", "bmm ", "baddbmm ", "_scaled_mm ", "_grouped_mm ", "_scaled_dot_product_")
 Span = tuple[int, int, int]  # (storage, first byte, byte after the last)
 
 
@@ -87,10 +89,14 @@ class Race(NamedTuple):
         return f"{self.earlier}  <->  {self.later}"
 
 
+class NeverBeginsError(ValueError):
+    """Work that never begins: a receive without a send, or ranks that wait for each other."""
+
+
 def find_races(logs: Sequence[Iterable[Entry]]) -> list[Race]:
     """Return the races of all ranks' logs, each pair of places once.
 
-    Raises ValueError if work never begins: a receive without a send, or ranks that wait for each other.
+    Raises NeverBeginsError.
     """
     sent: dict[str, Clock] = {}
     ranks = [_Rank(f"{rank} ", log, sent) for rank, log in enumerate(logs)]
@@ -98,8 +104,30 @@ def find_races(logs: Sequence[Iterable[Entry]]) -> list[Race]:
         pass
     stuck = [f"rank {rank.name}{work}" for rank in ranks for work in rank.next_work()]
     if stuck:
-        raise ValueError(f"never begins: {'; '.join(stuck)}")
+        raise NeverBeginsError(f"never begins: {'; '.join(stuck)}")
     return list(dict.fromkeys(race for rank in ranks for race in rank.races))
+
+
+def computed_meanwhile(log: Iterable[Entry]) -> dict[str, list[int]]:
+    """Return, for each place that launches collectives or messages, the products between each launch and its wait.
+
+    The end of one is the mark that follows it on its queue; what is never waited for is left out.
+    """
+    launched: dict[str, tuple[str, int]] = {}  # queue of a communicator -> place, products before the launch
+    ends: dict[str, tuple[str, int]] = {}  # the same by the event of its end
+    found: dict[str, list[int]] = {}
+    products = 0
+    for entry in log:
+        if isinstance(entry, Operation) and entry.queue.startswith(COMMUNICATOR):
+            launched[entry.queue] = entry.place, products
+        elif isinstance(entry, Operation):
+            products += entry.place.startswith(PRODUCTS)
+        elif isinstance(entry, Mark) and entry.queue in launched:
+            ends[entry.event] = launched.pop(entry.queue)
+        elif isinstance(entry, Wait) and entry.event in ends:
+            place, before = ends.pop(entry.event)
+            found.setdefault(place, []).append(products - before)
+    return found
 
 
 class _Launched(NamedTuple):

@@ -1,0 +1,62 @@
+"""The numbers of rows of experts on a device without values, where nothing can be read from the router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from unittest.mock import patch
+
+from torch import Tensor
+
+from megapipe.comm.groups import ExpertGroups
+from megapipe.model import dispatch
+from megapipe.model.dispatch import GatheredRoutes, Routes
+
+Share = Callable[[int, int], list[int]]  # (rows, experts) -> the rows of each expert
+
+
+def even_rows(total: int, experts: int) -> list[int]:
+    """Return equal numbers, the first ones larger by 1 where the experts do not divide the total."""
+    return [(total + experts - 1 - index) // experts for index in range(experts)]
+
+
+def uneven_rows(total: int, experts: int) -> list[int]:
+    """Return numbers that rise with the expert's number; the first ones are 0 if there are few rows."""
+    ends = [total * index**2 // experts**2 for index in range(experts + 1)]
+    return [end - begin for begin, end in pairwise(ends)]
+
+
+@contextmanager
+def rows_of_experts(share: Share = even_rows) -> Iterator[None]:
+    """Let `dispatch.to_host` return numbers of rows by `share` inside, the same from every rank.
+
+    The tensor is read, too, so that whoever watches the device sees the host wait for it.
+    """
+    routes, gathered, read = Routes.of, GatheredRoutes.of, dispatch.to_host
+    expected: list[int] = []  # what the device would say next
+
+    def routes_of(counts: Tensor, num_rows: int, groups: ExpertGroups) -> Routes:
+        own, held = share(num_rows, counts.shape[0]), counts.shape[0] // groups.ep.size
+        here = own[groups.ep.rank * held :][:held]
+        expected[:] = own + here * (groups.ep.size * groups.etp.size)
+        return routes(counts, num_rows, groups)
+
+    def gathered_of(chosen: Tensor, num_experts: int, groups: ExpertGroups) -> GatheredRoutes:
+        held, total = num_experts // groups.ep.size, chosen.numel() * groups.ep.size * groups.etp.size
+        here = share(total, num_experts)[groups.ep.rank * held :][:held]
+        expected[:] = [*here, total - sum(here)]
+        return gathered(chosen, num_experts, groups)
+
+    def to_host(numbers: Tensor) -> list[int]:
+        found = read(numbers)
+        if len(found) != len(expected):
+            raise ValueError(f"the host reads {len(found)} numbers of rows; {len(expected)} are known")
+        return list(expected)
+
+    with (
+        patch.object(Routes, "of", routes_of),
+        patch.object(GatheredRoutes, "of", gathered_of),
+        patch.object(dispatch, "to_host", to_host),
+    ):
+        yield

@@ -1,0 +1,204 @@
+"""Tensors of `cuda:0` that have shapes, dtypes and a device, but no values, in the code of a training step.
+
+ShapesOnly   torch's mode of such tensors
+Answers      what needs values or a driver: a number read from a tensor is 1
+pretend      replaces those parts of torch.cuda that ask the driver
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
+from torch.overrides import TorchFunctionMode
+
+from megapipe.comm.channels import Channel
+from megapipe.extras.dry_run.meta import RMSNormOfCuda, attention_on
+
+PACKAGE = Path(__file__).parents[2]
+INSIDE, HERE = f"{PACKAGE}/", f"{Path(__file__).parent}/"
+DEVICE = torch.device("cuda", 0)
+KERNELS = torch.library.Library("aten", "IMPL")
+
+
+def is_ours(path: str) -> bool:
+    """Return True for a file of megapipe that runs on a real device, too."""
+    return path.startswith(INSIDE) and not path.startswith(HERE)
+
+
+class ShapesOnly(FakeTensorMode):
+    """Tensors without values. Nothing is cached for set_: the key would keep the storage, and be found only by it."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_mm_v2.default:
+            return product_of_blocks(*args, **kwargs or {})
+        if func is torch.ops.aten._scaled_mm.out:  # torch has no such function for tensors without values
+            result: Tensor = kwargs.pop("out")
+            product: Any = super().dispatch(torch.ops.aten._scaled_mm.default, types, args, kwargs)
+            assert (product.shape, product.dtype) == (result.shape, result.dtype)
+            return result
+        with disable_fake_tensor_cache(self) if func.overloadpacket is torch.ops.aten.set_ else nullcontext():
+            return super().dispatch(func, types, args, kwargs or {})
+
+
+def product_of_blocks(
+    a: Tensor,
+    b: Tensor,
+    scale_a: list[Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *options: Any,
+) -> Tensor:
+    """Return a [m, k] times b [k, n] by CUDA's rules for scales of blocks (ATen/native/cuda/ScaledBlas.cpp): blocks may
+    be partial there, while torch's function for tensors without values refuses them.
+    """
+    blocks = -(-a.shape[1] // 128)
+    aligned = blocks + -blocks % 4
+    for (scale,), (recipe,), count in ((scale_a, recipe_a, a.shape[0]), (scale_b, recipe_b, b.shape[1])):
+        is_square = recipe == F.ScalingType.BlockWise128x128.value
+        shape = (aligned, -(-count // 128)) if is_square else (count, blocks)
+        strides = (1, aligned if is_square else count)
+        assert scale.shape == shape and scale.dtype == torch.float32, (scale.shape, shape)
+        assert scale.stride() == strides or (shape[1] == 1 and scale.stride() == (1, 1)), (scale.stride(), strides)
+    assert a.is_contiguous() and b.t().is_contiguous() and a.shape[1] % 16 == b.shape[1] % 16 == 0
+    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+
+class Answers(TorchFunctionMode):
+    """Answers what needs values or a driver: numbers read are 1, pinned memory is host memory that is remembered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.knows_given = False  # read are the values that torch.tensor was given
+        self._numbers = {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__bool__: True}
+        # a CPU build of torch does not choose CUDA's kernels of attention and RMSNorm
+        self._kernels: dict[Any, Callable[..., Any]] = {
+            F.scaled_dot_product_attention: partial(attention_on, "cuda"),
+            F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormOfCuda.apply(x, weight),
+            # in place, and without a kernel for tensors without values
+            torch._fused_sgd_: lambda *lists, **options: None,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._numbers or func is Tensor.tolist:
+            self.read_by_host(args[0], func.__name__)
+            if self.knows_given and hasattr(args[0], "given"):
+                return args[0].given if func is Tensor.tolist else args[0].given[0]
+            return np.ones(tuple(args[0].shape)).tolist() if func is Tensor.tolist else self._numbers[func]
+        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            self.copied_to_device()
+            device, made = kwargs.pop("device"), func(*args, **kwargs)
+            result: Any = torch.empty(made.shape, dtype=made.dtype, device=device)
+            result.given = args[0]
+            return result
+        if func is Tensor.random_:
+            kwargs.pop("generator", None)
+        if func is Tensor.pin_memory:
+            return self._pin(args[0].clone())
+        if kwargs.pop("pin_memory", False):
+            return self._pin(func(*args, **kwargs))
+        return self._kernels.get(func, func)(*args, **kwargs)
+
+    def read_by_host(self, tensor: Tensor, function: str) -> None:
+        """Called before a value of a tensor is read."""
+
+    def copied_to_device(self) -> None:
+        """Called when numbers of the host become a tensor of the device."""
+
+    def as_kernel(self, name: str, function: Callable[..., Any], *args: Any, where: str | None = None) -> Any:
+        """Return function(*args), which is compiled to one kernel."""
+        return function(*args)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage() in self.pinned
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        self.pinned.add(tensor.untyped_storage())
+        return tensor
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Return all tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [found for each in value for found in tensors(each)] if isinstance(value, list | tuple) else []
+
+
+def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    """Stand in for torch.compile of pointwise functions and reductions: one kernel that reads its arguments once."""
+    name = f"compiled {getattr(function, '__name__', 'function')}"
+    where = getattr(function, "__module__", "").removeprefix("megapipe.").replace(".", "/") + ".py:"
+
+    def call(*args: Any) -> Any:
+        return ACTIVE[-1].as_kernel(name, function, *args, where=where)
+
+    return call
+
+
+ACTIVE: list[Answers] = []
+
+
+class Stream:
+    """A stream, or an event, on which everything has always happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return {"query": lambda: True, "record_event": lambda *_: Stream(), "cuda_stream": 0}.get(name, lambda *_: None)
+
+
+class Generator(torch.Generator):
+    """A generator of the CPU in place of one of the device."""
+
+    def __new__(cls, _: Any = "cpu") -> Any:
+        return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+
+def pretend() -> None:
+    """Replace those parts of torch.cuda that ask the driver."""
+    stand_ins = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_name": lambda *_: "fake",
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: SimpleNamespace(gcnArchName="", total_memory=80 * 2**30),
+        "is_current_stream_capturing": lambda: False,
+        "Stream": Stream,
+        "Event": Stream,
+        "current_stream": lambda *_: Stream(),
+        "stream": lambda *_: nullcontext(),
+        "synchronize": lambda *_: None,
+        "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
+        "set_rng_state": lambda *_: None,
+    }
+    for name, value in stand_ins.items():
+        setattr(torch.cuda, name, value)
+    torch.compile = compiled  # type: ignore[assignment]
+    torch.Generator = Generator  # type: ignore[misc, assignment]
+    # a CPU build composes this one of other operations on CUDA tensors
+    KERNELS.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
+    # fake groups transfer no declaration of what is sent
+    Channel.compare = lambda self, header, *_: setattr(header, "compared", True)  # type: ignore[method-assign]

@@ -1,0 +1,109 @@
+"""`smallest`: a plan with fewer layers and microbatches, whose step has all kinds of actions of the whole one.
+
+On the fake device a tensor takes no memory, so sizes, the grid and every switch stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+from megapipe.config.config import Config, convert
+from megapipe.config.layers import LayerConfig, layer_configs
+from megapipe.config.model import ModelConfig
+from megapipe.errors import ConfigError, MegapipeError
+from megapipe.extras.verify.shrink import layer_pattern, unlike_layers
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.schedule_choice import BY_HAND
+from megapipe.schedule.action import Action
+from megapipe.schedule.partition import from_counts
+
+MIN_LAYERS = 2  # of a stage: one beside another
+MAX_UNITS = 3  # of a stage: one is gathered while another computes and the last is freed
+
+
+def smallest(config: Config, plan: RunPlan) -> tuple[RunPlan, list[str]]:
+    """Return the plan to run, and what was cut from the given one, as text. config: that of the plan, as given."""
+    cut, topology = [], plan.topology
+    fewer = _fewer_microbatches(plan)
+    if fewer != (full := plan.batch.num_microbatches):
+        cut.append(f"{fewer} of {full} microbatches, which have all pairs of successive actions of every rank")
+    size = fewer * plan.batch.samples_per_microbatch
+    training = dataclasses.replace(config.training, rampup_batch_size=None, global_batch_size=size)
+    whole = dataclasses.replace(config, training=training)
+    counts = _layer_counts(plan)
+    if (total := sum(counts)) != (num_layers := plan.config.model.num_layers):
+        try:
+            found = resolve(_with_layers(plan, whole, counts), topology.world_size, topology.ranks_per_node)
+            cut.append(f"{total} of {num_layers} layers, which have all kinds of layers of every stage")
+            return found, cut
+        except ConfigError as error:
+            cut.append(f"all {num_layers} layers, since fewer are refused: {error}")
+    return resolve(whole, topology.world_size, topology.ranks_per_node), cut
+
+
+def _fewer_microbatches(plan: RunPlan) -> int:
+    """Return the fewest microbatches with all pairs of successive actions that the ranks' full rows have."""
+    full, pp = plan.batch.num_microbatches, plan.topology.pp
+
+    def pairs(count: int) -> list[set[tuple[object, ...]]]:
+        rows = (plan.schedule if plan.parts is None else plan.part_schedule)(count).rows
+        return [{_kind(pair) for pair in itertools.pairwise(row)} for row in rows]
+
+    wanted = pairs(full)
+    for count in range(pp, full, pp):
+        try:
+            found = pairs(count)
+        except MegapipeError:  # the schedule cannot run this number
+            continue
+        if all(all_of <= some for all_of, some in zip(wanted, found, strict=True)):
+            return count
+    return full
+
+
+def _kind(actions: Iterable[Action]) -> tuple[object, ...]:
+    return tuple((action.stage, action.op) for action in actions)
+
+
+def _layer_counts(plan: RunPlan) -> list[int]:
+    """Return the layers to keep of every stage: of all kinds, and for every group of layers that runs by itself."""
+    config, layers = plan.config, layer_configs(plan.config.model)
+    units = min(config.parallel.data_parallel_sharding_units, MAX_UNITS)
+    groups = max(MIN_LAYERS, units, config.recompute.recompute_num_layers or 0)
+    groups = max(groups, config.offload.cpu_offloading_num_layers)
+    counts = []
+    for stage in plan.whole_stages().partition.stages:
+        held = layers[stage.first_layer : stage.last_layer_exclusive]
+        counts.append(min(len(held), max(groups, len(set(held)))))
+    return counts
+
+
+def _with_layers(plan: RunPlan, whole: Config, counts: list[int]) -> Config:
+    """Return the configuration with so many layers of every stage."""
+    config = plan.config
+    partition = plan.whole_stages().partition
+    layers: tuple[LayerConfig, ...] = unlike_layers(layer_configs(config.model), partition, counts)
+    has_experts = [int(layer.num_experts is not None) for layer in layers]
+    model = convert(
+        ModelConfig,
+        config.model,
+        num_layers=len(layers),
+        layer_pattern=layer_pattern(config.model, layers, lambda layer: {}),
+        window_attn_skip_freq=None,
+        no_rope_freq=None,
+        moe_layer_freq=str(has_experts) if any(has_experts) and not all(has_experts) else None,
+    )
+    kinds = config.parallel.cp_comm_type
+    if len(kinds) > 1:
+        kinds = tuple(kind for kind, _ in zip(itertools.cycle(dict.fromkeys(kinds)), layers, strict=False))
+    layout = from_counts(counts, len(layers)).layout()
+    parallel = dataclasses.replace(
+        whole.parallel,
+        cp_comm_type=kinds,
+        **BY_HAND | {"pipeline_model_parallel_layout": layout},
+        pipeline_schedule=plan.schedule_name,
+        num_virtual_stages_per_pipeline_rank=config.parallel.num_virtual_stages_per_pipeline_rank,
+    )
+    return dataclasses.replace(whole, model=model, parallel=parallel)
