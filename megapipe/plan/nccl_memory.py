@@ -4,9 +4,9 @@ Not measured. From NCCL's sources (github.com/NVIDIA/nccl: src/init.cc, src/tran
 their default sizes: a channel from one GPU to another of its node has a buffer of each protocol, 4 MiB (simple),
 4.7 MiB (LL128) and 0.5 MiB (LL), on the receiver and a block of 2 MiB on the sender; both are multiples of 2 MiB, so
 10 and 2 MiB. Over the network each end of a channel of a collective has 10 MiB, while the messages of a communicator
-share 16 slots of 128 KiB a channel and direction. The numbers of channels are assumptions for nodes of 8 GPUs with NVLink,
-where a peer has up to 32 (github.com/NVIDIA/nccl/issues/1781); others use fewer. An all-to-all of 8 such GPUs takes 2.8 GB
-here, 3.3 GB in a user's measurement (github.com/NVIDIA/nccl/issues/1685).
+share 16 slots of 128 KiB a channel and direction. The numbers of channels are assumptions for nodes of 8 GPUs with
+NVLink, where a peer has up to 32 (github.com/NVIDIA/nccl/issues/1781); others use fewer. An all-to-all of 8 such GPUs
+takes 2.8 GB here, 3.3 GB in a user's measurement (github.com/NVIDIA/nccl/issues/1685).
 
     ring       collectives: one channel end to the next rank, one from the one before, for every channel
     exchange   all-to-alls: such ends to and from every rank of the node
