@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -159,6 +160,7 @@ class Answers(TorchFunctionMode):
         # a CPU build of torch does not choose CUDA's kernels of attention and RMSNorm
         self._kernels = {
             F.scaled_dot_product_attention: partial(attention_on, "cuda"),
+            torch._fused_sdp_choice: lambda *tensors, **options: SDPBackend.CUDNN_ATTENTION.value,  # of Hopper
             F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormCounted.apply(x, weight, self),
             # in place, and without a kernel for tensors without values
             torch._fused_sgd_: lambda *lists, **options: self.seen.add("_fused_sgd_", tensors(lists)),
