@@ -74,8 +74,9 @@ def prefers_cudnn(q: Tensor, k: Tensor, scale: float) -> bool:
 
 @dataclass(frozen=True)
 class FusedBlocks:
-    """torch's fused kernels: flash attention on CPUs; on CUDA in half types without mask cuDNN's, if it is preferred, or
-    flash attention, which `torch.nn.attention.activate_flash_attention_impl` replaces; else memory-efficient.
+    """torch's fused kernels: flash attention on CPUs; on CUDA memory-efficient, but in half types without a mask
+    cuDNN's where torch prefers it, else flash attention, which `torch.nn.attention.activate_flash_attention_impl`
+    replaces.
 
     They want values as wide as keys, so narrower ones get channels of zeros. Kernels without a mask share keys between
     the queries of a group themselves.

@@ -1,4 +1,4 @@
-"""Results of attention in blocks, which one pass over memory merges or adds.
+"""Results of attention in blocks, which are merged or added in one pass over memory.
 
 A block has results for a range of rows: output and log-sum-exp, and the gradient of q, for some queries; the gradients
 of k and v for some keys. They are held in the kernel's dtype until all are there, or `AT_ONCE` of them, and then each
@@ -67,7 +67,10 @@ def merge_(output: Tensor, lse: Tensor, sink: Tensor | None, *parts: Tensor) -> 
 
 
 def add_(total: Tensor, adds: bool, num_columns: int, *parts: Tensor) -> None:
-    """Write the sums of parts, or with `adds` add them, to columns of `total`. parts: those of the first column first."""
+    """Write the sums of parts to columns of `total`, or with `adds` add them.
+
+    parts: of the first column, then of the second.
+    """
     wide, each, start = at_least_fp32(total.dtype), len(parts) // num_columns, 0
     for first in range(0, len(parts), each):
         width = parts[first].shape[-1]
@@ -92,7 +95,7 @@ class _Parts:
     def add(self, rows: tuple[int, int], *tensors: Tensor) -> None:
         """Add the results of a block."""
         if len(self._parts) == AT_ONCE:
-            self._parts = [(range(self._num_rows), self._one())]
+            self._parts = [(range(self._num_rows), self._one())]  # the first blocks have parts of all rows
         self._parts.append((range(*rows), tensors))
 
     def _one(self) -> tuple[Tensor, ...]:
@@ -127,13 +130,12 @@ class PartialOutputs(_Parts):
         return output, lse.permute(1, 2, 0)
 
     def _one(self) -> tuple[Tensor, ...]:
-        return self._merged(self._parts[0][1][1].dtype, None)
+        return self._merged(at_least_fp32(self._parts[0][1][0].dtype), None)
 
     def _merged(self, dtype: torch.dtype, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         like, (_, batch, heads) = self._parts[0][1][0], self._parts[0][1][1].shape
         output = like.new_empty(self._num_rows, batch, heads, like.shape[-1], dtype=dtype)
-        wide = self._parts[0][1][1].dtype
-        lse = like.new_empty(batch, heads, self._num_rows, dtype=wide).permute(2, 0, 1)
+        lse = like.new_empty(batch, heads, self._num_rows, dtype=at_least_fp32(like.dtype)).permute(2, 0, 1)
         for rows, parts in self._by_rows():
             self._passes(merge_, output[rows], lse[rows], sink, *parts)
         return output, lse
@@ -145,7 +147,7 @@ class PartialSums(_Parts):
     def finish(self, dtype: torch.dtype) -> Tensor:
         """Return the sum in a dtype."""
         only = self._only(dtype)
-        return self.write(self._empty(dtype)) if only is None or len(only) > 1 else only[0]
+        return only[0] if only is not None and len(only) == 1 else self.write(self._empty(dtype))
 
     def write(self, total: Tensor, adds: bool = False) -> Tensor:
         """Write the sums to `total`, or add them; return it. Rows without a part are 0."""

@@ -2,8 +2,8 @@
 
 Each block (`sharding.sequence`) has its log-sum-exp L, and blocks are merged in at least fp32 (`partial_results`):
 L = log sum exp L_j, o = sum exp(L_j - L) o_j. The backward of each block uses the final o and L. An attention sink is
-one more block, with its logit as L and o = 0. Saved are q, k, v, o and L of this rank, as for one fused kernel; keys and values of slices
-stay in the microbatch's `SliceKeys`, where the backward adds to their gradients.
+one more block, with its logit as L and o = 0. Saved are q, k, v, o and L of this rank, as for one fused kernel; keys
+and values of slices stay in the microbatch's `SliceKeys`, where the backward adds to their gradients.
 
 Shapes: as in `attention`, with s this rank's tokens. Values may have fewer channels than keys.
 """
@@ -130,4 +130,3 @@ class _BlockAttention(Function):
             if of_slice.place.start == 0:
                 of_slice.keys.free(attention.layer)
         return grad_q, *sums.split(ctx.widths, dim=-1), grad_sink, None
-

@@ -86,7 +86,7 @@ class Calls(TorchDispatchMode):
 
 
 def block_calls(blocks: FusedBlocks) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls of a forward and a backward of the second half of the queries, on CUDA tensors without values."""
+    """Return the calls of a forward and a backward of half of the queries, on CUDA tensors without values."""
     half, calls = (QUERIES // 2, QUERIES), Calls()
     block = MaskedBlock(KeyBlock(half, (0, KEYS), "all"))
     rows = slice(*half)
