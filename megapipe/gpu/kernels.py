@@ -48,12 +48,14 @@ class Kernels:
         """Return the function, compiled if that was chosen."""
         return compiled(function) if self.compiles else function
 
-    def casts(self, function: AnyFunction) -> AnyFunction:
-        """Return a cast to fp8, compiled on CUDA always: a chain of kernels would make fp8 slower than bf16."""
+    def fused(self, function: AnyFunction) -> AnyFunction:
+        """Return a cast to fp8 or a merge of partial results, compiled on CUDA always: as a chain of kernels they would
+        cost more than fp8, or context parallelism, saves.
+        """
         if self.compiles:
             return compiled(function)
-        fused = compiled(function)
-        return lambda x, *others: (fused if x.is_cuda else function)(x, *others)  # type: ignore[return-value]
+        kernel = compiled(function)
+        return lambda x, *others: (kernel if x.is_cuda else function)(x, *others)  # type: ignore[return-value]
 
 
 TORCH = Kernels()
@@ -225,7 +227,7 @@ def why_not_packed(config: Config, device: torch.device) -> str | None:
 def compiled(function: AnyFunction) -> AnyFunction:
     """Compile a pointwise function into one kernel, for tensors of any size.
 
-    It returns a tensor or several; some may be arguments that it has overwritten.
+    It returns a tensor, several or none; some may be arguments that it has overwritten.
 
     Only the inside of our hand-written Functions is compiled, never a graph with a linear in it, which would lose side
     effects such as main gradients and the weight queue. What is saved for the backward does not change.

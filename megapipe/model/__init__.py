@@ -5,7 +5,7 @@
     microbatch          Microbatch, a stage's input besides the hidden states; StageLoss; KVCache
     attention           projections, q|k|v by query group, qk-norm, core attention by one of all kernels
     context             attention masks and rotary tables, built once per microbatch, shared by layers that are alike
-    ring_attention      attention in blocks: rings of cp ranks (context_parallel: their exchange), slices, sinks
+    ring_attention      attention in blocks: rings of cp ranks (context_parallel), slices, sinks; partial_results sums
     segments            a layer as one list of segments and operators, which eager and compiled layers walk
     mlp, norm           the MLP with its activations; LayerNorm, RMSNorm, and RMSNorm over all heads
     layer_factory       builds linears, norms and attention from the kernels that the configuration chose

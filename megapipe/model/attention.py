@@ -32,11 +32,12 @@ from torch import Tensor, nn
 
 from megapipe.config.model import ATTENTIONS, AttentionHeads
 from megapipe.gpu.packed_attention import packed_attention, torch_kernel
-from megapipe.model.block_attention import BlockKernel, FusedBlocks, WrittenBlocks
+from megapipe.model.block_attention import BlockKernel, FusedBlocks, WrittenBlocks, prefers_cudnn
 from megapipe.model.context import LayerContext, rotate_
 from megapipe.model.context_parallel import ALONE
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.norm import Norm, NormFunction
+from megapipe.model.partial_results import Passes
 from megapipe.model.recompute import AttentionFunction
 from megapipe.model.registered import registered_attention
 from megapipe.model.ring_attention import BlockAttention
@@ -173,6 +174,7 @@ class CoreAttention:
             heads = range(self.head_rank * count, (self.head_rank + 1) * count)
             self.heads = AttentionHeads(self.scale, heads, self.config.num_attention_heads)
         self.kernel = factory.attention(layer, per_key, self.scale)
+        self.passes = Passes(factory.kernels.fused)
 
     def of(self, context: LayerContext, offset: Tensor | None) -> AttentionFunction:
         """Return core attention as a function of q, k and v. offset: the layer's logits of attention sinks, if any."""
@@ -198,8 +200,10 @@ class CoreAttention:
         v = v[..., : self.value_width]  # blocks need no values as wide as keys
         ring = ALONE if self.parallel is None else self.parallel.exchange
         part = WHOLE_SEQUENCE if self.parallel is None else self.parallel.part
-        kernel = self._block_kernel(q, context, part)
-        attention = BlockAttention(self.layer, context.blocks, kernel, ring, context.slice, context.kept_attention)
+        kernel = self._block_kernel(q, k, context, part)
+        attention = BlockAttention(
+            self.layer, context.blocks, kernel, ring, context.slice, context.kept_attention, self.passes
+        )
         return attention(q, k, v, self._sink(q, offset))
 
     def _sink(self, q: Tensor, offset: Tensor | None) -> Tensor | None:
@@ -211,10 +215,10 @@ class CoreAttention:
             return offset
         return offset[parallel.a2a.rank * heads : (parallel.a2a.rank + 1) * heads]
 
-    def _block_kernel(self, q: Tensor, context: LayerContext, part: SequencePart) -> BlockKernel:
+    def _block_kernel(self, q: Tensor, k: Tensor, context: LayerContext, part: SequencePart) -> BlockKernel:
         """Return what computes blocks of attention. part: of every sequence, for which this rank has queries."""
         if not context.explicit and not (q.is_cuda and q.dtype is torch.float64):  # CUDA has no fused kernel for it
-            return FusedBlocks(self.scale)
+            return FusedBlocks(self.scale, prefers_cudnn(q, k, self.scale))
         rate, key, seq = self.config.attention_dropout, context.dropout_key, self.config.seq_length // part.ranks
         if rate == 0.0 or key is None:
             return WrittenBlocks(self.scale, self.config.attn_logit_softcapping)

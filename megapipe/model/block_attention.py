@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megapipe.sharding.sequence import KeyBlock
 from megapipe.tensor_parallel.gemms import at_least_fp32
@@ -62,25 +63,41 @@ class BlockKernel(Protocol):
         """Return this block's share of the gradients."""
 
 
+def prefers_cudnn(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Return True if scaled_dot_product_attention would run cuDNN's kernel for q and k, and values as wide."""
+    if not q.is_cuda or q.dtype not in HALF_TYPES:
+        return False
+    q, k = _fold(q, 1), _fold(k, 1)
+    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, q.shape[2] == k.shape[2], scale=scale, enable_gqa=True)
+    return choice == SDPBackend.CUDNN_ATTENTION.value
+
+
 @dataclass(frozen=True)
 class FusedBlocks:
-    """torch's fused kernels: flash attention on CPUs, and on CUDA in half types without mask, else memory-efficient.
+    """torch's fused kernels: flash attention on CPUs; on CUDA memory-efficient, but in half types without a mask
+    cuDNN's where torch prefers it, else flash attention, which `torch.nn.attention.activate_flash_attention_impl`
+    replaces.
 
-    They want values as wide as keys, so narrower ones get channels of zeros.
+    They want values as wide as keys, so narrower ones get channels of zeros. Kernels without a mask share keys between
+    the queries of a group themselves.
     """
 
     scale: float
+    prefers_cudnn: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: MaskedBlock, source: int) -> tuple[Tensor, Tensor]:
         (queries, batch, _, _, size), channels, aten = q.shape, v.shape[-1], torch.ops.aten
-        fold = _folded_dim(q, block)
-        q, k, v = _folded(q, k, _widened(v, size), fold)
-        causal, mask = block.block.kind == "causal", block.mask
+        causal, mask, native = block.block.kind == "causal", block.mask, _shares_keys(q, block)
+        q, k, v = _folded(q, k, _widened(v, size), _folded_dim(q, block), not native)
         if not q.is_cuda:
             output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal, attn_mask=mask, scale=self.scale
             )
-        elif mask is None and q.dtype in HALF_TYPES:
+        elif native and self.prefers_cudnn:
+            output, lse = aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, causal, False, scale=self.scale
+            )[:2]
+        elif native:
             output, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=self.scale)[:2]
         else:
             bias = None if mask is None else _aligned(mask).expand(q.shape[0], q.shape[1], -1, -1)
@@ -109,15 +126,24 @@ class FusedBlocks:
         shape, (queries, batch, groups, per_group, size), aten = q.shape, q.shape, torch.ops.aten
         fold, channels = _folded_dim(q, block), v.shape[-1]
         split = (queries, batch, groups, per_group, -1)
+        causal, mask, native = block.block.kind == "causal", block.mask, _shares_keys(q, block)
         grad, output = (_fold(_widened(x.view(split), size), fold) for x in (grad, output))
-        q, k, v = _folded(q, k, _widened(v, size), fold)
+        q, k, v = _folded(q, k, _widened(v, size), fold, not native)
         lse = lse.reshape(q.shape[:3])
-        causal, mask = block.block.kind == "causal", block.mask
+        if native:  # these kernels read it as contiguous, and here it may be that of some of the queries
+            lse = lse.contiguous()
         if not q.is_cuda:
             grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, q, k, v, output, lse, 0.0, causal, attn_mask=mask, scale=self.scale
             )
-        elif mask is None and q.dtype in HALF_TYPES:
+        elif native and self.prefers_cudnn:
+            unused = torch.empty((), dtype=torch.int64, device=q.device)  # of dropout
+            grads = aten._scaled_dot_product_cudnn_attention_backward(
+                *(grad, q, k, v, output, lse.unsqueeze(-1), unused, unused, None, None, None, queries, k.shape[2]),
+                *(0.0, causal),
+                scale=self.scale,
+            )
+        elif native:
             unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout
             grads = aten._scaled_dot_product_flash_attention_backward(
                 *(grad, q, k, v, output, lse, None, None, queries, k.shape[2], 0.0, causal, unused, unused[:0]),
@@ -202,6 +228,11 @@ class WrittenBlocks:
         return (x * kept[:, :, slice(*block.block.queries), slice(*block.block.keys)]).mul_(self.factor)
 
 
+def _shares_keys(q: Tensor, block: MaskedBlock) -> bool:
+    """Return True for CUDA's kernels that take k and v of fewer heads than q."""
+    return q.is_cuda and block.mask is None and q.dtype in HALF_TYPES
+
+
 def _folded_dim(q: Tensor, block: MaskedBlock) -> int:
     """Return 1 to fold query groups into the batch, which shares k and v without a copy, unless each sequence has its
     own mask; else 2, to fold the heads of a group.
@@ -209,9 +240,10 @@ def _folded_dim(q: Tensor, block: MaskedBlock) -> int:
     return 1 if q.shape[3] > 1 and (block.mask is None or block.mask.shape[0] == 1) else 2
 
 
-def _folded(q: Tensor, k: Tensor, v: Tensor, dim: int) -> Gradients:
-    """Return q, k and v as [b, heads, s, d]."""
-    q, k, v = (_fold(x.expand(-1, -1, -1, q.shape[3], -1), dim) for x in (q, k, v))
+def _folded(q: Tensor, k: Tensor, v: Tensor, dim: int, expands: bool = True) -> Gradients:
+    """Return q, k and v as [b, heads, s, d]. expands: k and v to the heads of q."""
+    heads = q.shape[3] if expands else -1
+    q, k, v = (_fold(x.expand(-1, -1, -1, heads, -1), dim) for x in (q, k, v))
     return q, k, v
 
 
@@ -226,9 +258,9 @@ def _widened(x: Tensor, size: int) -> Tensor:
 
 def _unfolded(grads: Any, q_shape: torch.Size) -> Gradients:
     """Return the gradients of folded q, k and v, those of k and v summed over the heads that share k."""
-    _, batch, groups, per_group, _ = q_shape
-    grad_q, grad_k, grad_v = (x.reshape(batch, groups, per_group, -1, x.shape[-1]) for x in grads[:3])
-    grad_k, grad_v = (x.sum(2, keepdim=True) if per_group > 1 else x for x in (grad_k, grad_v))
+    _, batch, groups, _, _ = q_shape
+    grad_q, grad_k, grad_v = (x.reshape(batch, groups, -1, x.shape[2], x.shape[-1]) for x in grads[:3])
+    grad_k, grad_v = (x.sum(2, keepdim=True) if x.shape[2] > 1 else x for x in (grad_k, grad_v))
     grad_q, grad_k, grad_v = (x.permute(3, 0, 1, 2, 4) for x in (grad_q, grad_k, grad_v))
     return grad_q, grad_k, grad_v
 

@@ -25,7 +25,11 @@ from torch import Tensor
 
 from megapipe.comm.collectives import WithAdjoint, Work, all_gather, all_to_all, reduce_scatter
 from megapipe.comm.groups import ContextGroups, Group
+from megapipe.model.partial_results import PartialSums, Passes
 from megapipe.sharding.sequence import SequencePart
+from megapipe.tensor_parallel.gemms import at_least_fp32
+
+Widths = tuple[int, int]  # channels of a key and of a value
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,61 +153,76 @@ class Ring:
         sends[(self.group.rank + step) % ranks] = receives[(self.group.rank - step) % ranks] = tensor.shape[0]
         return received, all_to_all(received, tensor, receives, sends, self.group, async_op=True)
 
-    def sums(self, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> _GatheredSums | _RingSums:
-        """Return what sums the gradients of keys and values over the ring. into: where this rank's are summed."""
-        return (_GatheredSums if self.gathers else _RingSums)(self, keys, dtype, into)
+    def sums(self, keys: Tensor, widths: Widths, passes: Passes, into: Tensor | None) -> _GatheredSums | _RingSums:
+        """Return what sums the gradients of keys and values over the ring. widths: channels of keys and of values.
+
+        into: this rank's are added to these, in at least fp32; None: they are returned in the dtype of keys.
+        """
+        return (_GatheredSums if self.gathers else _RingSums)(self, keys, widths, passes, into)
 
 
 class _RingSums:
     """Gradients of keys and values that go back to their rank one by one, each under the computation of the next."""
 
-    def __init__(self, ring: Ring, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> None:
-        self.ring = ring
-        self.own = self.current = torch.zeros_like(keys, dtype=dtype) if into is None else into
-        self.following: tuple[Tensor, Work] | None = None
+    def __init__(self, ring: Ring, keys: Tensor, widths: Widths, passes: Passes, into: Tensor | None) -> None:
+        self.ring, self.keys, self.widths, self.passes, self.into = ring, keys, widths, passes, into
+        self.own = PartialSums(len(keys), passes)
+        self.others: PartialSums | None = None  # of the source at hand
+        self.following: tuple[Tensor, Tensor, Work] | None = None  # sent, received
 
-    def of(self, source: int) -> Tensor:
-        """Return the tensor in which to sum the gradients of a source's keys and values."""
-        if source != self.ring.group.rank:
-            self.current = torch.zeros_like(self.own)
-        return self.current
+    def add(self, source: int, rows: tuple[int, int], grad_k: Tensor, grad_v: Tensor) -> None:
+        """Add the gradients of a block's keys and values."""
+        if source == self.ring.group.rank:
+            self.own.add(rows, grad_k, grad_v)
+            return
+        self.others = self.others or PartialSums(len(self.keys), self.passes)
+        self.others.add(rows, grad_k, grad_v)
 
     def done(self, source: int) -> None:
         """Send the gradients of a source."""
-        if source != self.ring.group.rank:
-            self._add()
-            self.following = self.ring.shift(self.current, source - self.ring.group.rank)
+        if source == self.ring.group.rank:
+            return
+        self._receive()
+        sent = torch.empty_like(self.keys, dtype=at_least_fp32(self.keys.dtype))
+        sent = sent.zero_() if self.others is None else self.others.write(sent)
+        self.others, self.following = None, (sent, *self.ring.shift(sent, source - self.ring.group.rank))
 
     def finish(self) -> Tensor:
         """Return the sum of this rank's."""
-        self._add()
-        return self.own
+        self._receive()
+        if self.into is not None:
+            return self.own.write(self.into, adds=True)
+        return self.own.finish(self.keys.dtype)
 
-    def _add(self) -> None:
+    def _receive(self) -> None:
         if self.following is not None:
-            received, work = self.following
+            _, received, work = self.following
             work.wait()
-            self.own += received
+            self.own.add((0, len(self.keys)), *received.split(self.widths, -1))
             self.following = None
 
 
 class _GatheredSums:
     """Gradients of the gathered keys and values, reduced and scattered at the end."""
 
-    def __init__(self, ring: Ring, keys: Tensor, dtype: torch.dtype, into: Tensor | None) -> None:
-        self.ring, self.into = ring, into
-        self.everyone = keys.new_zeros(ring.group.size, *keys.shape, dtype=dtype)
+    def __init__(self, ring: Ring, keys: Tensor, widths: Widths, passes: Passes, into: Tensor | None) -> None:
+        self.ring, self.keys, self.into = ring, keys, into
+        self.everyone = keys.new_empty(ring.group.size, *keys.shape, dtype=at_least_fp32(keys.dtype))
+        self.parts = {source: PartialSums(len(keys), passes) for source in range(ring.group.size)}
 
-    def of(self, source: int) -> Tensor:
-        return self.everyone[source]
+    def add(self, source: int, rows: tuple[int, int], grad_k: Tensor, grad_v: Tensor) -> None:
+        self.parts[source].add(rows, grad_k, grad_v)
 
     def done(self, source: int) -> None:
-        """Keep them until all are there."""
+        """Write the sums of a source."""
+        self.parts.pop(source).write(self.everyone[source])
 
     def finish(self) -> Tensor:
+        for source, unseen in self.parts.items():
+            unseen.write(self.everyone[source])
         own = torch.empty_like(self.everyone[0])
         reduce_scatter(own, self.everyone.view(-1, *own.shape[1:]), self.ring.group)
-        return own if self.into is None else self.into.add_(own)
+        return own.to(self.keys.dtype) if self.into is None else self.into.add_(own)
 
 
 ALONE = Ring(Group.alone("cp"))

@@ -1,9 +1,9 @@
 """Core attention in blocks of queries and keys: over a ring of cp ranks, over the slices of a sequence, and with sinks.
 
-Each block (`sharding.sequence`) has its log-sum-exp L, and blocks are merged in at least fp32: L = log sum exp L_j,
-o = sum exp(L_j - L) o_j. The backward of each block uses the final o and L. An attention sink is one more block, with
-its logit as L and o = 0. Saved are q, k, v, o and L of this rank, as for one fused kernel; keys and values of slices
-stay in the microbatch's `SliceKeys`, where the backward adds to their gradients.
+Each block (`sharding.sequence`) has its log-sum-exp L, and blocks are merged in at least fp32 (`partial_results`):
+L = log sum exp L_j, o = sum exp(L_j - L) o_j. The backward of each block uses the final o and L. An attention sink is
+one more block, with its logit as L and o = 0. Saved are q, k, v, o and L of this rank, as for one fused kernel; keys
+and values of slices stay in the microbatch's `SliceKeys`, where the backward adds to their gradients.
 
 Shapes: as in `attention`, with s this rank's tokens. Values may have fewer channels than keys.
 """
@@ -11,7 +11,7 @@ Shapes: as in `attention`, with s this rank's tokens. Values may have fewer chan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from megapipe.model.block_attention import BlockKernel, MaskedBlock
 from megapipe.model.context_parallel import Ring
 from megapipe.model.microbatch import MicrobatchSlice
+from megapipe.model.partial_results import PartialOutputs, PartialSums, Passes
 from megapipe.model.recompute import KeptAttention
-from megapipe.tensor_parallel.gemms import at_least_fp32
 
 CHUNKS = 8  # of the queries, whose gradients are widened one after the other for that of a sink
 Blocks = Mapping[int, Sequence[MaskedBlock]]  # by rank of the ring whose keys they are, its own first
@@ -35,7 +35,7 @@ class BlockAttention:
     """Attention in blocks of one layer: all it needs besides q, k and v.
 
     layer: its global index. slice: of the microbatch, if any. kept: keeps the output and its log-sum-exp for a
-    recompute.
+    recompute. passes: merge and add the results of blocks.
     """
 
     layer: int
@@ -44,6 +44,7 @@ class BlockAttention:
     ring: Ring
     slice: MicrobatchSlice | None = None
     kept: KeptAttention | None = None
+    passes: Passes = field(default_factory=Passes)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
         """Return the output over all keys, [s, b, heads x channels]. sink: the logit of each head's attention sink."""
@@ -62,9 +63,13 @@ class BlockAttention:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return output [s, b, heads, channels] and log-sum-exp [b, heads, s] over all keys."""
-        merged, block, widths = _Merged(q, v), self.only_block, (k.shape[-1], v.shape[-1])
+        merged, block, widths = PartialOutputs(len(q), self.passes), self.only_block, (k.shape[-1], v.shape[-1])
+
+        def add(block: MaskedBlock, *results: Tensor) -> None:
+            merged.add(block.block.queries, *(each.movedim(2, 0) for each in results))
+
         if block is not None:
-            merged.add(block, *self.kernel.forward(q, k, v, block, 0))
+            add(block, *self.kernel.forward(q, k, v, block, 0))
         else:
             for source, keys in self.ring.keys(self.joined(k, v), tuple(self.blocks)):
                 for block in self.blocks[source]:
@@ -72,28 +77,28 @@ class BlockAttention:
                         slice(*block.block.queries),
                         keys[slice(*block.block.keys)].split(widths, -1),
                     )
-                    merged.add(block, *self.kernel.forward(q[rows], k_seen, v_seen, block.made(), source))
-        output, lse = merged.finish(sink)
-        return output.permute(2, 0, 1, 3).to(q.dtype, memory_format=torch.contiguous_format).contiguous(), lse
+                    add(block, *self.kernel.forward(q[rows], k_seen, v_seen, block.made(), source))
+        return merged.finish(q.dtype, sink)
 
     def gradients(
         self, grad: Tensor, q: Tensor, keys: Tensor, widths: tuple[int, int], result: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of q and, side by side, of keys and values, in at least fp32. keys: as `joined`."""
+        """Return the gradients of q and, side by side, of keys and values; those of slices in at least fp32.
+
+        keys: as `joined`.
+        """
         into = None if self.slice is None else self.slice.keys.gradients(self.layer, keys)
-        grad_q, sums = torch.zeros(q.shape, dtype=lse.dtype, device=q.device), self.ring.sums(keys, lse.dtype, into)
+        grad_q, sums = PartialSums(len(q), self.passes), self.ring.sums(keys, widths, self.passes, into)
         for source, held in self.ring.keys(keys, tuple(self.blocks)):
-            grad_keys = sums.of(source)
             for block in self.blocks[source]:
                 rows, seen = slice(*block.block.queries), slice(*block.block.keys)
                 k, v = held[seen].split(widths, dim=-1)
                 given = grad[rows], q[rows], k, v, result[rows], lse[:, :, rows]
-                parts = self.kernel.backward(*given, block.made(), source)
-                totals = grad_q[rows], *grad_keys[seen].split(widths, dim=-1)
-                for total, part in zip(totals, parts, strict=True):
-                    total.add_(part)
+                of_q, *of_keys = self.kernel.backward(*given, block.made(), source)
+                grad_q.add(block.block.queries, of_q)
+                sums.add(source, block.block.keys, *of_keys)
             sums.done(source)
-        return grad_q, sums.finish()
+        return grad_q.finish(q.dtype), sums.finish()
 
 
 class _BlockAttention(Function):
@@ -120,40 +125,8 @@ class _BlockAttention(Function):
             return *attention.kernel.backward(grad, q, *own, result, lse, block, 0), grad_sink, None
         keys = attention.joined(*own) if of_slice is None else of_slice.keys.of(attention.layer, of_slice.place, len(q))
         grad_q, sums = attention.gradients(grad, q, keys, ctx.widths, result, lse)
-        grad_k, grad_v = sums[len(keys) - len(q) :].to(q.dtype, copy=True).split(ctx.widths, dim=-1)
-        if of_slice is not None and of_slice.place.start == 0:
-            of_slice.keys.free(attention.layer)
-        return grad_q.to(q.dtype), grad_k, grad_v, grad_sink, None
-
-
-class _Merged:
-    """The output [b, heads, s, channels] and log-sum-exp [b, heads, s] of the blocks so far, of several ones in at
-    least fp32.
-    """
-
-    def __init__(self, q: Tensor, v: Tensor) -> None:
-        seq, batch, groups, queries, _ = q.shape
-        self.shape, self.channels, self.wide = (batch, groups * queries, seq), v.shape[-1], at_least_fp32(q.dtype)
-        self.output: Tensor | None = None
-
-    def add(self, block: MaskedBlock, part: Tensor, part_lse: Tensor) -> None:
-        """Merge a block's output and log-sum-exp."""
-        if self.output is None and part_lse.shape == self.shape:
-            self.output, self.lse = part, part_lse
-            return
-        if self.output is None:
-            self.output = part.new_zeros(*self.shape, self.channels, dtype=self.wide)
-            self.lse = torch.full(self.shape, -torch.inf, dtype=self.wide, device=part.device)
-        self.output, rows = self.output.to(self.wide), slice(*block.block.queries)
-        output, lse = self.output[:, :, rows], self.lse[:, :, rows]
-        total = torch.logaddexp(lse, part_lse)
-        output.mul_((lse - total).exp_().unsqueeze(-1)).add_(part * (part_lse - total).exp_().unsqueeze(-1))
-        lse.copy_(total)
-
-    def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return both, with the sink as one more block."""
-        assert self.output is not None
-        if sink is None:
-            return self.output, self.lse
-        total = torch.logaddexp(self.lse, sink.to(self.lse.dtype)[:, None])
-        return self.output * (self.lse - total).exp_().unsqueeze(-1), total
+        if of_slice is not None:
+            sums = sums[len(keys) - len(q) :].to(q.dtype, copy=True)
+            if of_slice.place.start == 0:
+                of_slice.keys.free(attention.layer)
+        return grad_q, *sums.split(ctx.widths, dim=-1), grad_sink, None

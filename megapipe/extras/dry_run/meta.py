@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -159,6 +160,7 @@ class MetaMode(TorchFunctionMode):
             Tensor.__float__: lambda tensor: 1.0,
             Tensor.__int__: lambda tensor: 1,
             F.scaled_dot_product_attention: partial(attention_on, device),
+            torch._fused_sdp_choice: lambda *tensors, **options: SDPBackend.FLASH_ATTENTION.value,
             torch.autograd.backward: self._backward,
             torch._fused_sgd_: lambda *tensors, **options: None,  # in place, and without a kernel for meta tensors
         }

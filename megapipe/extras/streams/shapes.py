@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from megapipe.comm.channels import Channel
@@ -43,7 +44,7 @@ class ShapesOnly(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._scaled_mm_v2.default:
+        if func is torch.ops.aten._scaled_mm_v2.default and args[3] != [F.ScalingType.BlockWise1x32.value]:
             return product_of_blocks(*args, **kwargs or {})
         if func is torch.ops.aten._scaled_mm.out:  # torch has no such function for tensors without values
             result: Tensor = kwargs.pop("out")
@@ -93,6 +94,7 @@ class Answers(TorchFunctionMode):
         # a CPU build of torch does not choose CUDA's kernels of attention and RMSNorm
         self._kernels: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: partial(attention_on, "cuda"),
+            torch._fused_sdp_choice: lambda *tensors, **options: SDPBackend.CUDNN_ATTENTION.value,  # of Hopper
             F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormOfCuda.apply(x, weight),
             # in place, and without a kernel for tensors without values
             torch._fused_sgd_: lambda *lists, **options: None,
