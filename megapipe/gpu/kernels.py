@@ -102,7 +102,8 @@ def why_not_grouped(config: Config) -> str | None:
     if asked is None:
         major, minor = torch.cuda.get_device_capability()
         if dtype != "bf16" or major not in FUSED_GROUPS or torch.version.hip is not None:
-            return f"torch has one kernel for bf16 on compute capability 9 and 10 alone, not for {dtype} on {major}.{minor}"
+            here = f"{dtype} on {major}.{minor}"
+            return f"torch has one kernel for bf16 on compute capability 9 and 10 alone, not for {here}"
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return f"torch {torch.__version__} has no grouped GEMM"
     if dtype == "fp64":

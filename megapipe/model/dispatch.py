@@ -295,8 +295,9 @@ def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: 
 class Routing(NamedTuple):
     """The experts of every token of a microbatch, and how its rows travel.
 
-    chosen: [t, k] int64. order: [rows] int64, entry i is token x k + j of row i, or k t for padding. slots: [t, k] int64,
-    the row of token x k + j, or a number behind the last row. Where tokens are gathered, the routes alone have both.
+    chosen: [t, k] int64. order: [rows] int64, entry i is token x k + j of row i, or k t for padding. slots: [t, k]
+    int64, the row of token x k + j, or a number behind the last row. Where tokens are gathered, the routes alone have
+    both.
     """
 
     chosen: Tensor
@@ -324,7 +325,8 @@ class KeptRouting:
         *own, routes = self.routing
         names = _tensors_of(routes)
         found = *own, *(getattr(routes, name) for name in names)
-        self.routing, self._routes = None, replace(routes, **dict.fromkeys(names))  # the caller saves the tensors
+        none: dict[str, Any] = dict.fromkeys(names)
+        self.routing, self._routes = None, replace(routes, **none)  # the caller saves the tensors
         self._is_there = [tensor is not None for tensor in found]
         return output, tuple(tensor for tensor in found if tensor is not None)
 
@@ -333,7 +335,8 @@ class KeptRouting:
         given = iter(tensors)
         chosen, order, slots, *others = (next(given) if is_there else None for is_there in self._is_there)
         assert chosen is not None
-        routes: Any = replace(self._routes, **dict(zip(_tensors_of(self._routes), others, strict=True)))
+        of_routes: dict[str, Any] = dict(zip(_tensors_of(self._routes), others, strict=True))
+        routes = replace(self._routes, **of_routes)
         self.routing, self.is_reused = Routing(chosen, order, slots, routes), True
         try:
             return fn(*inputs)
@@ -381,10 +384,10 @@ class _Permuted(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        return rows[order]
+        return rows.index_select(0, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (back,) = ctx.saved_tensors
-        return grad[back], None, None
+        return grad.index_select(0, back), None, None

@@ -764,9 +764,7 @@ class _WeightedSums(Function):
     """The sum of each token's k results times their weights, in the results' dtype; a dropped row's result is 0."""
 
     @staticmethod
-    def forward(
-        ctx: Any, results: Tensor, weights: Tensor, order: Tensor, slots: Tensor, is_whole: bool
-    ) -> Tensor:
+    def forward(ctx: Any, results: Tensor, weights: Tensor, order: Tensor, slots: Tensor, is_whole: bool) -> Tensor:
         ctx.save_for_backward(results, weights, order, slots)
         ctx.is_whole = is_whole
         return (_taken(results, slots, is_whole) * weights[..., None]).sum(1).to(results.dtype)
@@ -817,9 +815,10 @@ class _WithLoss(Function):
 
 def _taken(rows: Tensor, index: Tensor, is_whole: bool) -> Tensor:
     """Return rows[index], zeros for a number behind the last row. is_whole: there is none."""
+    shape = *index.shape, *rows.shape[1:]
     if is_whole:
-        return rows[index]
+        return rows.index_select(0, index.flatten()).view(shape)
     if not len(rows):
-        return rows.new_zeros(*index.shape, *rows.shape[1:])
-    is_there = index < len(rows)
-    return rows[index.clamp(max=len(rows) - 1)] * is_there.view(*index.shape, *[1] * (rows.ndim - 1))
+        return rows.new_zeros(shape)
+    is_there = (index < len(rows)).view(*index.shape, *[1] * (rows.ndim - 1))
+    return rows.index_select(0, index.flatten().clamp(max=len(rows) - 1)).view(shape) * is_there

@@ -1,4 +1,4 @@
-"""Layers with experts on the fake device: kernels, bytes, collectives and host waits, forward and backward, as budgeted.
+"""Layers with experts on the fake device: kernels, bytes, collectives and host waits, forward and backward.
 
 One layer of Qwen3-30B-A3B and of DeepSeek-V3 with 4,096 tokens on a rank, in bf16 and without recompute: the difference
 between models of four and two layers, halved. A compiled region counts as one kernel.
@@ -118,7 +118,13 @@ WAITS: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", WAITS)
 def test_the_host_waits_at_most_once_in_a_forward(name: str, run: Run) -> None:
     changes, waits = WAITS[name]
-    small = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "num_experts": 16, "moe_ffn_hidden_size": 64}
+    small = {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 64,
+        "num_experts": 16,
+        "moe_ffn_hidden_size": 64,
+    }
     base = QWEN | small | {"compile_blocks": "off", "num_layers": 2, "kv_channels": 16, "moe_router_topk": 2}
     seen = run(8, 0, changes, base)
     assert not seen.error, seen.error
