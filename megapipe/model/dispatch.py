@@ -92,7 +92,8 @@ class Routes:
         """Return the dispatched rows of all ranks of etp, expert by expert. received: those of this rank."""
         gather, add = self._over_etp
         rows = WithAdjoint.apply(received, gather, add)
-        return rows if self.order is None else _Permuted.apply(rows, self.order, self.back)  # type: ignore[no-any-return]
+        ordered: Tensor = rows if self.order is None else _Permuted.apply(rows, self.order, self.back)
+        return ordered
 
     def by_rank(self, results: Tensor) -> Tensor:
         """Return the results of the dispatched rows, in their order. results: partial over etp, expert by expert."""
