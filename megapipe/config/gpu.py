@@ -52,9 +52,10 @@ class KernelsConfig:
         "docs/compile.md",
         choices=("auto", "on", "off"),
     )
-    moe_grouped_gemm: bool = option(
-        False,
+    moe_grouped_gemm: bool | None = option(
+        None,
         "multiply the rows of all experts of a rank in one kernel, torch's grouped_mm, forward and back; not in fp64",
+        derived="on with --bf16 on GPUs of compute capability 9 and 10, where torch has such a kernel, else off",
         needs=EXPERTS,
     )
 

@@ -108,7 +108,7 @@ def load_config(
         print(help_text(schedules))
         raise SystemExit(0)
     accepted = list(line.accepted)
-    files = []
+    files: list[list[Setting]] = []
     for path in line.requests.config_files:
         before = len(files)
         with problems.caught():
@@ -254,9 +254,9 @@ def check_complete(loaded: LoadedConfig, problems: Problems, more: Sequence[Rule
     """Add to the problems each field that a job must give but was left to its default, unless one of those before may
     hide it, and each broken rule.
     """
-    missing = []
-    if problems.hides_fields:
-        problems.unread.update(("training.train_iters", "training.train_samples"))
+    missing, length = [], ("training.train_iters", "training.train_samples")
+    if problems.hides_fields and not any(is_given(loaded.origins[key]) for key in length):
+        problems.unread.update(length)
     for field in all_fields():
         is_optional = field.key == "optimizer.lr" and loaded.config.training.skip_train
         is_known = is_given(loaded.origins[field.key]) or field.key in problems.unread

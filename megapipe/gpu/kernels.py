@@ -22,6 +22,7 @@ from megapipe.environment import missing_for_triton
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
 from megapipe.registry import BUILT_IN
 
+FUSED_GROUPS = (9, 10)  # compute capabilities for which torch has a grouped GEMM in one kernel, in bf16
 GROUPED_BYTES = 16  # torch's grouped GEMM takes rows of a multiple of these
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 OLDEST_CAPABILITY = (8, 0)  # of torch's variable-length flash kernel
@@ -89,14 +90,24 @@ def choose_kernels(config: Config, splits_backward: bool = False) -> Kernels:
         compiles_loss=bool(chosen.compile_loss),
         splits_backward=splits_backward,
         deterministic=config.training.deterministic_mode,
-        groups_experts=chosen.moe_grouped_gemm and why_not_grouped(config) is None,
+        groups_experts=config.model.num_experts is not None and why_not_grouped(config) is None,
         sm_carveout=config.gpu.gemm_sm_carveout,
     )
 
 
 def why_not_grouped(config: Config) -> str | None:
-    """Return why torch's grouped GEMM cannot multiply the rows of these experts; None if it can."""
-    dtype, parallel = config.precision.dtype, config.parallel
+    """Return why torch's grouped GEMM does not multiply the rows of these experts; None if it does.
+
+    Unless --moe-grouped-gemm says it, where it is one kernel: elsewhere torch copies the numbers of rows to the host.
+    """
+    dtype, parallel, asked = config.precision.dtype, config.parallel, config.kernels.moe_grouped_gemm
+    if asked is False or (asked is None and (config.training.device == "cpu" or not torch.cuda.is_available())):
+        return "not asked for"
+    if asked is None:
+        major, minor = torch.cuda.get_device_capability()
+        if dtype != "bf16" or major not in FUSED_GROUPS or torch.version.hip is not None:
+            here = f"{dtype} on {major}.{minor}"
+            return f"torch has one kernel for bf16 on compute capability 9 and 10 alone, not for {here}"
     if not hasattr(torch.nn.functional, "grouped_mm"):
         return f"torch {torch.__version__} has no grouped GEMM"
     if dtype == "fp64":
@@ -157,8 +168,8 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
         optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}{why}"
     experts: tuple[str, ...] = ()
     if config.model.num_experts is not None:
-        reason = why_not_grouped(config) if asked.moe_grouped_gemm else "not asked for"
-        how = "torch's grouped GEMM" if kernels.groups_experts else f"one GEMM after the other: {reason}"
+        how = f"one GEMM after the other: {why_not_grouped(config)}"
+        how = "torch's grouped GEMM, weight gradients one by one in fp32" if kernels.groups_experts else how
         how = how if kernels.fp8 is None else f"in fp8 one GEMM after the other, else {how}"
         experts = (f"experts    {how} (--moe-grouped-gemm)",)
     return (

@@ -224,11 +224,17 @@ class MoETable:
         return Table((start, *operations, behind, *end), hidden + waits, weight_bytes)
 
     def _routing(self, shape: RankShape) -> tuple[Kept, ...]:
-        """Return the experts of the tokens, the order of the rows, and where rows or gathered tokens come from."""
-        topk, rows, dump = self.model.moe_router_topk, self.num_rows(shape), self.model.moe_pad_expert_input_to_capacity
-        counts = (topk * shape.own_tokens, rows + dump, rows * shape.etp)
+        """Return the experts of the tokens; the order of the rows and the row of each choice; the order of all ranks'
+        rows and its inverse. Where tokens are gathered: where rows come from, and the row of each choice.
+        """
+        choices, rows = self.model.moe_router_topk * shape.own_tokens, self.num_rows(shape)
         if self.gathers:
-            counts = (topk * shape.own_tokens, rows * shape.etp, topk * self.gathered_tokens(shape))
+            counts = [choices, rows * shape.etp, self.model.moe_router_topk * self.gathered_tokens(shape)]
+        else:
+            drops = self.model.moe_expert_capacity_factor is not None  # with a last place for all dropped rows
+            is_padded = self.model.moe_pad_expert_input_to_capacity
+            counts = [choices, choices, (rows if is_padded else choices) + drops]
+            counts += [rows * shape.etp] * 2 * (shape.ep * shape.etp > 1)
         return tuple(Kept("routing", count, INDEX_BYTES) for count in counts)
 
     def _router_kept(self, shape: RankShape) -> tuple[Kept, ...]:

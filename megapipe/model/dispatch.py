@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,9 @@ class Routes:
     """The numbers of rows that travel for one microbatch, known on the host.
 
     sent, received: to and from each rank of ep. gathered: rows of each rank of etp after its all-to-all.
-    expert_rows: of each expert of this rank. order: [sum of gathered] int64, the rows of all ranks expert by expert.
+    expert_rows: of each expert of this rank. ends: their sums, on the device. order: [sum of gathered] int64, the rows
+    of all ranks expert by expert, and back: its inverse; None where rows come in this order. arrived: the rows for each
+    expert from each rank, [etp ep, experts of this rank] int64, of which `rows_by_expert` makes both.
     """
 
     groups: ExpertGroups
@@ -40,7 +43,10 @@ class Routes:
     received: tuple[int, ...]
     gathered: tuple[int, ...]
     expert_rows: tuple[int, ...]
-    order: Tensor
+    ends: Tensor
+    order: Tensor | None = None
+    back: Tensor | None = None
+    arrived: Tensor | None = None
 
     @classmethod
     def of(cls, counts: Tensor, num_rows: int, groups: ExpertGroups) -> Routes:
@@ -49,31 +55,34 @@ class Routes:
         Waits for the device. A dry run has no counts: there every expert gets the same number of rows.
         """
         ep, etp = groups.ep, groups.etp
-        per_rank = counts.shape[0] // ep.size
+        experts, per_rank = counts.shape[0], counts.shape[0] // ep.size
         received = torch.empty_like(counts)
         all_to_all(received, counts, [per_rank] * ep.size, [per_rank] * ep.size, groups.counts or ep)
-        everywhere = counts.new_empty(etp.size * counts.shape[0])
+        everywhere = counts.new_empty(etp.size * experts)
         all_gather(everywhere, received, etp)
+        arrived = None if ep.size == etp.size == 1 else everywhere.view(etp.size * ep.size, per_rank)
         if counts.is_meta:
             parts, rows = _even(num_rows, ep.size), _even(num_rows * etp.size, per_rank)
-            return cls(groups, parts, parts, (num_rows,) * etp.size, rows, counts.new_empty(num_rows * etp.size))
-        experts, shape = counts.shape[0], (etp.size, ep.size, per_rank)
+            return cls(groups, parts, parts, (num_rows,) * etp.size, rows, _ends(rows, counts), arrived=arrived)
         numbers = np.array(to_host(torch.cat([counts, everywhere])))
-        own, table = numbers[:experts].reshape(ep.size, -1), numbers[experts:].reshape(shape)
-        expert = torch.arange(per_rank, device=counts.device).repeat(etp.size * ep.size)
-        order = expert.repeat_interleave(everywhere, output_size=int(table.sum())).argsort(stable=True)
+        own, table = numbers[:experts].reshape(ep.size, -1), numbers[experts:].reshape(etp.size, ep.size, per_rank)
         sums = own.sum(1), table[etp.rank].sum(1), table.sum((1, 2)), table.sum((0, 1))
-        sent, arrived, gathered, of_experts = (tuple(each.tolist()) for each in sums)
-        return cls(groups, sent, arrived, gathered, of_experts, order)
+        sent, from_ep, gathered, rows = (tuple(each.tolist()) for each in sums)
+        return cls(groups, sent, from_ep, gathered, rows, _ends(rows, counts), arrived=arrived)
 
     @classmethod
     def even(cls, capacity: int, num_experts: int, groups: ExpertGroups, device: torch.device) -> Routes:
         """Return the routes of `capacity` rows from every rank for every expert: nothing is exchanged or waited for."""
         ep, etp = groups.ep.size, groups.etp.size
         per_rank, total = num_experts // ep, num_experts * capacity
-        places = torch.arange(etp * total, device=device).view(etp * ep, per_rank, capacity)
         parts, rows = (per_rank * capacity,) * ep, (etp * ep * capacity,) * per_rank
-        return cls(groups, parts, parts, (total,) * etp, rows, places.transpose(0, 1).flatten())
+        ends = torch.arange(1, per_rank + 1, dtype=torch.int32, device=device) * (etp * ep * capacity)
+        routes = cls(groups, parts, parts, (total,) * etp, rows, ends)
+        if etp == ep == 1:
+            return routes
+        places = torch.arange(etp * total, device=device)
+        order = places.view(etp * ep, per_rank, capacity).transpose(0, 1).flatten()
+        return replace(routes, order=order, back=places.view(per_rank, etp * ep, capacity).transpose(0, 1).flatten())
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Return the rows that the ranks of ep send to this one. rows: this rank's, in the order of experts."""
@@ -82,12 +91,15 @@ class Routes:
     def by_expert(self, received: Tensor) -> Tensor:
         """Return the dispatched rows of all ranks of etp, expert by expert. received: those of this rank."""
         gather, add = self._over_etp
-        return _Reorder.apply(WithAdjoint.apply(received, gather, add), self.order, True)
+        rows = WithAdjoint.apply(received, gather, add)
+        ordered: Tensor = rows if self.order is None else _Permuted.apply(rows, self.order, self.back)
+        return ordered
 
     def by_rank(self, results: Tensor) -> Tensor:
         """Return the results of the dispatched rows, in their order. results: partial over etp, expert by expert."""
         gather, add = self._over_etp
-        return WithAdjoint.apply(_Reorder.apply(results, self.order, False), add, gather)
+        rows = results if self.order is None else _Permuted.apply(results, self.back, self.order)
+        return WithAdjoint.apply(rows, add, gather)
 
     @property
     def _over_etp(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -111,10 +123,12 @@ class GatheredRoutes:
     A gathered token is number (ep_rank etp + etp_rank) t + its number on its rank. expert_rows: of each expert of this
     rank. rows: [n] int64, entry i is gathered token x k + j of row i, expert by expert, in the order of tokens.
     order: [gathered tokens x k] int64, the row of token x k + j, or n if its expert is on another rank.
+    ends: the sums of expert_rows, on the device.
     """
 
     groups: ExpertGroups
     expert_rows: tuple[int, ...]
+    ends: Tensor
     rows: Tensor
     order: Tensor
 
@@ -129,14 +143,15 @@ class GatheredRoutes:
         total = local.shape[0]
         if local.is_meta:
             own = total // groups.ep.size
-            return cls(groups, _even(own, held), local.new_empty(own), local.new_empty(total))
+            even = _even(own, held)
+            return cls(groups, even, _ends(even, local), local.new_empty(own), local.new_empty(total))
         expert = torch.where((local >= 0) & (local < held), local, held)
         counts = torch.zeros(held + 1, dtype=torch.int64, device=local.device)
         expert_rows = tuple(to_host(counts.scatter_add_(0, expert, torch.ones_like(expert)))[:held])
         rows = expert.argsort(stable=True)[: sum(expert_rows)].clone()
         order = torch.full_like(local, rows.shape[0])
         order[rows] = torch.arange(rows.shape[0], device=rows.device)
-        return cls(groups, expert_rows, rows, order)
+        return cls(groups, expert_rows, _ends(expert_rows, local), rows, order)
 
     def gather(self, tokens: Tensor) -> Tensor:
         """Return the tokens of all ranks, [t, ...] of each."""
@@ -172,6 +187,28 @@ def to_host(numbers: Tensor) -> list[int]:
     """Return the values of a tensor: the one place of a layer where the host waits for the device."""
     found: list[int] = numbers.tolist()
     return found
+
+
+def _ends(rows: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return the sums of the first 1, 2, ... numbers of rows, int32, on the device of `like`."""
+    if like.is_meta:
+        return like.new_empty(len(rows), dtype=torch.int32)
+    ends = torch.tensor(list(accumulate(rows)), dtype=torch.int32)
+    # pinned, or the host would wait for the copy
+    return ends.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else ends
+
+
+def rows_by_expert(places: Tensor, arrived: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the order in which rows are expert by expert, for each expert in that of the ranks, and its inverse.
+
+    places: 0, 1, ..., one for each row. arrived: rows of each rank for each expert, in the order in which they arrive.
+    """
+    sizes, turned = arrived.flatten(), arrived.t().flatten()
+    ends, turned_ends = sizes.cumsum(0), turned.cumsum(0)
+    # how far the rows of a rank for an expert move
+    shift = (ends - sizes).view_as(arrived).t() - (turned_ends - turned).view(arrived.t().shape)
+    order = places + shift.flatten()[torch.searchsorted(turned_ends, places, right=True)]
+    return order, places - shift.t().flatten()[torch.searchsorted(ends, places, right=True)]
 
 
 def gather_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
@@ -259,12 +296,14 @@ def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: 
 class Routing(NamedTuple):
     """The experts of every token of a microbatch, and how its rows travel.
 
-    chosen: [t, k] int64. order: [rows] int64, entry i is token x k + j of row i, or k t for padding; where tokens are
-    gathered, the rows of the routes.
+    chosen: [t, k] int64. order: [rows] int64, entry i is token x k + j of row i, or k t for padding. slots: [t, k]
+    int64, the row of token x k + j, or a number behind the last row. Where tokens are gathered, the routes alone have
+    both.
     """
 
     chosen: Tensor
-    order: Tensor
+    order: Tensor | None
+    slots: Tensor | None
     routes: Routes | GatheredRoutes
 
 
@@ -279,29 +318,36 @@ class KeptRouting:
         self.routing: Routing | None = None
         self.is_reused = False
         self._routes: Routes | GatheredRoutes | None = None
+        self._is_there: list[bool] = []  # each tensor of a routing, of which it has not all
 
     def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         output = fn(*inputs)
         assert self.routing is not None
-        chosen, order, routes = self.routing
-        empty = order.new_empty(0)  # the caller saves the tensors
-        self.routing, self._routes = None, _with_tensors(routes, empty, empty)
-        return output, (chosen, order, routes.order)
+        *own, routes = self.routing
+        names = _tensors_of(routes)
+        found = *own, *(getattr(routes, name) for name in names)
+        none: dict[str, Any] = dict.fromkeys(names)
+        self.routing, self._routes = None, replace(routes, **none)  # the caller saves the tensors
+        self._is_there = [tensor is not None for tensor in found]
+        return output, tuple(tensor for tensor in found if tensor is not None)
 
     def reuse(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> Tensor:
         assert self._routes is not None
-        chosen, order, of_routes = tensors
-        self.routing, self.is_reused = Routing(chosen, order, _with_tensors(self._routes, order, of_routes)), True
+        given = iter(tensors)
+        chosen, order, slots, *others = (next(given) if is_there else None for is_there in self._is_there)
+        assert chosen is not None
+        of_routes: dict[str, Any] = dict(zip(_tensors_of(self._routes), others, strict=True))
+        routes = replace(self._routes, **of_routes)
+        self.routing, self.is_reused = Routing(chosen, order, slots, routes), True
         try:
             return fn(*inputs)
         finally:
             self.routing, self._routes, self.is_reused = None, None, False
 
 
-def _with_tensors(routes: Routes | GatheredRoutes, rows: Tensor, order: Tensor) -> Routes | GatheredRoutes:
-    if isinstance(routes, GatheredRoutes):
-        return replace(routes, rows=rows, order=order)
-    return replace(routes, order=order)
+def _tensors_of(routes: Routes | GatheredRoutes) -> tuple[str, str]:
+    """Return the names of the tensors that have an entry for each row."""
+    return ("rows", "order") if isinstance(routes, GatheredRoutes) else ("order", "back")
 
 
 def start_exchange(
@@ -333,25 +379,16 @@ def sum_rows(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     return total
 
 
-class _Reorder(Function):
-    """rows[order] for a permutation, or back from that order; the backward is the other one: no sum, in any order."""
+class _Permuted(Function):
+    """rows[order] for a permutation; the backward is that by its inverse: no sum, in any order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, to_order: bool) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.to_order = to_order
-        return _reordered(rows, order, to_order)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return _reordered(grad, order, not ctx.to_order), None, None
-
-
-def _reordered(rows: Tensor, order: Tensor, to_order: bool) -> Tensor:
-    if to_order:
-        return rows[order]
-    result = torch.empty_like(rows)
-    result[order] = rows
-    return result
+        (back,) = ctx.saved_tensors
+        return grad.index_select(0, back), None, None

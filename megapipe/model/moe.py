@@ -4,7 +4,7 @@
     dispatch  k copies of each token, in the order of experts, to the ranks of their experts (model/dispatch.py);
               with --moe-token-dispatcher-type allgather all tokens to all ranks
     experts   act(x W1^T) W2 for the rows of each expert
-    combine   sum over j < k of weight[j] x result[j], in the order of j: the same sums on every grid
+    combine   sum over j < k of weight[j] x result[j]; the order of its terms does not depend on the grid's ranks
 
 t = s b / tp tokens: with tp every rank routes its slice of the sequence, with cp of its part of it. Padding of a
 microbatch goes to no expert and counts in no load, loss or capacity; to it the experts add 0.
@@ -30,7 +30,7 @@ from megapipe.dtypes import DTYPES
 from megapipe.errors import ConfigError
 from megapipe.layers.moe import expert_capacity, rows_of_capacity
 from megapipe.model.context import LayerContext, Unit
-from megapipe.model.dispatch import GatheredRoutes, KeptRouting, Routes, Routing
+from megapipe.model.dispatch import GatheredRoutes, KeptRouting, Routes, Routing, rows_by_expert
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP, activation_element
 from megapipe.model.segments import (
@@ -52,6 +52,7 @@ from megapipe.tensor_parallel.gemms import Gemms, RowGroups, at_least_fp32
 from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, QueuedGradient, WeightQueue, add_to_grad
 
 ROWS = slice(-2, None)  # of a branch: the routes and the rows
+OUTSIDE = LayerContext(None, None, False, None)  # of a router that is called on its own, not in training
 
 
 class MoE(nn.Module):
@@ -73,6 +74,13 @@ class MoE(nn.Module):
         self.router = Router(model, tp, factory.experts.dp, factory.experts.cp)
         self.experts = ExpertWeights(layer, factory)
         self.groups = factory.experts
+        self.places = Elements([Segment("places", Places(model), self._tokens)])
+        self.by_expert = Elements([Segment("rows_by_expert", rows_by_expert, has_rows=True)])
+        # by whether no row is dropped
+        self.copies, self.sums = (
+            {is_whole: Elements([Segment(name, kind(is_whole), has_rows=True)]) for is_whole in (False, True)}
+            for name, kind in (("copies", Copies), ("sums", WeightedSums))
+        )
         self.shared_experts: SharedExperts | None = None
         if model.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(layer, factory, model.moe_shared_expert_intermediate_size)
@@ -124,88 +132,93 @@ class MoE(nn.Module):
             yield Operator("shared_experts", lambda context, x: shared(x, context), FIRST)
             yield Segment("output", _sum_of_experts)
 
-    def route(self, x: Tensor | Remade, context: LayerContext) -> tuple[Tensor, Tensor, Routes, Tensor]:
-        """Return weights [t, k], the order of the rows, their routes, and the rows to dispatch [n, h]. x: [s, b, h].
+    def route(self, x: Tensor | Remade, context: LayerContext) -> tuple[Tensor, Tensor, Tensor, Routes, Tensor]:
+        """Return weights [t, k], the order of the rows and their slots (as in `Routing`), their routes, and the rows to
+        dispatch [n, h]. x: [s, b, h].
 
-        Without capacities and padding n = k t. Entry i of the order is token x k + j of row i, or k t for a row without
-        a token. Exchanges the numbers of rows, and waits for them, unless all experts get as many.
+        Without capacities and padding n = k t. Exchanges the numbers of rows, and waits for them, unless all experts
+        get as many.
         """
-        weights, (chosen, order, routes) = self._decide(x, context)
-        assert isinstance(routes, Routes)
-        tokens, is_whole = tensor_of(x).flatten(0, -2), self._is_whole(order, weights)
-        return weights, order, routes, _Copies.apply(tokens, order, chosen.shape[1], is_whole)
+        weights, (_, order, slots, routes) = self._decide(x, context)
+        assert isinstance(routes, Routes) and order is not None and slots is not None
+        (rows,) = run_branch(self.copies[self._is_whole(order, slots)], (order, slots, tensor_of(x)), context)
+        return weights, order, slots, routes, rows
 
     def _gathered(self, x: Tensor | Remade, context: LayerContext) -> tuple[Tensor, GatheredRoutes, Tensor]:
         """Return weights [t, k], the routes, and the tokens [t, h], which all go to every rank."""
-        weights, (_, _, routes) = self._decide(x, context)
+        weights, (_, _, _, routes) = self._decide(x, context)
         assert isinstance(routes, GatheredRoutes)
         return weights, routes, tensor_of(x).flatten(0, -2)
 
     def _decide(self, value: Tensor | Remade, context: LayerContext) -> tuple[Tensor, Routing]:
         """Return the weights [t, k] and the routing, in a recompute that of the forward."""
-        x, kept = tensor_of(value), context.kept_routing
-        given = kept.routing if kept is not None and kept.is_reused else None
-        router = self.router
-        weights, chosen = router(x, context, None if given is None else given.chosen, input_recompute(value))
-        if given is not None:
-            return weights, given
-        real = router.real(x, context)
-        # padding chooses an expert behind the last one, which no rank has
-        experts = chosen if real is None else chosen.masked_fill(~real.reshape(-1, 1), router.num_experts)
-        rows = experts.flatten()
-        load = rows.new_zeros(router.num_experts + 1).scatter_add_(0, rows, torch.ones_like(rows))[:-1]
-        capacity = router.capacity(chosen.shape[0], real)
+        x, kept, router = tensor_of(value), context.kept_routing, self.router
+        weights, chosen = router(x, context, input_recompute(value))
+        if kept is not None and kept.is_reused:
+            assert kept.routing is not None
+            return weights, kept.routing
+        padding = router.padding(context, len(chosen))
+        if router.model.moe_token_dispatcher_type == "allgather":
+            # padding chooses an expert behind the last one, which no rank has
+            experts = chosen if padding is None else chosen.masked_fill(padding.reshape(-1, 1), router.num_experts)
+            rows = experts.flatten()
+            load = rows.new_zeros(router.num_experts + 1).scatter_add_(0, rows, torch.ones_like(rows))[:-1]
+            gathered, capacity = GatheredRoutes.of(experts, router.num_experts, self.groups), None
+            routing = Routing(chosen, None, None, gathered)
+        else:
+            capacity = router.capacity(chosen.shape[0], padding)
+            load, kept_load, order, slots = run_branch(self.places, (chosen, weights.detach()), context)
+            routing = Routing(chosen, *self._routes(order, slots, kept_load, context))
         if context.dropout_key is not None:
             router.record(context.unit, load, capacity)
-        if router.model.moe_token_dispatcher_type == "allgather":
-            gathered = GatheredRoutes.of(experts, router.num_experts, self.groups)
-            routing = Routing(chosen, gathered.rows, gathered)
-        else:
-            routing = Routing(chosen, *self._routes(weights, rows, load, capacity))
         if kept is not None:
             kept.routing = routing
         return weights, routing
 
+    def _tokens(self, context: LayerContext, chosen: Tensor) -> tuple[Any, ...]:
+        """Return the operands of `Places`: which tokens are padding, and the capacity."""
+        padding = self.router.padding(context, len(chosen))
+        return padding, self.router.capacity(chosen.shape[0], padding)
+
     def _sums(
-        self, context: LayerContext, x: Any, weights: Tensor, order: Tensor, routes: Routes, results: Tensor
+        self,
+        context: LayerContext,
+        x: Any,
+        weights: Tensor,
+        order: Tensor,
+        slots: Tensor,
+        routes: Routes,
+        results: Tensor,
     ) -> tuple[Any, Tensor]:
         """Return x and the weighted sums of each token's results [t, h]. results: [n, h], ordered as by `route`."""
-        return x, _Combine.apply(results, weights, order, self._is_whole(order, weights))
+        values = results, weights, order, slots
+        return x, *run_branch(self.sums[self._is_whole(order, slots)], values, context)
 
-    def _is_whole(self, order: Tensor, weights: Tensor) -> bool:
+    def _is_whole(self, order: Tensor, slots: Tensor) -> bool:
         """Return True if no row is dropped."""
-        return self.router.model.moe_expert_capacity_factor is None and order.shape[0] == weights.numel()
+        return self.router.model.moe_expert_capacity_factor is None and order.shape[0] == slots.numel()
 
     def _routes(
-        self, weights: Tensor, experts: Tensor, load: Tensor, capacity: int | Tensor | None
-    ) -> tuple[Tensor, Routes]:
-        """Return the rows to send, in the order of experts, and their routes.
-
-        A row is token x k + j, or k t for one without a token. weights: [t, k]. experts: [k t], that of each row, or
-        the number of experts for none. load: [experts].
+        self, order: Tensor, slots: Tensor, load: Tensor, context: LayerContext
+    ) -> tuple[Tensor, Tensor, Routes]:
+        """Return the order of the rows to send, their slots and their routes. order: with rows that are not sent at the
+        end. load: [experts], rows to send to each.
         """
-        model, num_rows = self.router.model, experts.shape[0]
-        if capacity is None:
-            order = experts.argsort(stable=True)
-            routes = Routes.of(load, num_rows, self.groups)
-            return order[: sum(routes.sent)], routes  # rows of padding are the last ones
-        first = torch.arange(num_rows, device=experts.device)
-        if model.moe_token_drop_policy == "probs":
-            first = weights.detach().flatten().argsort(descending=True, stable=True)
-        order = first[experts[first].argsort(stable=True)]
-        expert = experts[order]
-        place = torch.arange(num_rows, device=experts.device) - F.pad(load.cumsum(0) - load, (0, 1))[expert]
-        is_kept = (place < capacity) & (expert < load.shape[0])
-        most = expert_capacity(model, weights.shape[0])  # of a sequence without padding: the same on all ranks
-        assert most is not None
-        if not model.moe_pad_expert_input_to_capacity:
-            # a dry run has no values
-            order = order[: min(num_rows, most * load.shape[0])] if order.is_meta else order[is_kept]
-            return order, Routes.of(load.clamp(max=capacity), order.shape[0], self.groups)
-        size = most * load.shape[0]
-        slots = torch.where(is_kept, expert * most + place, size)  # all dropped rows share the last one
-        padded = order.new_full((size + 1,), num_rows).scatter_(0, slots, order)
-        return padded[:-1], Routes.even(most, load.shape[0], self.groups, experts.device)
+        model = self.router.model
+        if model.moe_pad_expert_input_to_capacity:
+            capacity = expert_capacity(model, slots.shape[0])  # of a sequence without padding: the same on all ranks
+            assert capacity is not None
+            return order[:-1], slots, Routes.even(capacity, load.shape[0], self.groups, order.device)
+        # a dry run has no values
+        num_rows = slots.numel()
+        if (capacity := expert_capacity(model, slots.shape[0])) is not None:
+            num_rows = min(num_rows, capacity * load.shape[0])
+        routes = Routes.of(load, num_rows, self.groups)
+        if routes.arrived is not None:
+            places = torch.arange(sum(routes.gathered), device=order.device)
+            there, back = run_branch(self.by_expert, (places, routes.arrived), context)
+            routes = replace(routes, order=there, back=back, arrived=None)
+        return order[: sum(routes.sent)], slots, routes
 
 
 class SharedExperts(MLP):
@@ -259,6 +272,11 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(model.num_experts, device="meta")) if model.add_bias_linear else None
         bias = torch.zeros(model.num_experts) if model.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias, persistent=False)
+        self.measures = ("squares",) * bool(model.moe_z_loss_coeff) + ("counts", "sums") * bool(model.balance_losses)
+        self.choice = {  # by whether losses are needed
+            trains: Elements([Segment("router", Choice(model, self.measures * trains, tp.rank), self._operands)])
+            for trains in (False, True)
+        }
         self.loads: dict[Unit, Tensor] = {}
         self.dropped: dict[Unit, Tensor] = {}
         self.losses: dict[Unit, dict[str, Tensor]] = {}  # this rank's parts
@@ -271,17 +289,16 @@ class Router(nn.Module):
         for kept in (self.loads, self.dropped, self.losses, self._slices, self._sums):
             kept.clear()
 
-    def real(self, x: Tensor, context: LayerContext | None) -> Tensor | None:
-        """Return [s, b], True for the tokens of x [s, b, h] that are not padding; None if all are."""
-        if context is None or context.real is None:
-            return None
-        return context.real.held(x.shape[0], self.tp.rank)
+    def padding(self, context: LayerContext, num_tokens: int) -> Tensor | None:
+        """Return [s, b], True for those of this rank's num_tokens = s b tokens that are padding; None if none is."""
+        real = context.real
+        return None if real is None else ~real.held(num_tokens // real.mask.shape[1], self.tp.rank)
 
-    def capacity(self, num_tokens: int, real: Tensor | None) -> int | Tensor | None:
+    def capacity(self, num_tokens: int, padding: Tensor | None) -> int | Tensor | None:
         """Return the most rows that this rank sends to one expert, by the tokens that are not padding."""
-        if real is None:
+        if padding is None:
             return expert_capacity(self.model, num_tokens)
-        rows = rows_of_capacity(self.model, real.sum(dtype=torch.float64))
+        rows = rows_of_capacity(self.model, (~padding).sum(dtype=torch.float64))
         return None if rows is None else rows.ceil().long()
 
     def record(self, unit: Unit, load: Tensor, capacity: int | Tensor | None) -> None:
@@ -305,80 +322,53 @@ class Router(nn.Module):
         return loads.sum(0), dropped, losses
 
     def forward(
-        self,
-        x: Tensor,
-        context: LayerContext | None = None,
-        chosen: Tensor | None = None,
-        again: InputRecompute | None = None,
+        self, x: Tensor, context: LayerContext = OUTSIDE, again: InputRecompute | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return weights [t, k] in at least fp32 and experts [t, k] int64, t = s b, the best first. x: [s, b, h].
 
         With the context of a microbatch in training, the backward of the weights is also that of the router's losses.
-        chosen: the experts that the forward of a recompute has chosen. again: how the backward makes x again, which is
-        then not saved.
+        In a recompute the experts are those of its forward. again: how the backward makes x again, which is then not
+        saved.
         """
-        model, topk = self.model, self.model.moe_router_topk
         dtype = x.dtype if self.dtype is None else torch.promote_types(x.dtype, self.dtype)
         logits = _linear(x, self.weight, self.bias, dtype, again).to(at_least_fp32(dtype))
-        is_softmax = model.moe_router_score_function == "softmax"
-        whole = logits if is_softmax else logits.sigmoid()
-        if model.moe_router_pre_softmax:
-            whole = logits.softmax(-1)
-        scores = whole.flatten(0, 1)
-        if chosen is None and model.moe_router_force_load_balancing:
-            places = torch.arange(scores.shape[0] * topk, device=scores.device) + self.tp.rank
-            chosen = (places % self.num_experts).view(-1, topk)
-        elif chosen is None:
-            chosen = self._choose(scores.detach() if self.expert_bias is None else scores.detach() + self.expert_bias)
-        weights = scores.gather(1, chosen)
-        if is_softmax and not model.moe_router_pre_softmax:
-            weights = weights.softmax(-1)
-        elif not is_softmax and topk > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        if model.moe_router_topk_scaling_factor is not None:
-            weights = weights * model.moe_router_topk_scaling_factor
-        if context is not None and context.dropout_key is not None:
-            shares = whole
-            if model.balance_losses and not model.moe_router_pre_softmax:
-                shares = logits.softmax(-1) if is_softmax else whole / whole.sum(-1, keepdim=True)
-            losses = dict(self._losses(logits, shares, context))
+        trains = context.dropout_key is not None
+        weights, chosen, *measured = run_branch(self.choice[trains], (logits,), context)
+        if trains:
+            losses = dict(self._losses(dict(zip(self.measures, measured, strict=True)), x.shape, context))
             for loss in losses.values():
                 weights = _WithLoss.apply(weights, loss, self.loss_scale, context.loss_weight)
             self.losses[context.unit] = {name: loss.detach() for name, loss in losses.items()}
         return weights, chosen
 
-    def _choose(self, scores: Tensor) -> Tensor:
-        """Return the best experts [t, k] by scores [t, experts], in the best groups where there are groups."""
-        model, topk, groups = self.model, self.model.moe_router_topk, self.model.moe_router_num_groups
-        if groups is not None:
-            taken = model.moe_router_group_topk or groups
-            grouped = scores.view(-1, groups, self.num_experts // groups)
-            best = grouped.sort(dim=-1, descending=True, stable=True).values[..., : topk // taken].sum(-1)
-            kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :taken]
-            is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
-            scores = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
-        # a copy, since a view would keep the indices of all experts
-        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
+    def _operands(self, context: LayerContext, logits: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the operands of `Choice`."""
+        kept = context.kept_routing
+        given = kept.routing.chosen if kept is not None and kept.is_reused and kept.routing is not None else None
+        return given, self.expert_bias, self.padding(context, logits.shape[0] * logits.shape[1])
 
-    def _losses(self, logits: Tensor, shares: Tensor, context: LayerContext) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's parts of the losses with their coefficients, by name. logits, shares: [s, b, experts]."""
-        model, batch, real, of_slice = self.model, shares.shape[1], context.real, context.slice
-        length: int | Tensor = shares.shape[0] * self.tp.size * self.cp.size  # of each sequence
+    def _losses(
+        self, measured: dict[str, Tensor], shape: torch.Size, context: LayerContext
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's parts of the losses with their coefficients, by name.
+
+        measured: what `Choice` has measured. shape: of the tokens, [s, b, ...].
+        """
+        model, batch, real, of_slice = self.model, shape[1], context.real, context.slice
+        length: int | Tensor = shape[0] * self.tp.size * self.cp.size  # of each sequence
         if of_slice is not None:
             length = of_slice.place.seq
-        tokens, padding = length * batch, None
+        tokens: int | Tensor = length * batch
         if real is not None:
-            padding = ~real.held(shares.shape[0], self.tp.rank)
-            lengths = real.lengths.to(shares.dtype)
+            lengths = real.lengths.to(at_least_fp32(self.weight.dtype))
             length, tokens = lengths.clamp(min=1)[:, None], lengths.sum().clamp(min=1)
         if model.moe_z_loss_coeff:
-            squares = logits.logsumexp(-1).square()
-            squares = squares if padding is None else squares.masked_fill(padding, 0.0)
-            yield "z_loss", model.moe_z_loss_coeff * squares.sum() / tokens
+            yield "z_loss", measured["squares"] * (model.moe_z_loss_coeff / tokens)
         if not model.balance_losses:
             return
-        counts = self._counts(shares, padding)
-        sums = (shares if padding is None else shares.masked_fill(padding[..., None], 0.0)).sum(0)
+        sums, counts = measured["sums"], measured["counts"]
+        for group in (self.tp, self.cp):
+            all_reduce(counts, group)
         microbatch = context.unit[0]
         if of_slice is None:
             yield from self._balance_losses(sums, counts, length, tokens, microbatch)
@@ -408,24 +398,13 @@ class Router(nn.Module):
         """
         for name, coefficient in self.model.balance_losses.items():
             if name == "seq_aux_loss":
-                yield name, coefficient * self._balance_loss(sums, counts, length) / sums.shape[0]
+                yield name, self._balance_loss(sums, counts, length, coefficient / sums.shape[0])
                 continue
             whole, total = counts.sum(0, keepdim=True), tokens
             if name == "global_aux_loss":
                 whole, total = self._global_counts(whole, microbatch)
                 coefficient *= self.dp.size  # gradients are averaged over dp, but this is the sum of its ranks' parts
-            yield name, coefficient * self._balance_loss(sums, whole, total)
-
-    def _counts(self, shares: Tensor, padding: Tensor | None) -> Tensor:
-        """Return the tokens of each sequence, on all tp and cp ranks, that would choose an expert by its share alone,
-        [b, experts]. padding: [s, b].
-        """
-        chosen = shares.detach().sort(dim=-1, descending=True, stable=True).indices[..., : self.model.moe_router_topk]
-        choices = torch.zeros_like(shares).scatter_(-1, chosen, 1.0)
-        counts = (choices if padding is None else choices.masked_fill_(padding[..., None], 0.0)).sum(0)
-        for group in (self.tp, self.cp):
-            all_reduce(counts, group)
-        return counts
+            yield name, self._balance_loss(sums, whole, total, coefficient)
 
     def _global_counts(self, counts: Tensor, microbatch: int) -> tuple[Tensor, Tensor]:
         """Return the mean of such counts over the microbatches of all dp ranks up to this one, by number, and the
@@ -443,15 +422,129 @@ class Router(nn.Module):
         own = self._sums[number] - self._sums[number - 1] if number else self._sums[number]
         return self._sums[number] / (number + 1), own.sum().clamp(min=1) / self.model.moe_router_topk
 
-    def _balance_loss(self, sums: Tensor, counts: Tensor, total: int | Tensor) -> Tensor:
-        """Return experts / (k T^2) x sum over experts of their tokens x their sum of shares, summed over the rows of
-        counts [b or 1, experts].
+    def _balance_loss(self, sums: Tensor, counts: Tensor, total: int | Tensor, coefficient: float) -> Tensor:
+        """Return coefficient x experts / (k T^2) x sum over experts of their tokens x their sum of shares, summed over
+        the rows of counts [b or 1, experts].
 
         sums: of the shares of each sequence, [b, experts]. T: the tokens that counts count, in `total`, [b, 1] for each
         row (Shazeer et al. 2017; Wang et al. 2024, arXiv:2408.15664).
         """
-        factor = self.num_experts / (self.model.moe_router_topk * total * total)
+        factor = coefficient * self.num_experts / (self.model.moe_router_topk * total * total)
         return (factor * counts * sums).sum()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """(logits [s, b, experts], a recompute's choice or None, the experts' bias or None, padding [s, b] or None) ->
+    weights [t, k], experts [t, k] and what it measures.
+
+    measures: `squares`, the sum of the squared logsumexp of the logits; of each sequence `counts`, the tokens that
+    would choose an expert by its share alone, and `sums`, those of the shares, both [b, experts]. rank: of tp.
+    """
+
+    model: LayerConfig
+    measures: tuple[str, ...]
+    rank: int
+
+    def __call__(
+        self, logits: Tensor, chosen: Tensor | None, bias: Tensor | None, padding: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        model, topk, num_experts = self.model, self.model.moe_router_topk, logits.shape[-1]
+        is_softmax = model.moe_router_score_function == "softmax"
+        whole = logits if is_softmax else logits.sigmoid()
+        if model.moe_router_pre_softmax:
+            whole = logits.softmax(-1)
+        scores = whole.flatten(0, 1)
+        if chosen is None and model.moe_router_force_load_balancing:
+            places = torch.arange(scores.shape[0] * topk, device=scores.device) + self.rank
+            chosen = (places % num_experts).view(-1, topk)
+        elif chosen is None:
+            chosen = self._chosen(scores.detach() if bias is None else scores.detach() + bias)
+        weights = scores.gather(1, chosen)
+        if is_softmax and not model.moe_router_pre_softmax:
+            weights = weights.softmax(-1)
+        elif not is_softmax and topk > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if model.moe_router_topk_scaling_factor is not None:
+            weights = weights * model.moe_router_topk_scaling_factor
+        return weights, chosen, *self._measured(logits, whole, padding)
+
+    def _chosen(self, scores: Tensor) -> Tensor:
+        """Return the best experts [t, k] by scores [t, experts], in the best groups where there are groups."""
+        model, topk, groups = self.model, self.model.moe_router_topk, self.model.moe_router_num_groups
+        if groups is not None:
+            taken = model.moe_router_group_topk or groups
+            grouped = scores.view(-1, groups, scores.shape[-1] // groups)
+            best = grouped.sort(dim=-1, descending=True, stable=True).values[..., : topk // taken].sum(-1)
+            kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :taken]
+            is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
+            scores = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
+        # a copy, since a view would keep the indices of all experts
+        return scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
+
+    def _measured(self, logits: Tensor, whole: Tensor, padding: Tensor | None) -> Iterator[Tensor]:
+        """Yield what is measured, in the order of its names. whole: the scores, [s, b, experts]."""
+        model = self.model
+        if "squares" in self.measures:
+            squares = logits.logsumexp(-1).square()
+            yield (squares if padding is None else squares.masked_fill(padding, 0.0)).sum()
+        if "counts" in self.measures:
+            shares = whole
+            if not model.moe_router_pre_softmax:
+                is_softmax = model.moe_router_score_function == "softmax"
+                shares = logits.softmax(-1) if is_softmax else whole / whole.sum(-1, keepdim=True)
+            best = shares.detach().sort(dim=-1, descending=True, stable=True).indices[..., : model.moe_router_topk]
+            choices = torch.zeros_like(shares).scatter_(-1, best, 1.0)
+            if padding is not None:
+                choices, shares = (each.masked_fill(padding[..., None], 0.0) for each in (choices, shares))
+            yield choices.sum(0)
+            yield shares.sum(0)
+
+
+@dataclass(frozen=True)
+class Places:
+    """(experts [t, k], weights [t, k], padding [t] or None, capacity or None) -> of each expert the tokens that choose
+    it and those that it gets, both [experts]; order and slots as in `Routing`, all rows in the order of experts.
+
+    A row's place among those of its expert is the number of tokens before it with the same expert.
+    """
+
+    model: LayerConfig
+
+    def __call__(
+        self, chosen: Tensor, weights: Tensor, padding: Tensor | None, capacity: int | Tensor | None
+    ) -> tuple[Tensor, ...]:
+        assert self.model.num_experts is not None
+        num_experts, num_rows = self.model.num_experts, chosen.numel()
+        # padding chooses an expert behind the last one, which no rank has
+        experts = chosen if padding is None else chosen.masked_fill(padding.reshape(-1, 1), num_experts)
+        tokens = torch.zeros(num_experts + 1, len(chosen), dtype=torch.int32, device=chosen.device)
+        before = tokens.scatter_(0, experts.t(), 1).cumsum(1, dtype=torch.int32)
+        load = before[:-1, -1].long()
+        places = before.gather(0, experts.t()).t() - 1
+        if capacity is not None and self.model.moe_token_drop_policy == "probs":
+            places = _by_weight(experts, weights, load)
+        sent = load if capacity is None else load.clamp(max=capacity)
+        begins, end = F.pad(sent.cumsum(0) - sent, (0, 1)), num_rows
+        if self.model.moe_pad_expert_input_to_capacity:
+            most = expert_capacity(self.model, len(chosen))
+            assert most is not None
+            begins, end = torch.arange(num_experts + 1, device=chosen.device) * most, num_experts * most
+        slots = begins[experts] + places
+        if padding is not None or capacity is not None:
+            is_kept = experts < num_experts
+            slots = torch.where(is_kept if capacity is None else is_kept & (places < capacity), slots, end)
+            end += 1  # all dropped rows share the last one
+        order = torch.full((end,), num_rows, device=chosen.device)
+        return load, sent, order.scatter_(0, slots.flatten(), torch.arange(num_rows, device=chosen.device)), slots
+
+
+def _by_weight(experts: Tensor, weights: Tensor, load: Tensor) -> Tensor:
+    """Return the places [t, k] of rows among those of their expert, the largest weight first."""
+    first = weights.flatten().argsort(descending=True, stable=True)
+    order = first[experts.flatten()[first].argsort(stable=True)]
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return places.view_as(experts) - F.pad(load.cumsum(0) - load, (0, 1))[experts]
 
 
 class ExpertWeights(nn.Module):
@@ -499,12 +592,9 @@ class ExpertWeights(nn.Module):
     def _product(self, rows: Tensor | Remade, routes: Routes | GatheredRoutes, number: int) -> Tensor:
         """Return the product of linear 1 or 2."""
         weight, bias = (self.weight1, self.bias1) if number == 1 else (self.weight2, self.bias2)
-        counts, again = routes.expert_rows, input_recompute(rows)
-        return _Product.apply(tensor_of(rows), weight, bias, counts, self, number, again)  # type: ignore[no-any-return]
-
-    def groups(self, counts: tuple[int, ...], number: int) -> RowGroups:
-        """Return the groups of rows of linear 1 or 2."""
-        return RowGroups(counts, number == 2, self.is_grouped)
+        groups = RowGroups(routes.expert_rows, number == 2, routes.ends if self.is_grouped else None)
+        again = input_recompute(rows)
+        return _Product.apply(tensor_of(rows), weight, bias, groups, self, number, again)  # type: ignore[no-any-return]
 
 
 class _Product(Function):
@@ -516,7 +606,7 @@ class _Product(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        counts: tuple[int, ...],
+        groups: RowGroups,
         owner: ExpertWeights,
         number: int,
         recompute: InputRecompute | None,
@@ -525,26 +615,26 @@ class _Product(Function):
         inputs = (x,) if recompute is None else recompute.inputs
         ctx.save_for_backward(weight, *inputs)
         # the parameters themselves too: under hooks that pack saved tensors (offload), unpacking yields another tensor
-        ctx.arguments = weight, bias, counts, owner, number, None if recompute is None else recompute.function
-        output = owner.gemms[f"weight{number}"].forward_groups(x, weight, owner.groups(counts, number))
+        ctx.arguments = weight, bias, groups, owner, number, None if recompute is None else recompute.function
+        output = owner.gemms[f"weight{number}"].forward_groups(x, weight, groups)
         if bias is not None:
             columns = output if number == 1 else output[:, owner.channels]
-            for rows, values in zip(columns.split(counts), bias.view(len(counts), -1), strict=True):
+            for rows, values in zip(columns.split(groups.counts), bias.view(len(groups.counts), -1), strict=True):
                 rows += values
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (values, *inputs), (weight, bias, counts, owner, number, function) = ctx.saved_tensors, ctx.arguments
-        name, groups = f"weight{number}", owner.groups(counts, number)
+        (values, *inputs), (weight, bias, groups, owner, number, function) = ctx.saved_tensors, ctx.arguments
+        name = f"weight{number}"
         if ctx.needs_input_grad[1]:
             saved = tuple(x.detach() for x in inputs)  # a queued gradient must not hold the graph
             product = owner.gemms[name], groups, not owner.queue.is_deferring
             owner.queue.submit(_WeightGradients(grad, saved, function, *product, owner.slots[name], weight))
         if bias is not None and ctx.needs_input_grad[2]:
             columns = grad if number == 1 else grad[:, owner.channels]
-            owner.queue.submit(_BiasGradients(columns, counts, owner.slots[f"bias{number}"], bias))
+            owner.queue.submit(_BiasGradients(columns, groups.counts, owner.slots[f"bias{number}"], bias))
         return owner.gemms[name].input_gradient_groups(grad, values, groups), None, None, None, None, None, None
 
 
@@ -617,6 +707,9 @@ class _Linear(Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, *((x,) if again is None else again.inputs))
         ctx.arguments = dtype, None if bias is None else bias.dtype, None if again is None else again.function
+        if x.is_cuda and bias is None and dtype == torch.float32 and x.dtype == weight.dtype:
+            # the products of 16-bit numbers are exact in fp32, in which they are summed
+            return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=dtype).view(*x.shape[:-1], -1)
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
@@ -629,41 +722,60 @@ class _Linear(Function):
         return (grad @ weight.to(dtype)).to(x.dtype), of_weight.to(weight.dtype), of_bias, None, None
 
 
+@dataclass(frozen=True)
+class Copies:
+    """(order [n], slots [t, k], tokens [s, b, h]) -> the rows to send [n, h]. is_whole: no row is dropped or padded."""
+
+    is_whole: bool
+
+    def __call__(self, order: Tensor, slots: Tensor, x: Tensor) -> Tensor:
+        return _Copies.apply(x.flatten(0, -2), order, slots, self.is_whole)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class WeightedSums:
+    """(results [n, h], weights [t, k], order [n], slots [t, k]) -> the weighted sums of each token's results [t, h]."""
+
+    is_whole: bool
+
+    def __call__(self, results: Tensor, weights: Tensor, order: Tensor, slots: Tensor) -> Tensor:
+        return _WeightedSums.apply(results, weights, order, slots, self.is_whole)  # type: ignore[no-any-return]
+
+
+# The functions below are traced with their backwards: they have no `once_differentiable`, which graphs cannot contain.
+
+
 class _Copies(Function):
     """Row i is token order[i] // k, zeros for padding. Backward: a token's gradient is the sum over its copies."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, topk: int, is_whole: bool) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.arguments = tokens.shape[0], topk, is_whole
-        return _of_tokens(tokens, order, topk, is_whole)
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, slots: Tensor, is_whole: bool) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.is_whole = is_whole
+        return _taken(tokens, order // slots.shape[1], is_whole)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return _in_tokens(grad, order, *ctx.arguments).sum(1), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (slots,) = ctx.saved_tensors
+        return _taken(grad, slots, ctx.is_whole).sum(1), None, None, None
 
 
-class _Combine(Function):
+class _WeightedSums(Function):
     """The sum of each token's k results times their weights, in the results' dtype; a dropped row's result is 0."""
 
     @staticmethod
-    def forward(ctx: Any, results: Tensor, weights: Tensor, order: Tensor, is_whole: bool) -> Tensor:
-        ctx.save_for_backward(results, weights, order)
+    def forward(ctx: Any, results: Tensor, weights: Tensor, order: Tensor, slots: Tensor, is_whole: bool) -> Tensor:
+        ctx.save_for_backward(results, weights, order, slots)
         ctx.is_whole = is_whole
-        by_token = _in_tokens(results, order, weights.shape[0], weights.shape[1], is_whole)
-        return (by_token * weights[..., None]).sum(1).to(results.dtype)
+        return (_taken(results, slots, is_whole) * weights[..., None]).sum(1).to(results.dtype)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (results, weights, order), is_whole = ctx.saved_tensors, ctx.is_whole
-        by_token = _in_tokens(results, order, weights.shape[0], weights.shape[1], is_whole)
-        of_weights = (by_token * grad[:, None].to(weights.dtype)).sum(-1)
-        scale = _of_tokens(weights.flatten()[:, None], order, 1, is_whole)
-        copies = _of_tokens(grad, order, weights.shape[1], is_whole)
-        return (copies * scale).to(results.dtype), of_weights, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (results, weights, order, slots), is_whole = ctx.saved_tensors, ctx.is_whole
+        of_weights = (_taken(results, slots, is_whole) * grad[:, None].to(weights.dtype)).sum(-1)
+        scale = _taken(weights.flatten(), order, is_whole)[:, None]
+        of_results = (_taken(grad, order // weights.shape[1], is_whole) * scale).to(results.dtype)
+        return of_results, of_weights, None, None, None
 
 
 class _SumInBackward(Function):
@@ -698,26 +810,15 @@ class _WithLoss(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (dtype, device), (scale, weight) = ctx.loss, ctx.factors
-        return grad, torch.ones((), dtype=dtype, device=device) * scale() * weight, None, None
+        return grad, torch.full((), scale(), dtype=dtype, device=device) * weight, None, None
 
 
-def _of_tokens(tokens: Tensor, order: Tensor, topk: int, is_whole: bool) -> Tensor:
-    """Return tokens[order // k], zeros where that is behind the last token. tokens: [t, n]. is_whole: nowhere is."""
-    index = order // topk
+def _taken(rows: Tensor, index: Tensor, is_whole: bool) -> Tensor:
+    """Return rows[index], zeros for a number behind the last row. is_whole: there is none."""
+    shape = *index.shape, *rows.shape[1:]
     if is_whole:
-        return tokens[index]
-    return tokens[index.clamp(max=tokens.shape[0] - 1)] * (index < tokens.shape[0])[:, None]
-
-
-def _in_tokens(rows: Tensor, order: Tensor, num_tokens: int, topk: int, is_whole: bool) -> Tensor:
-    """Return rows, which are in the order of experts, as [t, k, ...]: zeros for dropped ones, without padding.
-
-    is_whole: order is a permutation.
-    """
-    num_rows = num_tokens * topk
-    if is_whole:
-        by_token = torch.empty_like(rows)
-    else:
-        by_token = rows.new_zeros(num_rows + 1, *rows.shape[1:])
-    by_token[order] = rows
-    return by_token[:num_rows].view(num_tokens, topk, *rows.shape[1:])
+        return rows.index_select(0, index.flatten()).view(shape)
+    if not len(rows):
+        return rows.new_zeros(shape)
+    is_there = (index < len(rows)).view(*index.shape, *[1] * (rows.ndim - 1))
+    return rows.index_select(0, index.flatten().clamp(max=len(rows) - 1)).view(shape) * is_there

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import LAYER_OPTIONS, OPTIONS_OF, ROTARY_OPTIONS, layer_configs, layer_kinds
+from megapipe.config.rules.gpu import uses_gpu
 from megapipe.formatting import bytes_text, count_text, flops_text, range_text, ranges_text, text_table
 from megapipe.layers.model import comm_chunks
 from megapipe.layers.table import WHOLE
@@ -288,7 +289,7 @@ def _memory(plan: RunPlan) -> Iterator[str]:
     )
     yield from text_table([("pp_rank", *columns, "other", "total", "live microbatches"), *rows], indent=11)
     most_nccl = max(ranks, key=lambda rank: rank.nccl_bytes)
-    if most_nccl.nccl_bytes:
+    if most_nccl.nccl_bytes and uses_gpu(plan.config):
         held = f"{bytes_text(most_nccl.nccl_bytes)} on pp_rank {most_nccl.pp_rank}"
         yield f"           besides, NCCL's communicators hold up to {held} (a model, not measured)"
     largest = max(ranks, key=lambda rank: rank.total)

@@ -133,12 +133,13 @@ class RowGroups:
     """Rows in groups that are multiplied by a matrix each, such as those of experts.
 
     The matrices stand one after the other in a weight [groups x m, n]. counts: of the rows of each group, in order.
-    inputs_first: a matrix is [in, out], not [out, in]. in_one_kernel: torch's grouped GEMM multiplies all of them.
+    inputs_first: a matrix is [in, out], not [out, in]. ends: the sums of the counts on the device, int32, if torch's
+    grouped GEMM multiplies all of them.
     """
 
     counts: tuple[int, ...]
     inputs_first: bool
-    in_one_kernel: bool = False
+    ends: Tensor | None = None
 
     def matrices(self, weight: Tensor) -> Tensor:
         """View a weight, or its gradient, as [groups, m, n]."""
@@ -222,11 +223,8 @@ def _multiply(matrix: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> No
 def _grouped_product(x: Tensor, weight: Tensor, groups: RowGroups, transpose: bool) -> Tensor:
     """Return the products of each group's rows with its matrix, or with the transpose of it, joined."""
     matrices = groups.matrices(weight)
-    if groups.in_one_kernel and not x.is_meta and len(x):  # torch refuses some dtypes of meta tensors
-        ends = torch.tensor(list(accumulate(groups.counts)), dtype=torch.int32)
-        if x.is_cuda:  # pinned, or the host would wait for the copy
-            ends = ends.pin_memory().to(x.device, non_blocking=True)
-        return functional.grouped_mm(x.contiguous(), matrices.mT if transpose else matrices, offs=ends)
+    if groups.ends is not None and not x.is_meta and len(x):  # torch refuses some dtypes of meta tensors
+        return functional.grouped_mm(x.contiguous(), matrices.mT if transpose else matrices, offs=groups.ends)
     output = x.new_empty(x.shape[0], matrices.shape[1] if transpose else weight.shape[1])
     for group, rows in groups.slices():
         matrix = matrices[group]

@@ -503,6 +503,12 @@ DIFFERENCES = (
         "model.moe_token_dispatcher_type", lacks("--moe-token-dispatcher-type"), "allgather by default", "alltoall"
     ),
     KnownDifference(
+        "model.moe_grouped_gemm",
+        lacks("--moe-grouped-gemm"),
+        "experts are multiplied one by one by default",
+        "in one kernel where the GPU has one: the same products",
+    ),
+    KnownDifference(
         "gpt.rope_scaling", has("--rope-scaling-factor"), "--use-rope-scaling always scales by 8", "by the given factor"
     ),
     KnownDifference(

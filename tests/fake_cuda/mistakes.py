@@ -44,7 +44,9 @@ def _host_reads_a_load(of: Routes, chosen: Tensor, *more: Any) -> Any:
 
 def _index_on_the_host(of: Routes, *given: Any) -> Any:
     routes = of(*given)
-    return dataclasses.replace(routes, order=torch.zeros(routes.order.shape, dtype=torch.int64))
+    name = "ends" if routes.order is None else "order"
+    on_device = getattr(routes, name)
+    return dataclasses.replace(routes, **{name: torch.zeros(on_device.shape, dtype=on_device.dtype)})
 
 
 def _rows_counted_by_values(of: Routes, chosen: Tensor, *more: Any) -> Any:

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megapipe.assembly.compose import parameter_dtype
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import Traffic, fake_process_groups
@@ -44,6 +45,7 @@ from megapipe.extras.streams.shapes import ACTIVE, DEVICE, PACKAGE, Answers, Sha
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
 from megapipe.sharding.spec import ParamSpec
+from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 from megapipe.train.step import train_step
 from tests.extras.dry_run.grids import make_plan, read_for
 from tests.fake_cuda.compiled import compile_blocks
@@ -66,6 +68,7 @@ class Seen:
     kernels: Counter[str] = field(default_factory=Counter)
     bytes_moved: Counter[str] = field(default_factory=Counter)
     host_reads: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[str] = field(default_factory=Counter)  # by 'group operation'
     pageable_copies: Counter[str] = field(default_factory=Counter)  # between the device and memory that is not pinned
     mixed_devices: Counter[str] = field(
         default_factory=Counter
@@ -210,6 +213,14 @@ class RMSNormCounted(RMSNormOfCuda):
         return dx, dw, None
 
 
+class Collectives(Traffic):
+    """Counts the collectives of a rank."""
+
+    def record(self, kind: str, operation: str, num_bytes: int) -> None:
+        super().record(kind, operation, num_bytes)
+        ACTIVE[-1].seen.collectives[f"{kind} {operation}"] += 1  # type: ignore[attr-defined]
+
+
 class DeviceBytes(LiveBytes):
     """Counts the storages on the device only."""
 
@@ -230,7 +241,7 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in (base | changes).items()}
     try:
         plan = make_plan(world_size, given | {"device": "cuda"})
-        groups, read = fake_process_groups(plan.topology, rank, Traffic()), read_for(plan)
+        groups, read = fake_process_groups(plan.topology, rank, Collectives()), read_for(plan)
 
         def empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
             return torch.empty(spec.local_shape(tp_rank, tp), device=DEVICE)
@@ -249,6 +260,7 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
 
         dry_run.TrainingRuntime = build  # type: ignore[misc, assignment]
         with ShapesOnly(), rows_of_experts(), Operations(answers), answers, mistake(plant):
+            gemm_adds_to_fp32(DEVICE, parameter_dtype(plan.config.precision.dtype))  # as at the start of a run
             with live:
                 counted, _ = dry_run.count_step(plan, groups, DEVICE, live, read, empty)
             answers.live, answers.seen = None, Seen(graphs=graphs, said=said)

@@ -23,7 +23,7 @@ from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.layers.model import model_parameters
 from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes
-from megapipe.model.moe import Router
+from megapipe.model.moe import Choice, Router
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, RowGroups
@@ -75,24 +75,24 @@ def test_weights_of_sigmoid_scores_are_renormalized_and_scaled() -> None:
 @pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss", "global_aux_loss"])
 def test_the_balance_loss_of_equal_shares_is_its_coefficient(kind: str) -> None:
     options = {"moe_router_load_balancing_type": (kind,), "moe_aux_loss_coeff": (0.3,), "moe_z_loss_coeff": None}
-    shares = torch.full((8, 2, 4), 0.25, dtype=torch.float64)
     context = LayerContext(None, None, False, DropoutKey(0, 0, 0))
-    ((name, loss),) = router(torch.zeros(4, 4, dtype=torch.float64), **options)._losses(shares.log(), shares, context)
-    assert (name, loss.item()) == (kind, pytest.approx(0.3))
+    made = router(torch.zeros(4, 4, dtype=torch.float64), **options)
+    made(torch.zeros(8, 2, 4, dtype=torch.float64), context)
+    assert made.losses[context.unit] == {kind: pytest.approx(0.3)}
 
 
 def test_rows_of_every_expert_keep_the_order_of_tokens() -> None:
     counts = torch.tensor([2, 0, 3])
     routes = Routes.of(counts, 5, ExpertGroups())
     assert routes.expert_rows == (2, 0, 3)
-    assert routes.order.tolist() == list(range(5))
+    assert routes.order is None
 
 
 def test_padded_rows_travel_like_counted_ones() -> None:
     groups = ExpertGroups()
     counted, even = Routes.of(torch.full((3,), 4), 12, groups), Routes.even(4, 3, groups, torch.device("cpu"))
     assert (even.sent, even.gathered, even.expert_rows) == (counted.sent, counted.gathered, counted.expert_rows)
-    assert torch.equal(even.order, counted.order)
+    assert even.ends.tolist() == counted.ends.tolist() == [4, 8, 12]
 
 
 def gradients_of_stage(change_router: bool, **recompute: Any) -> dict[str, Tensor]:
@@ -134,7 +134,8 @@ def test_a_grouped_gemm_equals_one_product_after_the_other(
     kind: torch.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     rows, weight = sum(counts), torch.randn(4 * 24, 16, generator=drawn).to(kind)
     x = torch.randn(rows, 16 if transpose else 24, generator=drawn).to(kind)
-    every = (RowGroups(counts, not transpose, in_one_kernel) for in_one_kernel in (True, False))
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    every = (RowGroups(counts, not transpose, each) for each in (ends, None))
     grouped, looped = (PLAIN_GEMMS.forward_groups(x, weight, groups) for groups in every)
     assert grouped.shape == (rows, 24 if transpose else 16)
     torch.testing.assert_close(grouped, looped)
@@ -170,7 +171,7 @@ def one_step(rank: int, world_size: int, options: dict[str, Any], chosen: Sequen
     with pytest.MonkeyPatch.context() as patch:
         if chosen is not None:
             patch.setattr(
-                Router, "_choose", lambda self, scores: torch.tensor(chosen).expand(scores.shape[0], -1).contiguous()
+                Choice, "_chosen", lambda self, scores: torch.tensor(chosen).expand(scores.shape[0], -1).contiguous()
             )
         (batch,) = random_batches(plan.config, plan.topology.dp, [4 // plan.topology.dp], seed=3)
         result = TrainStep(runtime).run(share_of(runtime, batch, 0), Rates(0.0, 0.0, None))

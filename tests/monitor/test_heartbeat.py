@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 from hypothesis import given
@@ -61,30 +62,34 @@ def test_a_reader_sees_only_whole_records_while_another_thread_writes(tmp_path: 
     """The writer puts the same number into four fields of a record, and the reader checks that they agree."""
     heartbeat, path = Heartbeat(("world",)), tmp_path / "rank_00000"
     heartbeat.share(path)
-    done = threading.Event()
+    done, seen = threading.Event(), 0
 
     def write() -> None:
-        for n in range(20_000):
+        n = 0
+        while not done.is_set():
             heartbeat.step(n)
             heartbeat.act(b"%dF%d" % (n, n))
             heartbeat.wait_for_all("world", "all_reduce", n)
             heartbeat.end_wait()
-        done.set()
+            n += 1
 
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
-    seen = 0
-    while not done.is_set():
-        snapshot = read_snapshot(path.read_bytes())
-        if snapshot is None:
-            continue
-        record = snapshot.record
-        seen += 1
-        if record.wait is Wait.COLLECTIVE:
-            assert record.number == record.step
-            assert record.action == f"{record.step}F{record.step}"
-    writer.join()
-    assert seen > 10
+    deadline = time.monotonic() + 60
+    try:
+        while seen < 200 and time.monotonic() < deadline:
+            snapshot = read_snapshot(path.read_bytes())
+            if snapshot is None:
+                continue
+            record = snapshot.record
+            seen += 1
+            if record.wait is Wait.COLLECTIVE:
+                assert record.number == record.step
+                assert record.action == f"{record.step}F{record.step}"
+    finally:
+        done.set()
+        writer.join()
+    assert seen == 200
 
 
 def test_phases_nest_and_the_longest_patience_holds() -> None:

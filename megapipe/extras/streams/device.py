@@ -53,14 +53,18 @@ def build() -> Path:
 
 
 def load(library: Path) -> None:
-    """Load torch's libraries with global symbols, then the device. Call before `import torch`."""
+    """Load torch's libraries with global symbols, the device, then torch. Call before `import torch`."""
     if "torch" in sys.modules:
         raise RuntimeError(
             "torch is imported already: it has found that there is no accelerator and does not ask again"
         )
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(_torch() / "lib" / name), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    device = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    import torch
+
+    device.fake_cuda_register()  # again: a build of torch for CUDA has registered its own guard
+    torch.backends.cudnn.version = lambda: None  # type: ignore[assignment]  # what such a build would ask of its hooks
 
 
 def _torch() -> Path:

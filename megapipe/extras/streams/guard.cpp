@@ -1,4 +1,4 @@
-// A CUDA device without kernels, for a CPU build of torch: one device, streams and events that are numbers.
+// A CUDA device without kernels, for torch on a machine without a GPU: one device, streams and events that are numbers.
 // It must be loaded before torch is imported, since torch asks once whether there is an accelerator.
 // What torch itself does with streams (autograd makes one stream wait for another) is reported to an observer.
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -74,6 +74,7 @@ const c10::impl::DeviceGuardImplRegistrar registered_guard(c10::DeviceType::CUDA
 }  // namespace
 
 extern "C" {
+void fake_cuda_register() { c10::impl::registerDeviceGuard(c10::DeviceType::CUDA, new Guard()); }
 void fake_cuda_observe(Observer call) { observer = call; }
 int64_t fake_cuda_current_stream() { return current_stream; }
 void fake_cuda_set_stream(int64_t stream) { current_stream = stream; }
@@ -82,5 +83,9 @@ void fake_cuda_set_stream(int64_t stream) { current_stream = stream; }
 namespace at {
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
+// preferred to the hooks that a build of torch for CUDA registers
+namespace {
+RegistererCUDAHooksRegistry registered_hooks(
+    "CUDAHooks", c10::REGISTRY_PREFERRED, CUDAHooksRegistry(), RegistererCUDAHooksRegistry::DefaultCreator<Hooks>, "fake");
+}  // namespace
 }  // namespace at

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
@@ -186,7 +186,7 @@ def pretend() -> None:
         "current_device": lambda: 0,
         "get_device_name": lambda *_: "fake",
         "get_device_capability": lambda *_: (9, 0),
-        "get_device_properties": lambda *_: SimpleNamespace(gcnArchName="", total_memory=80 * 2**30),
+        "get_device_properties": lambda *_: SimpleNamespace(gcnArchName="", total_memory=80 * 2**30, major=9, minor=0),
         "is_current_stream_capturing": lambda: False,
         "Stream": Stream,
         "Event": Stream,
@@ -198,6 +198,8 @@ def pretend() -> None:
     }
     for name, value in stand_ins.items():
         setattr(torch.cuda, name, value)
+    # its own one asks for each number
+    FakeTensor.tolist = lambda self: Tensor.tolist(self)  # type: ignore[method-assign]
     torch.compile = compiled  # type: ignore[assignment]
     torch.Generator = Generator  # type: ignore[misc, assignment]
     # a CPU build composes this one of other operations on CUDA tensors

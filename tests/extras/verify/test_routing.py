@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.extras.verify.compare import OtherChoice
-from megapipe.model.moe import Router
+from megapipe.model.moe import Choice
 from tests.extras.verify.grids import compared
 from tests.harness import RankPool
 from tests.tiny import LLAMA, tiny_config
@@ -47,15 +47,15 @@ def test_every_choice_is_compared_once_and_the_same(name: str, rank_pools: Pools
 
 def one_token_chooses_others(patch: pytest.MonkeyPatch, rank: int) -> None:
     """On rank 1 the first token of the layer of `steps` chooses its worst expert in place of its best."""
-    choose = Router._choose
+    choose = Choice._chosen
 
-    def planted(self: Router, scores: Tensor, *rest: Any) -> Tensor:
+    def planted(self: Choice, scores: Tensor, *rest: Any) -> Tensor:
         chosen = choose(self, scores, *rest).clone()
         if rank == 1 and self.model.num_experts == 4:
             chosen[3, 0] = next(expert for expert in range(4) if expert not in chosen[3].tolist())
         return chosen
 
-    patch.setattr(Router, "_choose", planted)
+    patch.setattr(Choice, "_chosen", planted)
 
 
 def test_a_token_that_chooses_other_experts_is_named(rank_pools: Pools) -> None:
