@@ -171,9 +171,9 @@ class MoETable:
     def sent_bytes(self, shape: RankShape) -> dict[str, tuple[float, float]]:
         """Return the bytes that a rank sends over 'ep' and 'etp' for one microbatch, in F and in the backward.
 
-        Rows go to the experts and back, in either direction; before that, unless they are padded to the capacity, the
-        number of rows of every expert. If tokens are gathered, they and sums for them take the place of rows; weights
-        are gathered with them, and numbers of experts before.
+        Rows go to the experts, with their weights, and back, in either direction; before that, unless they are padded
+        to the capacity, the number of rows of every expert. If tokens are gathered, they and sums for them take the
+        place of rows; weights are gathered with them, and numbers of experts before.
         """
         if self.gathers:
             gathered = {"ep": (self.gathered_tokens(shape), shape.ep), "etp": (shape.own_tokens * shape.etp, shape.etp)}
@@ -185,10 +185,11 @@ class MoETable:
             }
         is_padded = self.model.moe_pad_expert_input_to_capacity
         rows, counts = self.row_bytes(shape), 0 if is_padded else self.num_experts * INDEX_BYTES
-        sent = {"ep": (rows, counts, shape.ep), "etp": (rows * shape.etp, counts * shape.etp, shape.etp)}
+        whole = 2 * rows + self.num_rows(shape) * shape.wide
+        sent = {"ep": (whole, counts, shape.ep), "etp": (whole * shape.etp, counts * shape.etp, shape.etp)}
         return {
-            name: (ring_bytes(2 * whole + number, size), ring_bytes(2 * whole, size))
-            for name, (whole, number, size) in sent.items()
+            name: (ring_bytes(moved + number, size), ring_bytes(moved, size))
+            for name, (moved, number, size) in sent.items()
         }
 
     def table(self, shape: RankShape) -> Table:
