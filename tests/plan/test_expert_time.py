@@ -73,8 +73,8 @@ def test_messages_within_a_node_take_their_bytes_over_its_links(
 def test_every_message_has_the_latency_of_its_link() -> None:
     plan = plan_of(4, ep=4)
     (stage,) = stage_seconds(plan, dataclasses.replace(H100, node=Link(1e30, 1.0)))
-    assert stage.forward["ep"] == pytest.approx(3 * 8)  # numbers of rows, rows, results, of 8 layers
-    assert stage.inputs["ep"] == pytest.approx(2 * 8)
+    assert stage.forward["ep"] == pytest.approx(4 * 8)  # numbers of rows, rows, weights, results, of 8 layers
+    assert stage.inputs["ep"] == pytest.approx(3 * 8)
 
 
 def test_messages_between_nodes_are_slower_than_within_one() -> None:
