@@ -285,7 +285,8 @@ class MoETable:
         outer, inner, activated = self._expert_bytes(shape)
         rows_bytes, splits = max(self.row_bytes(shape), topk * hidden), shape.splits_backward
         redoes_activation, num_rows = shape.recomputes("moe_act"), rows * shape.etp
-        made = max(inner, int(backward_tensors(self.model) * activated))
+        # besides the gradient times the weights; or the results in the weights' dtype
+        made = activated + max(inner, int(backward_tensors(self.model) * activated), 2 * activated)
         after_all, waits = self._waiting_gradients(shape)[::-1] if splits else (0, 0)
         behind = after_all + (hidden if self.model.hidden_dropout > 0 or self.norms[1] is not None else 0)
         waits += after_all

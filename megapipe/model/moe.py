@@ -837,7 +837,7 @@ class _WeightedActivation(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (x, weights), (function, gradient) = ctx.saved_tensors, ctx.formulas
-        of_weights = (function(x).to(weights.dtype) * grad).sum(-1)
+        of_weights = function(x).to(weights.dtype).mul_(grad).sum(-1)
         return gradient(grad.clone().mul_(weights[:, None]), x), of_weights, None, None
 
 
