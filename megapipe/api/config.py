@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from megapipe.config import config as sections
 from megapipe.config.flags import REQUESTS, field_flags, normalised, off_flag
@@ -15,6 +17,9 @@ from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import ConfigError
 from megapipe.plan.schedule_choice import SCHEDULE_NAMES
 
+if TYPE_CHECKING:
+    from megapipe.api.options import Options
+
 
 class Config:
     """The configuration of a run: the options of docs/flags.md, with the same defaults, checks and messages::
@@ -23,17 +28,19 @@ class Config:
         Config.from_yaml("configs/quickstart.yaml", train_iters=100)
         Config.from_flags("--num-layers 12 --hidden-size 768 --bf16")
 
-    options: every flag by its name, with underscores and without the dashes. A switch takes True or False, a flag with
-    several values a list, None unsets an optional value or a list. Like a command line, a Config need not be a complete
-    job: `Trainer` requires one, `make_plan` what a plan needs; both check the rules between options.
+    options: every flag by its name, with underscores and without the dashes; mypy and editors know them. A switch takes
+    True or False, a flag with several values a list, None unsets an optional value or a list. Like a command line, a
+    Config need not be a complete job: `Trainer` requires one, `make_plan` what a plan needs; both check the rules
+    between options.
 
     Immutable. flags: the command line that says the same. Raises ConfigError with a line for every unknown name, with
     the nearest known one, and every invalid value.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[Options]) -> None:
         self.flags = tuple(_words_of(options))
-        self._loaded = self.load(is_job=False)
+        with _errors_in_python():
+            self._loaded = self.load(is_job=False)
 
     @classmethod
     def from_flags(cls, flags: str | Sequence[str]) -> Config:
@@ -44,16 +51,18 @@ class Config:
         return made
 
     @classmethod
-    def from_yaml(cls, *paths: str | PathLike[str], **options: Any) -> Config:
+    def from_yaml(cls, *paths: str | PathLike[str], **options: Unpack[Options]) -> Config:
         """Read YAML files; later ones win over earlier ones, and options over all of them."""
         if not paths:
             raise ConfigError("from_yaml() needs the path of a YAML file")
         files = [word for path in paths for word in ("--config", str(path))]
-        return cls.from_flags([*files, *_words_of(options)])
+        with _errors_in_python():
+            return cls.from_flags([*files, *_words_of(options)])
 
-    def replace(self, **options: Any) -> Config:
+    def replace(self, **options: Unpack[Options]) -> Config:
         """Return the configuration with other values of some options."""
-        return Config.from_flags([*self.flags, *_words_of(options)])
+        with _errors_in_python():
+            return Config.from_flags([*self.flags, *_words_of(options)])
 
     @property
     def values(self) -> sections.Config:
@@ -82,7 +91,18 @@ class Config:
         return f"Config.from_flags({shlex.join(self.flags)!r})"
 
 
-def _words_of(options: Mapping[str, Any]) -> list[str]:
+@contextmanager
+def _errors_in_python() -> Iterator[None]:
+    """Name options in errors as keyword arguments: num_layers in place of --num-layers."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error).replace("unknown flag --", "unknown option --").replace("--help lists", "docs/flags.md lists")
+        text = re.sub(r"--([a-z][\w-]*)", lambda found: found[1].replace("-", "_"), text)
+        raise ConfigError(text) from None
+
+
+def _words_of(options: Mapping[str, object]) -> list[str]:
     """Return the words of a command line that give options their values."""
     return [word for name, value in options.items() for word in _words(name, value)]
 

@@ -169,8 +169,13 @@ def train_sentencepiece(
         )
     except RuntimeError as error:
         most = re.search(r"value <= (\d+)", str(error))
-        reason = f"the text supports at most {most[1]}" if most else str(error)
-        raise ConfigError(f"--vocab-size {vocab_size}: {reason}; give more text or a smaller vocabulary") from None
+        if most is None:
+            raise ConfigError(f"--vocab-size {vocab_size}: {error}") from None
+        if int(most[1]) < MIN_VOCAB_SIZE:
+            rule = f"it supports at most {most[1]} pieces, and a vocabulary has at least {MIN_VOCAB_SIZE}"
+            raise ConfigError(f"the text is too small to train a tokenizer on: {rule}; give more text") from None
+        rule = f"the text supports at most {most[1]}; give more text or a smaller vocabulary"
+        raise ConfigError(f"--vocab-size {vocab_size}: {rule}") from None
     target = Path(model_file)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from megapipe.plan.report import plan_text
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.schedule import from_csv
 from tests.train.jobs import TINY
+from tools.write_config_types import options_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
@@ -104,21 +106,45 @@ def test_all_mistakes_of_a_configuration_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Config(num_layer=4, hidden_size="wide", lr=-1, bf16="yes", split=True)
     assert str(caught.value).splitlines() == [
-        "unknown flag --num-layer; did you mean --num-layers? (--help lists all flags)",
-        "--hidden-size wide: expected a whole number, at least 1",
-        "--lr -1: expected a value above 0",
-        "--bf16 takes no value, but yes follows it",
-        "--split true: expected up to three numbers of at least 0 (training, validation, test), not all 0, such as "
+        "unknown option num_layer; did you mean num_layers? (docs/flags.md lists all flags)",
+        "hidden_size wide: expected a whole number, at least 1",
+        "lr -1: expected a value above 0",
+        "bf16 takes no value, but yes follows it",
+        "split true: expected up to three numbers of at least 0 (training, validation, test), not all 0, such as "
         "969,30,1",
     ]
     for options, message in (
-        ({"plan": True}, "--plan is a request of the command line, not an option of a run"),
-        ({"help": True}, "--help is a request of the command line"),
+        ({"plan": True}, "plan is a request of the command line, not an option of a run"),
+        ({"help": True}, "help is a request of the command line"),
     ):
         with pytest.raises(ConfigError, match=message):
             Config(**options)
     with pytest.raises(ConfigError, match="needs the path of a YAML file"):
         Config.from_yaml()
+
+
+def test_the_types_of_options_are_those_of_the_flags() -> None:
+    written = REPOSITORY / "megapipe" / "api" / "options.pyi"
+    command = "python tools/write_config_types.py > megapipe/api/options.pyi"
+    assert written.read_text("utf-8") == options_text(), f"run: {command}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_mypy_finds_a_misspelt_option_and_a_value_of_another_type(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from megapipe import Config\n"
+        "config = Config(num_layers=12, hiden_size=3, bf16=True, data_path=['a', 'b'], lr=6e-4, save='runs')\n"
+        "config = config.replace(lr='high', tensor_model_parallel_size=2)\n"
+        "config = Config.from_yaml('a.yaml', attention_impl='flush', save_interval=None)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(script)]
+    environment = os.environ | {"MYPYPATH": str(REPOSITORY)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    errors = [line.partition("error: ")[2] for line in done.stdout.splitlines() if "error: " in line]
+    assert len(errors) == 3, done.stdout + done.stderr
+    assert 'did you mean "hidden_size"' in errors[0] and '"lr"' in errors[1] and '"attention_impl"' in errors[2]
 
 
 def test_a_plan_is_that_of_the_command_line() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,7 @@ from megapipe.data.text_source import (
     MOST_DOCUMENT_BYTES,
     STDIN_PATH,
     TEXT_KEY,
-    corpus_documents,
+    Problem,
     find_files,
     format_of,
     infer_document_unit,
@@ -34,13 +37,7 @@ from megapipe.extras.cli.frame import command, option
 from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, described, tokenizer_fingerprint
 
-TRAIN_TOKENIZER_OPTIONS = (
-    option("--input", "directory of text files, text file, or JSON lines with the key text", required=True),
-    option("--output", "the model file to write", required=True),
-    option("--vocab-size", "pieces, special tokens included", default=8192),
-    option("--megabytes", "most text to train on", default=4.0),
-)
-PREPROCESS_OPTIONS = (
+TEXT_OPTIONS = (
     "text",
     option(
         "--input",
@@ -49,7 +46,7 @@ PREPROCESS_OPTIONS = (
         nargs="+",
         required=True,
     ),
-    option("--json-keys", "keys to tokenize, each to its own files (default: text)", nargs="+", default=[TEXT_KEY]),
+    option("--json-keys", "keys to read, each to its own token files (default: text)", nargs="+", default=[TEXT_KEY]),
     option("--suffixes", "in directories, only files such as .py .md (default: all)", nargs="+", default=[]),
     option("--input-format", "of all inputs (default: by their names; JSON lines from a pipe)", choices=FORMATS),
     option(
@@ -57,6 +54,16 @@ PREPROCESS_OPTIONS = (
         "in plain text (default: file; of a single .txt inferred from its blank lines)",
         choices=DOCUMENT_UNITS,
     ),
+)
+TRAIN_TOKENIZER_OPTIONS = (
+    *TEXT_OPTIONS,
+    "tokenizer",
+    option("--output", "the model file to write", required=True),
+    option("--vocab-size", "pieces, special tokens included", default=8192),
+    option("--megabytes", "most text to train on, as much of each file as its share allows", default=4.0, above=0),
+)
+PREPROCESS_OPTIONS = (
+    *TEXT_OPTIONS,
     option(
         "--skip-bad", "leave out up to N bad records and report them in PREFIX.skipped.jsonl", default=0, at_least=0
     ),
@@ -95,16 +102,65 @@ KEPT = "\ninterrupted; the same command continues from the last commit (from the
 
 @command("megapipe train-tokenizer", TRAIN_TOKENIZER_OPTIONS, interrupted=NO_FILE)
 def train_tokenizer(own: argparse.Namespace) -> None:
-    """Train a SentencePiece tokenizer on text: a directory, a text file or JSON lines.
+    """Train a SentencePiece tokenizer on text, which `preprocess` takes alike.
 
         megapipe train-tokenizer --input corpus.jsonl --output tokenizer.model --vocab-size 8192
 
     Unigram, no normalization, pieces of only spaces, bytes for unknown characters: code is decoded exactly as it was.
+    Of a corpus larger than --megabytes every file gives the documents at its beginning. What is no text is left out.
     """
-    documents = corpus_documents(own.input, own.megabytes)
-    max_bytes = round(own.megabytes * 1e6)
-    train_sentencepiece(documents, own.output, vocab_size=own.vocab_size, max_bytes=max_bytes)
-    print(f"wrote {own.output}: {own.vocab_size:,} pieces, trained on {len(documents):,} documents")
+    files, unit = _text_files(own)
+    counts: Counter[str] = Counter()
+    texts = _documents_of_each(own, files, unit, counts)
+    first = next(texts, None)
+    if first is None:
+        raise ConfigError(
+            f"--input {' '.join(own.input)} holds no text ({counts['bad']:,} documents are not UTF-8 text)"
+        )
+    train_sentencepiece(
+        chain([first], texts), own.output, vocab_size=own.vocab_size, max_bytes=round(own.megabytes * 1e6)
+    )
+    left_out = f"; {counts['bad']:,} that are no text were left out" if counts["bad"] else ""
+    read = f"{counts['documents']:,} documents ({counts['bytes'] / 1e6:.2f} MB) of {counts['files']:,} files"
+    print(f"wrote {own.output}: {own.vocab_size:,} pieces, trained on {read}{left_out}")
+
+
+def _text_files(own: argparse.Namespace) -> tuple[list[Path], str]:
+    """Return the files of --input and the unit of documents in plain text."""
+    files = find_files(own.input, own.suffixes)
+    texts = [path for path in files if format_of(path, own.input_format) == "text"]
+    if texts and own.json_keys != [TEXT_KEY]:
+        keys = " ".join(own.json_keys)
+        raise ConfigError(f"--json-keys {keys}: {texts[0]} is plain text, which has the key {TEXT_KEY!r} only")
+    return files, own.document_unit or _document_unit(files, texts)
+
+
+def _documents_of_each(
+    own: argparse.Namespace, files: Sequence[Path], unit: str, counts: Counter[str]
+) -> Iterator[str]:
+    """Yield texts from the beginning of each file, up to --megabytes in all, and count what is read.
+
+    A file may give an equal share of what the files before it have left.
+    """
+    left = own.megabytes * 1e6
+    for index, path in enumerate(files):
+        share = left / (len(files) - index)
+        begun = counts["documents"]
+        for record in read_records([path], unit, keys=own.json_keys, input_format=own.input_format):
+            found = record.parse(own.json_keys)
+            if isinstance(found, Problem):
+                counts["bad"] += 1
+                continue
+            counts["documents"] += 1
+            for text in found:
+                size = len(text.encode("utf-8"))
+                taken = min(size, math.ceil(share))
+                counts["bytes"] += taken
+                share, left = share - taken, left - taken
+                yield text if taken == size else text.encode("utf-8")[:taken].decode("utf-8", errors="ignore")
+            if share <= 0:
+                break
+        counts["files"] += counts["documents"] > begun
 
 
 @command("megapipe preprocess", PREPROCESS_OPTIONS, interrupted=KEPT, refused=REFUSED)
@@ -120,13 +176,8 @@ def preprocess(own: argparse.Namespace) -> None:
     factory = functools.partial(
         build_tokenizer, own.tokenizer_type, own.tokenizer_model, own.vocab_size, own.vocab_file, own.merge_file
     )
-    files = find_files(own.input, own.suffixes)
-    texts = [path for path in files if format_of(path, own.input_format) == "text"]
-    if texts and own.json_keys != [TEXT_KEY]:
-        keys = " ".join(own.json_keys)
-        raise ConfigError(f"--json-keys {keys}: {texts[0]} is plain text, which has the key {TEXT_KEY!r} only")
+    files, unit = _text_files(own)
     tokenizer = factory()
-    unit = own.document_unit or _document_unit(files, texts)
     output = _open_output(own, files, unit, tokenizer)
     if output.counts:
         print(f"going on after {output.counts['documents']:,} documents of an interrupted run ({output.folder})")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import gzip
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +107,30 @@ def test_train_tokenizer_and_preprocess_work_together(tmp_path: Path, capsys: py
     assert (tmp_path / "two.bin").stat().st_size == 2 * (tmp_path / "tokens_text_document.bin").stat().st_size
     assert main(["train-tokenizer", "--input", str(tmp_path / "nothing"), "--output", str(model)]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_train_tokenizer_takes_what_preprocess_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = Path(argparse.__file__).read_text("utf-8")
+    words = [code[start : start + 500] for start in range(0, 49_500, 500)]
+    folder, output = tmp_path / "texts", ["--output", str(tmp_path / "a.model"), "--vocab-size", "420"]
+    folder.mkdir()
+    with gzip.open(folder / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"content": text}) + "\n" for text in words[::2])
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"content": text}) + "\n" for text in words[1::2]) + "no\n")
+    inputs = ["--input", str(folder), str(tmp_path / "b.jsonl"), "--json-keys", "content"]
+    assert main(["train-tokenizer", *inputs, *output]) == 0
+    found = capsys.readouterr().out
+    assert "trained on 99 documents" in found and "of 2 files; 1 that are no text were left out" in found
+    # half of the text of each file
+    size = sum(map(len, words)) / 2e6
+    assert main(["train-tokenizer", *inputs, *output, "--megabytes", str(size)]) == 0
+    assert "of 2 files" in capsys.readouterr().out
+    (tmp_path / "c.txt").write_bytes(b"\xff\xfe\xff")
+    assert main(["train-tokenizer", "--input", str(tmp_path / "c.txt"), *output]) == 2
+    assert "c.txt holds no text (1 documents are not UTF-8 text)" in capsys.readouterr().err
+    (tmp_path / "c.txt").write_text("one and two")
+    assert main(["train-tokenizer", "--input", str(tmp_path / "c.txt"), *output]) == 2
+    assert "the text is too small to train a tokenizer on: it supports at most" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["-1", "0", "nan"])
