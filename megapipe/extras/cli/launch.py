@@ -181,7 +181,8 @@ SHOWN_AXES = ("pp", "dp", "cp", "tp")
 MOST_RANKS_SHOWN = 32
 # groups that send much in a step
 SENDING = (
-    "tp cp cp_a2a cp_p2p pp replicas shards instances embedding ep etp expert_replicas expert_shards expert_instances"
+    "tp cp cp_a2a cp_p2p pp replicas shards instances embedding ep ep_nodes ep_places etp "
+    "expert_replicas expert_shards expert_instances"
 ).split()
 
 
