@@ -27,6 +27,8 @@ from torch.autograd.function import once_differentiable
 from megapipe.comm.collectives import WithAdjoint, Work, all_gather, all_to_all
 from megapipe.comm.groups import ExpertGroups, Group
 
+InFlight = tuple[Work | None, Callable[[], Tensor]]  # an exchange, and what makes the result once it is complete
+
 
 @dataclass(frozen=True, eq=False)
 class Routes:
@@ -62,13 +64,13 @@ class Routes:
         all_gather(everywhere, received, etp)
         arrived = None if ep.size == etp.size == 1 else everywhere.view(etp.size * ep.size, per_rank)
         if counts.is_meta:
-            parts, rows = _even(num_rows, ep.size), _even(num_rows * etp.size, per_rank)
-            return cls(groups, parts, parts, (num_rows,) * etp.size, rows, _ends(rows, counts), arrived=arrived)
+            parts, rows = even_parts(num_rows, ep.size), even_parts(num_rows * etp.size, per_rank)
+            return cls(groups, parts, parts, (num_rows,) * etp.size, rows, ends_of(rows, counts), arrived=arrived)
         numbers = np.array(to_host(torch.cat([counts, everywhere])))
         own, table = numbers[:experts].reshape(ep.size, -1), numbers[experts:].reshape(etp.size, ep.size, per_rank)
         sums = own.sum(1), table[etp.rank].sum(1), table.sum((1, 2)), table.sum((0, 1))
         sent, from_ep, gathered, rows = (tuple(each.tolist()) for each in sums)
-        return cls(groups, sent, from_ep, gathered, rows, _ends(rows, counts), arrived=arrived)
+        return cls(groups, sent, from_ep, gathered, rows, ends_of(rows, counts), arrived=arrived)
 
     @classmethod
     def even(cls, capacity: int, num_experts: int, groups: ExpertGroups, device: torch.device) -> Routes:
@@ -86,7 +88,13 @@ class Routes:
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """Return the rows that the ranks of ep send to this one. rows: this rank's, in the order of experts."""
-        return self._exchange(rows, self.sent, self.received)
+        return WithAdjoint.apply(
+            rows, partial(_completed, self.start_dispatch), partial(_completed, self.start_combine)
+        )
+
+    def dispatch_weights(self, weights: Tensor) -> Tensor:
+        """Return the weights of the dispatched rows. weights: [rows], in the order of experts."""
+        return self.dispatch(weights)
 
     def by_expert(self, received: Tensor) -> Tensor:
         """Return the dispatched rows of all ranks of etp, expert by expert. received: those of this rank."""
@@ -109,11 +117,19 @@ class Routes:
 
     def combine(self, results: Tensor) -> Tensor:
         """Return the results for this rank's rows, in their order. results: those of the rows dispatched to it."""
-        return self._exchange(results, self.received, self.sent)
+        return WithAdjoint.apply(
+            results, partial(_completed, self.start_combine), partial(_completed, self.start_dispatch)
+        )
 
-    def _exchange(self, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
-        there = partial(exchange, sent=sent, received=received, group=self.groups.ep)
-        return WithAdjoint.apply(rows, there, partial(there, sent=received, received=sent))
+    def start_dispatch(self, rows: Tensor) -> InFlight:
+        """Start `dispatch`, or the backward of `combine`."""
+        filled, work = start_exchange(rows, self.sent, self.received, self.groups.ep)
+        return work, lambda: filled
+
+    def start_combine(self, rows: Tensor) -> InFlight:
+        """Start `combine`, or the backward of `dispatch`."""
+        filled, work = start_exchange(rows, self.received, self.sent, self.groups.ep)
+        return work, lambda: filled
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,15 +159,15 @@ class GatheredRoutes:
         total = local.shape[0]
         if local.is_meta:
             own = total // groups.ep.size
-            even = _even(own, held)
-            return cls(groups, even, _ends(even, local), local.new_empty(own), local.new_empty(total))
+            even = even_parts(own, held)
+            return cls(groups, even, ends_of(even, local), local.new_empty(own), local.new_empty(total))
         expert = torch.where((local >= 0) & (local < held), local, held)
         counts = torch.zeros(held + 1, dtype=torch.int64, device=local.device)
         expert_rows = tuple(to_host(counts.scatter_add_(0, expert, torch.ones_like(expert)))[:held])
         rows = expert.argsort(stable=True)[: sum(expert_rows)].clone()
         order = torch.full_like(local, rows.shape[0])
         order[rows] = torch.arange(rows.shape[0], device=rows.device)
-        return cls(groups, expert_rows, _ends(expert_rows, local), rows, order)
+        return cls(groups, expert_rows, ends_of(expert_rows, local), rows, order)
 
     def gather(self, tokens: Tensor) -> Tensor:
         """Return the tokens of all ranks, [t, ...] of each."""
@@ -189,7 +205,7 @@ def to_host(numbers: Tensor) -> list[int]:
     return found
 
 
-def _ends(rows: tuple[int, ...], like: Tensor) -> Tensor:
+def ends_of(rows: tuple[int, ...], like: Tensor) -> Tensor:
     """Return the sums of the first 1, 2, ... numbers of rows, int32, on the device of `like`."""
     if like.is_meta:
         return like.new_empty(len(rows), dtype=torch.int32)
@@ -198,17 +214,19 @@ def _ends(rows: tuple[int, ...], like: Tensor) -> Tensor:
     return ends.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else ends
 
 
-def rows_by_expert(places: Tensor, arrived: Tensor) -> tuple[Tensor, Tensor]:
+def rows_by_expert(places: Tensor, arrived: Tensor, dims: tuple[int, ...] = (1, 0)) -> tuple[Tensor, Tensor]:
     """Return the order in which rows are expert by expert, for each expert in that of the ranks, and its inverse.
 
     places: 0, 1, ..., one for each row. arrived: rows of each rank for each expert, in the order in which they arrive.
+    dims: those of `arrived` in the order that is wanted, the slowest first, if ranks have several or others come first.
     """
-    sizes, turned = arrived.flatten(), arrived.t().flatten()
-    ends, turned_ends = sizes.cumsum(0), turned.cumsum(0)
+    sizes, turned = arrived.flatten(), arrived.permute(dims)
+    ends, turned_ends = sizes.cumsum(0), turned.flatten().cumsum(0)
     # how far the rows of a rank for an expert move
-    shift = (ends - sizes).view_as(arrived).t() - (turned_ends - turned).view(arrived.t().shape)
+    shift = (ends - sizes).view_as(arrived).permute(dims) - (turned_ends.view(turned.shape) - turned)
     order = places + shift.flatten()[torch.searchsorted(turned_ends, places, right=True)]
-    return order, places - shift.t().flatten()[torch.searchsorted(ends, places, right=True)]
+    moved = shift.permute([dims.index(dim) for dim in range(arrived.ndim)]).flatten()
+    return order, places - moved[torch.searchsorted(ends, places, right=True)]
 
 
 def gather_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
@@ -280,9 +298,17 @@ def _sum_of_rows(rows: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:
     return total.to(rows.dtype)
 
 
-def _even(total: int, parts: int) -> tuple[int, ...]:
+def even_parts(total: int, parts: int) -> tuple[int, ...]:
     """Return equal parts of a total, the first ones larger by 1 where it does not divide."""
     return tuple((total + parts - 1 - index) // parts for index in range(parts))
+
+
+def _completed(start: Callable[[Tensor], InFlight], rows: Tensor) -> Tensor:
+    """Return the result of an exchange."""
+    work, finish = start(rows)
+    if work is not None:
+        work.wait()
+    return finish()
 
 
 def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
