@@ -21,7 +21,7 @@ from torch import Tensor
 from megapipe.comm.collectives import Work
 from megapipe.model.block import Block
 from megapipe.model.context import LayerContext
-from megapipe.model.dispatch import Routes, start_exchange
+from megapipe.model.dispatch import Routes, Routing
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.moe import MoE
 from megapipe.model.segments import FIRST, NOTHING, Elements, Operator, Segment, tensor_of
@@ -35,21 +35,23 @@ State = tuple[Any, ...]  # the residual stream and the values of a branch, in a 
 
 @dataclass(eq=False)
 class Exchange:
-    """An all-to-all in flight. finish: makes the result of the part from the tensor that it fills."""
+    """All-to-alls in flight. finish: makes the result of the part from the tensors that they fill."""
 
-    _work: Work | None
+    _works: tuple[Work | None, ...]
     _finish: Callable[[], Any]
 
     def wait(self) -> Tensors:
         """Return the result of the part when it is there; called once."""
-        if self._work is not None:
-            self._work.wait()
+        for work in self._works:
+            if work is not None:
+                work.wait()
         return self._finish()  # type: ignore[no-any-return]
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory of what is sent and received until `stream`, which will wait, has done so."""
-        if self._work is not None:
-            self._work.record_stream(stream)
+        for work in self._works:
+            if work is not None:
+                work.record_stream(stream)
 
 
 @dataclass(eq=False)
@@ -159,10 +161,12 @@ class _Head(_Part):
 class _Elements(_Part):
     """Elements of a layer; in the first part of a stage behind the embedding, where the stage has it."""
 
-    # of the last forward, and of all: the length of the state before it, and the places of what has gradients
+    # of the last forward, and of all: the length of the state before it, the places of what has gradients, and of what
+    # it leaves alone
     _length: int
     _taken: tuple[int, ...]
     _made: tuple[int, ...]
+    _left: frozenset[int]
 
     def __init__(self, block: Block, part: Part, *place: Any) -> None:
         super().__init__(*place)
@@ -199,13 +203,14 @@ class _Elements(_Part):
         for place, tensor in zip(given.made, made, strict=True):
             behind[place] = tensor
         self._made = _with_gradients(behind, given.made)
+        self._left = frozenset(range(min(len(state), len(behind)))) - set(given.made)
         return tuple(behind)
 
     def run_backward(self, run: RunBackward, microbatch: int, gradients: State) -> Any:
         """Return the gradients of the state before the part; those of what it leaves alone are passed on."""
         found = dict(zip(self._taken, run(microbatch, tuple(gradients[place] for place in self._made)), strict=True))
-        passed = gradients if len(gradients) == self._length else (None,) * self._length
-        return tuple(found.get(place, passed[place]) for place in range(self._length))
+        passed = {place: gradients[place] for place in self._left}
+        return tuple(found.get(place, passed.get(place)) for place in range(self._length))
 
     def _read(self, length: int) -> list[int]:
         """Return the places that the elements read in a state of this length."""
@@ -226,6 +231,7 @@ class _AllToAll(_Elements):
     def __init__(self, block: Block, part: Part, *place: Any) -> None:
         super().__init__(block, part, *place)
         self.returns = part is Part.COMBINE
+        self.moved = 1 if self.returns else 2  # results; weights and rows
         self._routes: dict[int, Routes] = {}  # by microbatch
 
     def run_forward(self, given: _Given) -> State | Pending:
@@ -235,8 +241,8 @@ class _AllToAll(_Elements):
 
         # now, since the stage may have ended its forward, and forgotten its contexts, when the rows are there
         given.context = self.shared.context(given, self.layer, given.state[0])
-        self._routes[given.number] = routes = given.state[-2]
-        exchange, given.state = _exchange(given.state, routes, self.returns, finish), ()
+        self._routes[given.number] = routes = next(each for each in given.state if isinstance(each, Routing)).routes
+        exchange, given.state = _exchange(given.state, self.moved, routes, self.returns, finish), ()
         # a norm after the experts reads weights
         is_late = self.returns and self.shared.frees_weights and self.block.post_mlp_layernorm is not None
         return exchange.wait() if is_late else exchange
@@ -247,19 +253,18 @@ class _AllToAll(_Elements):
             # autograd makes them on the stream that completed the forward (StreamDeliveries)
             if tensor is not None and tensor.device.type == "cuda":
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return _exchange(made, self._routes.pop(microbatch), not self.returns, lambda state: state)
+        return _exchange(made, self.moved, self._routes.pop(microbatch), not self.returns, lambda state: state)
 
     def clear(self) -> None:
         super().clear()
         self._routes.clear()
 
 
-def _exchange(state: State, routes: Routes, returns: bool, finish: Callable[[State], State]) -> Exchange:
-    """Start to send the rows of a state, or their gradients, along their routes. returns: the way back."""
-    *others, rows = state
-    sent, received = (routes.received, routes.sent) if returns else (routes.sent, routes.received)
-    filled, work = start_exchange(rows, sent, received, routes.groups.ep)
-    return Exchange(work, lambda: finish((*others, filled)))
+def _exchange(state: State, moved: int, routes: Routes, returns: bool, finish: Callable[[State], State]) -> Exchange:
+    """Start to send the last `moved` values of a state, or their gradients, along routes. returns: the way back."""
+    start = routes.start_combine if returns else routes.start_dispatch
+    works, fill = zip(*map(start, state[-moved:]), strict=True)
+    return Exchange(works, lambda: finish((*state[:-moved], *(make() for make in fill))))
 
 
 def elements_of_parts(block: Block) -> dict[Part, Elements]:

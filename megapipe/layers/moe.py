@@ -242,11 +242,7 @@ class MoETable:
         model, tokens, topk = self.model, shape.own_tokens, self.model.moe_router_topk
         is_softmax, balances = model.moe_router_score_function == "softmax", bool(model.balance_losses)
         chooses_first = is_softmax and not model.moe_router_pre_softmax  # scores are logits
-        weights, has_z, divides = [topk * tokens], bool(model.moe_z_loss_coeff), not is_softmax and topk > 1
-        if divides or (chooses_first and model.moe_router_topk_scaling_factor is not None):
-            weights *= 2
-        if self.gathers and shape.ep * shape.etp > 1:
-            weights.append(topk * self.gathered_tokens(shape))
+        has_z, divides = bool(model.moe_z_loss_coeff), not is_softmax and topk > 1
         matrices = 1 + (balances and chooses_first) + (has_z and not chooses_first)
         vectors = divides + (balances and not is_softmax) + has_z
         counts = [shape.batch if name == "seq_aux_loss" else 1 for name in model.balance_losses]
@@ -254,7 +250,7 @@ class MoETable:
         scores += [count * self.num_experts for count in counts]
         return (
             *(Kept("router scores", count, shape.wide) for count in scores),
-            *(Kept("router weights", count, shape.wide) for count in weights),
+            *(Kept("router weights", topk * tokens, shape.wide),) * (chooses_first or divides),
             *self._routing(shape),
         )
 
@@ -279,18 +275,6 @@ class MoETable:
         width = self.gates * shape.tokens * self.shared.gemms(shape.tp)[1].inputs * shape.element
         return inner + outer, shape.hidden_bytes(self.model.hidden_size) + width
 
-    def _weighing_bytes(self, shape: RankShape, results: int) -> int:
-        """Return what the backward of the weighted sum of results makes: results by token, copies of gradients and
-        their products with weights, which are wider at first; in parts also what the residual sum makes.
-        """
-        made = 3 * results
-        if shape.in_parts or shape.element < shape.wide:
-            made += results * shape.wide // shape.element
-        if shape.in_parts:
-            weights = self.model.moe_router_topk * shape.own_tokens * shape.wide
-            made += 2 * (shape.hidden_bytes(self.model.hidden_size) + weights)
-        return made
-
     def _routed_operations(self, shape: RankShape, norm_made: int) -> Iterator[Operation]:
         """Yield the operations from the router to the weighted sum of the results. norm_made: bytes of the norm's
         output that a backward recomputes.
@@ -299,8 +283,7 @@ class MoETable:
         tokens, hidden, rows = shape.own_tokens, shape.hidden_bytes(size), self.num_rows(shape)
         outer, inner, activated = self._expert_bytes(shape)
         rows_bytes, splits = max(self.row_bytes(shape), topk * hidden), shape.splits_backward
-        keeps_output = ACTIVATIONS[self.model.activation].keeps_output
-        redoes_activation = shape.recomputes("moe_act") and not keeps_output
+        redoes_activation, num_rows = shape.recomputes("moe_act"), rows * shape.etp
         made = max(inner, int(backward_tensors(self.model) * activated))
         after_all, waits = self._waiting_gradients(shape)[::-1] if splits else (0, 0)
         behind = after_all + (hidden if self.model.hidden_dropout > 0 or self.norms[1] is not None else 0)
@@ -310,13 +293,13 @@ class MoETable:
         received = [Kept("expert inputs", rows * size, element)] if shape.in_parts else []
         if shape.in_parts and self.shared is not None and shape.recomputes("layernorm"):
             received.append(Kept("shared expert inputs", tokens * size, element))
-        outputs_kept = [Kept("expert outputs", rows * size * (shape.etp if self.gathers else 1), element)]
+        outputs_kept = [Kept("expert outputs", rows * size, element)] if shape.in_parts else []
         if shape.in_parts and self.shared is not None:  # the sum of both results is another part than the experts
             outputs_kept.append(Kept("shared expert results", tokens * size, element))
         again, modules = activated if redoes_activation else 0, ("moe",)
         # in 8 bits a weight gradient, which comes first, or an input gradient with its operands may take more
         (weight1, input1), (weight2, input2) = self._fp8_bytes(shape)
-        freed = (0 if keeps_output else inner) + (inner if splits else 0 if redoes_activation else activated)
+        freed = inner + (inner if splits else 0 if redoes_activation else activated)
         fc1, fc2 = max(2 * outer, outer + input1 - freed), max(inner, activated + input2)
         if not splits:
             fc1, fc2 = max(fc1, weight1 - freed), max(fc2, weight2)
@@ -335,7 +318,7 @@ class MoETable:
         )
         yield Operation(
             "expert_activation",
-            () if keeps_output else (Kept("expert hidden", inner // element, element),),
+            (Kept("expert hidden", inner // element, element), Kept("row weights", num_rows, shape.wide)),
             backward=Backward(behind + inner + made + waits),
         )
         yield Operation(
@@ -346,7 +329,7 @@ class MoETable:
             flops=2.0 * (activated // element) * size,
             recompute_modules=modules,
         )
-        made = gathered + self._weighing_bytes(shape, outer if self.gathers else rows_bytes)
+        made = gathered + 2 * (outer if self.gathers else rows_bytes)
         combine = Backward(behind + made, total_bytes(outputs_kept))
         yield Operation("combine", tuple(outputs_kept), backward=combine)
 

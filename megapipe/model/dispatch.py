@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from megapipe.comm.collectives import WithAdjoint, Work, all_gather, all_to_all
 from megapipe.comm.groups import ExpertGroups, Group
+from megapipe.tensor_parallel.gemms import at_least_fp32
 
 InFlight = tuple[Work | None, Callable[[], Tensor]]  # an exchange, and what makes the result once it is complete
 
@@ -86,28 +87,20 @@ class Routes:
         order = places.view(etp * ep, per_rank, capacity).transpose(0, 1).flatten()
         return replace(routes, order=order, back=places.view(per_rank, etp * ep, capacity).transpose(0, 1).flatten())
 
-    def dispatch(self, rows: Tensor) -> Tensor:
-        """Return the rows that the ranks of ep send to this one. rows: this rank's, in the order of experts."""
-        return WithAdjoint.apply(
-            rows, partial(_completed, self.start_dispatch), partial(_completed, self.start_combine)
-        )
+    def dispatch(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Return what the ranks of ep send to this one. rows: tensors of this rank's rows, in the order of experts."""
+        ways = partial(_completed, self.start_dispatch), partial(_completed, self.start_combine)
+        return tuple(WithAdjoint.apply(each, *ways) for each in rows)
 
-    def dispatch_weights(self, weights: Tensor) -> Tensor:
-        """Return the weights of the dispatched rows. weights: [rows], in the order of experts."""
-        return self.dispatch(weights)
-
-    def by_expert(self, received: Tensor) -> Tensor:
-        """Return the dispatched rows of all ranks of etp, expert by expert. received: those of this rank."""
+    def of_all(self, received: Tensor) -> Tensor:
+        """Return the dispatched rows of all ranks of etp. received: those of this rank."""
         gather, add = self._over_etp
-        rows = WithAdjoint.apply(received, gather, add)
-        ordered: Tensor = rows if self.order is None else _Permuted.apply(rows, self.order, self.back)
-        return ordered
+        return WithAdjoint.apply(received, gather, add)  # type: ignore[no-any-return]
 
-    def by_rank(self, results: Tensor) -> Tensor:
-        """Return the results of the dispatched rows, in their order. results: partial over etp, expert by expert."""
+    def of_own(self, results: Tensor) -> Tensor:
+        """Return the results of the rows dispatched to this rank. results: of those of all ranks, partial over etp."""
         gather, add = self._over_etp
-        rows = results if self.order is None else _Permuted.apply(results, self.back, self.order)
-        return WithAdjoint.apply(rows, add, gather)
+        return WithAdjoint.apply(results, add, gather)  # type: ignore[no-any-return]
 
     @property
     def _over_etp(self) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -138,7 +131,7 @@ class GatheredRoutes:
 
     A gathered token is number (ep_rank etp + etp_rank) t + its number on its rank. expert_rows: of each expert of this
     rank. rows: [n] int64, entry i is gathered token x k + j of row i, expert by expert, in the order of tokens.
-    order: [gathered tokens x k] int64, the row of token x k + j, or n if its expert is on another rank.
+    slots: [gathered tokens, k] int64, the row of each choice, or n if its expert is on another rank.
     ends: the sums of expert_rows, on the device.
     """
 
@@ -146,7 +139,7 @@ class GatheredRoutes:
     expert_rows: tuple[int, ...]
     ends: Tensor
     rows: Tensor
-    order: Tensor
+    slots: Tensor
 
     @classmethod
     def of(cls, chosen: Tensor, num_experts: int, groups: ExpertGroups) -> GatheredRoutes:
@@ -156,38 +149,34 @@ class GatheredRoutes:
         """
         held = num_experts // groups.ep.size
         local = gather_tokens(chosen, groups).flatten() - groups.ep.rank * held
-        total = local.shape[0]
+        total, topk = local.shape[0], chosen.shape[1]
         if local.is_meta:
             own = total // groups.ep.size
             even = even_parts(own, held)
-            return cls(groups, even, ends_of(even, local), local.new_empty(own), local.new_empty(total))
+            return cls(groups, even, ends_of(even, local), local.new_empty(own), local.new_empty(total // topk, topk))
         expert = torch.where((local >= 0) & (local < held), local, held)
         counts = torch.zeros(held + 1, dtype=torch.int64, device=local.device)
         expert_rows = tuple(to_host(counts.scatter_add_(0, expert, torch.ones_like(expert)))[:held])
         rows = expert.argsort(stable=True)[: sum(expert_rows)].clone()
-        order = torch.full_like(local, rows.shape[0])
-        order[rows] = torch.arange(rows.shape[0], device=rows.device)
-        return cls(groups, expert_rows, ends_of(expert_rows, local), rows, order)
+        slots = torch.full_like(local, rows.shape[0])
+        slots[rows] = torch.arange(rows.shape[0], device=rows.device)
+        return cls(groups, expert_rows, ends_of(expert_rows, local), rows, slots.view(-1, topk))
 
-    def gather(self, tokens: Tensor) -> Tensor:
-        """Return the tokens of all ranks, [t, ...] of each."""
-        if self._is_alone:
-            return tokens
-        return WithAdjoint.apply(
-            tokens, partial(gather_tokens, groups=self.groups), partial(sum_tokens, groups=self.groups)
-        )
+    def dispatch(self, weights: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and rows of this rank's experts. weights: [t, k], tokens: [t, h], both this rank's."""
+        gather, add = (partial(function, groups=self.groups) for function in (gather_tokens, sum_tokens))
+        if not self._is_alone:
+            weights, tokens = (WithAdjoint.apply(each, gather, add) for each in (weights, tokens))
+        own = _Select.apply(weights.view(-1, 1), self.rows, self.slots.view(-1, 1))
+        return own.view(-1), _Select.apply(tokens, self.rows, self.slots)
 
-    def dispatch(self, tokens: Tensor, topk: int) -> Tensor:
-        """Return the rows of this rank's experts. tokens: gathered, [tokens, h]."""
-        return _Select.apply(tokens, self.rows, self.order, topk)
+    def combine(self, results: Tensor) -> Tensor:
+        """Return the sums [t, h] of the results of this rank's tokens.
 
-    def combine(self, results: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sums [t, h] of the results of this rank's tokens.
-
-        results: of the rows of this rank's experts, partial over etp. weights: gathered, [tokens, k]. A rank adds the
-        results of its own experts in the order of the choice; the ranks' sums are added in their order.
+        results: of the rows of this rank's experts, partial over etp. A rank adds the results of its own experts in the
+        order of the choice; the ranks' sums are added in their order.
         """
-        sums = _WeightedSum.apply(results, weights, self.rows, self.order)
+        sums: Tensor = _Sums.apply(results, self.rows, self.slots)
         if self._is_alone:
             return sums
         return WithAdjoint.apply(
@@ -249,52 +238,45 @@ def sum_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
 
 
 class _Select(Function):
-    """Row i is token rows[i] // k. Backward: the sum over a token's rows, in the order of the choice."""
+    """Row i is token rows[i] // k. Backward: the sum over a token's rows, in the order of the choice.
 
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, rows: Tensor, order: Tensor, topk: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.topk = topk
-        return tokens[rows // topk]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (order,) = ctx.saved_tensors
-        return _sum_of_rows(grad, order.view(-1, ctx.topk), None), None, None, None
-
-
-class _WeightedSum(Function):
-    """The sum of each token's results that are here, times their weights, in the results' dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, results: Tensor, weights: Tensor, rows: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(results, weights, rows)
-        return _sum_of_rows(results, order.view(weights.shape), weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        results, weights, rows = ctx.saved_tensors
-        copies = grad[rows // weights.shape[1]]
-        of_weights = torch.zeros_like(weights)
-        of_weights.view(-1)[rows] = (results * copies.to(weights.dtype)).sum(-1)
-        return (copies * weights.flatten()[rows][:, None]).to(results.dtype), of_weights, None, None
-
-
-def _sum_of_rows(rows: Tensor, order: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sums [tokens, h] of the rows order[:, 0], order[:, 1], ..., times their weights, in this order.
-
-    A number behind the last row stands for zeros. The sum is in the weights' dtype and the result in that of the rows.
+    slots: [tokens, k], the row of each choice, or a number behind the last one.
     """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        return tokens[rows // slots.shape[1]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (slots,) = ctx.saved_tensors
+        return _sum_of_rows(grad, slots), None, None
+
+
+class _Sums(Function):
+    """The adjoint of `_Select`."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.topk = slots.shape[1]
+        return _sum_of_rows(results, slots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return grad[rows // ctx.topk], None, None
+
+
+def _sum_of_rows(rows: Tensor, slots: Tensor) -> Tensor:
+    """Return the sums [tokens, h] of the rows slots[:, 0], slots[:, 1], ..., in this order."""
     padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    total = rows.new_zeros(order.shape[0], rows.shape[1], dtype=rows.dtype if weights is None else weights.dtype)
-    for place in range(order.shape[1]):
-        part = padded[order[:, place]]
-        if weights is None:
-            total += part
-        else:
-            total.addcmul_(part.to(total.dtype), weights[:, place, None])
+    total = rows.new_zeros(slots.shape[0], rows.shape[1], dtype=at_least_fp32(rows.dtype))
+    for place in range(slots.shape[1]):
+        total += padded[slots[:, place]]
     return total.to(rows.dtype)
 
 
@@ -373,7 +355,7 @@ class KeptRouting:
 
 def _tensors_of(routes: Routes | GatheredRoutes) -> tuple[str, str]:
     """Return the names of the tensors that have an entry for each row."""
-    return ("rows", "order") if isinstance(routes, GatheredRoutes) else ("order", "back")
+    return ("rows", "slots") if isinstance(routes, GatheredRoutes) else ("order", "back")
 
 
 def start_exchange(
@@ -403,18 +385,3 @@ def sum_rows(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     for part in parts[1:]:
         total += part
     return total
-
-
-class _Permuted(Function):
-    """rows[order] for a permutation; the backward is that by its inverse: no sum, in any order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (back,) = ctx.saved_tensors
-        return grad.index_select(0, back), None, None

@@ -34,6 +34,8 @@ from megapipe.model.segments import (
 
 Activation = Callable[[Tensor], Tensor]
 Pointwise = Callable[..., Tensor]
+Formulas = tuple[Pointwise, Pointwise]  # x -> y, and (gradient of y, x) -> gradient of x
+Compile = Callable[[Pointwise], Pointwise]
 
 
 class MLP(nn.Module):
@@ -69,7 +71,7 @@ class MLP(nn.Module):
 
 def activation_element(
     model: LayerConfig,
-    compiler: Callable[[Pointwise], Pointwise] | None = None,
+    compiler: Compile | None = None,
     at: slice = ALL,
     name: str = "activation",
     has_rows: bool = False,
@@ -81,23 +83,47 @@ def activation_element(
     return Segment(name, function, at=at, has_rows=has_rows)
 
 
-def activation(model: LayerConfig, compiler: Callable[[Pointwise], Pointwise] | None = None) -> Activation:
+def activation(model: LayerConfig, compiler: Compile | None = None) -> Activation:
     """Return the activation of a layer. compiler: compiles it and its gradient into one kernel each."""
-    name = model.activation
-    if KINDS[name].function is not None:
-        return registered_activation(KINDS[name], name)
-    clamp, offset = model.activation_func_clamp_value, model.glu_linear_offset
-    if clamp is not None or offset != 0:
-        return BentGate(name, clamp, offset)
-    if compiler is None or name not in GRADIENTS:
-        return ACTIVATIONS[name]
-    return _compiled_activation(name, compiler)
+    kind = KINDS[model.activation]
+    if kind.function is not None:
+        return registered_activation(kind, model.activation)
+    return F.relu if kind.keeps_output else _differentiable(*formulas(model, compiler))
+
+
+def formulas(model: LayerConfig, compiler: Compile | None = None) -> Formulas:
+    """Return the activation of a layer as a plain function of x, and its gradient as one of (grad, x)."""
+    return _formulas(model.activation, model.activation_func_clamp_value, model.glu_linear_offset, compiler)
+
+
+# cached, since segments share a graph if their functions are equal
 
 
 @cache
-def _compiled_activation(name: str, compiler: Callable[[Pointwise], Pointwise]) -> Activation:
-    forward, backward = map(compiler, GRADIENTS[name])
+def _differentiable(forward: Pointwise, backward: Pointwise) -> Activation:
     return lambda x: _WithGradient.apply(x, forward, backward)
+
+
+@cache
+def _formulas(name: str, clamp: float | None, offset: float, compiler: Compile | None) -> Formulas:
+    if KINDS[name].function is not None:
+        function = registered_activation(KINDS[name], name)
+        return function, partial(_gradient_of, function)
+    if clamp is not None or offset != 0:
+        bent = BentGate(name, clamp, offset)
+        return bent.forward, bent.backward
+    if compiler is None or name not in COMPILED:
+        return FORMULAS[name]
+    forward, backward = map(compiler, COMPILED[name])
+    return forward, backward
+
+
+def _gradient_of(function: Activation, grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of x, by autograd."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        output = function(x)
+    return torch.autograd.grad(output, x, grad)[0]
 
 
 def _multiply_into(out: Tensor, x: Tensor, y: Tensor) -> None:
@@ -108,25 +134,20 @@ def _multiply_into(out: Tensor, x: Tensor, y: Tensor) -> None:
         torch.mul(x, y, out=out)
 
 
-class _Gated(torch.autograd.Function):
-    """act(gate) * up, with the gradients of gate and up written side by side into one tensor."""
+def _gate(act: Pointwise, gate_up: Tensor) -> Tensor:
+    """Return act(gate) * up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return act(gate).mul_(up)
 
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, act: Activation, act_backward: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.act, ctx.act_backward = act, act_backward
-        gate, up = gate_up.chunk(2, dim=-1)
-        return act(gate).mul_(up)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        grads = torch.empty_like(gate_up)
-        grad_gate, grad_up = grads.chunk(2, dim=-1)
-        _multiply_into(grad_up, ctx.act(gate), grad)
-        grad_gate.copy_(ctx.act_backward(grad * up, gate))
-        return grads, None, None
+def _gate_gradient(act: Pointwise, act_backward: Pointwise, grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Return the gradients of gate and up, written side by side into one tensor."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    grads = torch.empty_like(gate_up)
+    grad_gate, grad_up = grads.chunk(2, dim=-1)
+    _multiply_into(grad_up, act(gate), grad)
+    grad_gate.copy_(act_backward(grad * up, gate))
+    return grads
 
 
 class _WithGradient(torch.autograd.Function):
@@ -150,7 +171,7 @@ QUICK_GELU = 1.702  # x sigmoid(1.702 x) is close to GELU (Hendrycks and Gimpel 
 
 
 # name -> the activation of the gate, and (grad, gate) -> its gradient
-GATES: dict[str, tuple[Pointwise, Pointwise]] = {
+GATES: dict[str, Formulas] = {
     "swiglu": (F.silu, torch.ops.aten.silu_backward),
     "geglu_tanh": (_gelu_tanh, _gelu_tanh_backward),
     "quick_geglu": (
@@ -167,9 +188,6 @@ class BentGate:
     name: str  # in GATES
     limit: float | None
     offset: float
-
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        return _WithGradient.apply(gate_up, self.forward, self.backward)  # type: ignore[no-any-return]
 
     def forward(self, gate_up: Tensor) -> Tensor:
         gate, up = self._bent(gate_up)
@@ -197,17 +215,18 @@ class BentGate:
         return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit).add_(self.offset)
 
 
-ACTIVATIONS: dict[str, Activation] = {
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": F.relu,
-    "squared_relu": lambda x: _WithGradient.apply(x, *GRADIENTS["squared_relu"]),
+FORMULAS: dict[str, Formulas] = {
+    "gelu": (F.gelu, torch.ops.aten.gelu_backward),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_backward),
+    "relu": (F.relu, partial(torch.ops.aten.threshold_backward, threshold=0)),
+    # So et al. 2021, arXiv:2109.08668
+    "squared_relu": (lambda x: F.relu(x).square_(), lambda grad, x: F.relu(x).mul_(2).mul_(grad)),
     # gated linear units: Shazeer 2020, arXiv:2002.05202
-    **{name: partial(lambda pair, x: _Gated.apply(x, *pair), pair) for name, pair in GATES.items()},
+    **{name: (partial(_gate, act), partial(_gate_gradient, act, back)) for name, (act, back) in GATES.items()},
 }
 
 
-def _gated(act: Activation, act_backward: Pointwise) -> tuple[Pointwise, Pointwise]:
+def _gated(act: Pointwise, act_backward: Pointwise) -> Formulas:
     """Return act(gate) * up and its gradient as plain formulas, for compilation."""
 
     def forward(gate_up: Tensor) -> Tensor:
@@ -221,11 +240,5 @@ def _gated(act: Activation, act_backward: Pointwise) -> tuple[Pointwise, Pointwi
     return forward, backward
 
 
-# (function, gradient) of the activations that gain by compilation; ReLU is one kernel anyway
-GRADIENTS: dict[str, tuple[Pointwise, Pointwise]] = {
-    "gelu": (F.gelu, torch.ops.aten.gelu_backward),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_backward),
-    # So et al. 2021, arXiv:2109.08668
-    "squared_relu": (lambda x: F.relu(x).square_(), lambda grad, x: F.relu(x).mul_(2).mul_(grad)),
-    **{name: _gated(*pair) for name, pair in GATES.items()},
-}
+# those that gain by compilation; ReLU is one kernel anyway
+COMPILED = {name: _gated(*GATES[name]) if name in GATES else pair for name, pair in FORMULAS.items() if name != "relu"}

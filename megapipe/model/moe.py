@@ -3,8 +3,8 @@
     router    [t, h] -> weights and numbers of the k experts of each token, both [t, k]
     dispatch  k copies of each token, in the order of experts, to the ranks of their experts (model/dispatch.py);
               with --moe-token-dispatcher-type allgather all tokens to all ranks
-    experts   act(x W1^T) W2 for the rows of each expert
-    combine   sum over j < k of weight[j] x result[j]; the order of its terms does not depend on the grid's ranks
+    experts   (weight x act(x W1^T)) W2 for the rows of each expert, whose weights travel with them
+    combine   sum over j < k of result[j]; the order of its terms does not depend on the grid's ranks
 
 t = s b / tp tokens: with tp every rank routes its slice of the sequence, with cp of its part of it. Padding of a
 microbatch goes to no expert and counts in no load, loss or capacity; to it the experts add 0.
@@ -32,10 +32,10 @@ from megapipe.layers.moe import expert_capacity, rows_of_capacity
 from megapipe.model.context import LayerContext, Unit
 from megapipe.model.dispatch import GatheredRoutes, KeptRouting, Routes, Routing, rows_by_expert
 from megapipe.model.layer_factory import LayerFactory
-from megapipe.model.mlp import MLP, activation_element
+from megapipe.model.mlp import MLP
+from megapipe.model.mlp import formulas as activation_formulas
 from megapipe.model.segments import (
     FIRST,
-    LAST,
     NOTHING,
     Again,
     Element,
@@ -51,7 +51,8 @@ from megapipe.model.segments import (
 from megapipe.tensor_parallel.gemms import Gemms, RowGroups, at_least_fp32
 from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, QueuedGradient, WeightQueue, add_to_grad
 
-ROWS = slice(-2, None)  # of a branch: the routes and the rows
+# of a branch: routing and rows; weights and rows; all three
+ROWS, WEIGHTED, SENT = slice(-2, None), slice(-2, None), slice(-3, None)
 OUTSIDE = LayerContext(None, None, False, None)  # of a router that is called on its own, not in training
 
 
@@ -74,12 +75,14 @@ class MoE(nn.Module):
         self.router = Router(model, tp, factory.experts.dp, factory.experts.cp)
         self.experts = ExpertWeights(layer, factory)
         self.groups = factory.experts
+        self.gathers = model.moe_token_dispatcher_type == "allgather"
         self.places = Elements([Segment("places", Places(model), self._tokens)])
         self.by_expert = Elements([Segment("rows_by_expert", rows_by_expert, has_rows=True)])
+        self.permuted = Elements([Segment("permuted", permuted, has_rows=True)])
         # by whether no row is dropped
         self.copies, self.sums = (
             {is_whole: Elements([Segment(name, kind(is_whole), has_rows=True)]) for is_whole in (False, True)}
-            for name, kind in (("copies", Copies), ("sums", WeightedSums))
+            for name, kind in (("copies", Copies), ("sums", Sums))
         )
         self.shared_experts: SharedExperts | None = None
         if model.moe_shared_expert_intermediate_size is not None:
@@ -106,24 +109,17 @@ class MoE(nn.Module):
         def seen(x: Tensor | Remade) -> Tensor | Remade | torch.Size:
             return x if shared is not None else tensor_of(x).shape
 
-        if self.router.model.moe_token_dispatcher_type == "allgather":
-            topk = self.router.model.moe_router_topk
-            yield Operator("router", lambda context, x: (seen(x), *self._gathered(x, context)))
-            yield Operator(
-                "dispatch", lambda context, routes, rows: (routes, routes.dispatch(routes.gather(rows), topk)), ROWS
-            )
+        yield Operator("router", lambda context, x: (seen(x), *self.route(x, context)))
+        yield Operator("dispatch", _dispatched, SENT)
+        if self.gathers:
             yield from self.experts.elements
-            yield Operator(
-                "combine", lambda context, x, weights, routes, rows: (x, routes.combine(rows, routes.gather(weights)))
-            )
+            yield Operator("combine", lambda context, routing, rows: routing.routes.combine(rows), ROWS)
         else:
-            yield Operator("router", lambda context, x: (seen(x), *self.route(x, context)))
-            yield Operator("dispatch", lambda context, routes, rows: (routes, routes.dispatch(rows)), ROWS)
-            yield Operator("rows", lambda context, routes, rows: (routes, routes.by_expert(rows)), ROWS)
+            yield Operator("rows", self._by_expert, SENT)
             yield from self.experts.elements
-            yield Operator("results", lambda context, routes, rows: (routes, routes.by_rank(rows)), ROWS)
-            yield Operator("combine", lambda context, routes, rows: (routes, routes.combine(rows)), ROWS)
-            yield Operator("sums", self._sums)
+            yield Operator("results", self._by_rank, ROWS)
+            yield Operator("combine", lambda context, routing, rows: (routing, routing.routes.combine(rows)), ROWS)
+            yield Operator("sums", self._sums, ROWS)
         if shared is None:
             # autograd forbids in-place operations, as the residual sum is one, on a view that a recomputed range makes
             view = torch.ops.aten._unsafe_view
@@ -132,23 +128,17 @@ class MoE(nn.Module):
             yield Operator("shared_experts", lambda context, x: shared(x, context), FIRST)
             yield Segment("output", _sum_of_experts)
 
-    def route(self, x: Tensor | Remade, context: LayerContext) -> tuple[Tensor, Tensor, Tensor, Routes, Tensor]:
-        """Return weights [t, k], the order of the rows and their slots (as in `Routing`), their routes, and the rows to
-        dispatch [n, h]. x: [s, b, h].
+    def route(self, x: Tensor | Remade, context: LayerContext) -> tuple[Routing, Tensor, Tensor]:
+        """Return the routing, and the weights [n] and rows [n, h] to dispatch. x: [s, b, h].
 
         Without capacities and padding n = k t. Exchanges the numbers of rows, and waits for them, unless all experts
-        get as many.
+        get as many. Where tokens are gathered they are not copied yet: weights [t, k] and tokens [t, h].
         """
-        weights, (_, order, slots, routes) = self._decide(x, context)
-        assert isinstance(routes, Routes) and order is not None and slots is not None
-        (rows,) = run_branch(self.copies[self._is_whole(order, slots)], (order, slots, tensor_of(x)), context)
-        return weights, order, slots, routes, rows
-
-    def _gathered(self, x: Tensor | Remade, context: LayerContext) -> tuple[Tensor, GatheredRoutes, Tensor]:
-        """Return weights [t, k], the routes, and the tokens [t, h], which all go to every rank."""
-        weights, (_, _, _, routes) = self._decide(x, context)
-        assert isinstance(routes, GatheredRoutes)
-        return weights, routes, tensor_of(x).flatten(0, -2)
+        weights, routing = self._decide(x, context)
+        if self.gathers:
+            return routing, weights, tensor_of(x).flatten(0, -2)
+        values = routing.order, routing.slots, weights, tensor_of(x)
+        return routing, *run_branch(self.copies[self._is_whole(routing)], values, context)
 
     def _decide(self, value: Tensor | Remade, context: LayerContext) -> tuple[Tensor, Routing]:
         """Return the weights [t, k] and the routing, in a recompute that of the forward."""
@@ -158,7 +148,7 @@ class MoE(nn.Module):
             assert kept.routing is not None
             return weights, kept.routing
         padding = router.padding(context, len(chosen))
-        if router.model.moe_token_dispatcher_type == "allgather":
+        if self.gathers:
             # padding chooses an expert behind the last one, which no rank has
             experts = chosen if padding is None else chosen.masked_fill(padding.reshape(-1, 1), router.num_experts)
             rows = experts.flatten()
@@ -180,23 +170,36 @@ class MoE(nn.Module):
         padding = self.router.padding(context, len(chosen))
         return padding, self.router.capacity(chosen.shape[0], padding)
 
-    def _sums(
-        self,
-        context: LayerContext,
-        x: Any,
-        weights: Tensor,
-        order: Tensor,
-        slots: Tensor,
-        routes: Routes,
-        results: Tensor,
-    ) -> tuple[Any, Tensor]:
-        """Return x and the weighted sums of each token's results [t, h]. results: [n, h], ordered as by `route`."""
-        values = results, weights, order, slots
-        return x, *run_branch(self.sums[self._is_whole(order, slots)], values, context)
+    def _by_expert(
+        self, context: LayerContext, routing: Routing, weights: Tensor, rows: Tensor
+    ) -> tuple[Routing, Tensor, Tensor]:
+        """Return the routing, and the dispatched weights and rows of all ranks of etp, expert by expert."""
+        routes = routing.routes
+        assert isinstance(routes, Routes)
+        weights, rows = routes.of_all(weights), routes.of_all(rows)
+        if routes.order is not None:
+            weights, rows = run_branch(self.permuted, (routes.order, routes.back, weights, rows), context)
+        return routing, weights, rows
 
-    def _is_whole(self, order: Tensor, slots: Tensor) -> bool:
+    def _by_rank(self, context: LayerContext, routing: Routing, results: Tensor) -> tuple[Routing, Tensor]:
+        """Return the routing and the results of the dispatched rows. results: in the order of `_by_expert`."""
+        routes = routing.routes
+        assert isinstance(routes, Routes)
+        if routes.order is not None:
+            (results,) = run_branch(self.permuted, (routes.back, routes.order, results), context)
+        return routing, routes.of_own(results)
+
+    def _sums(self, context: LayerContext, routing: Routing, results: Tensor) -> Tensor:
+        """Return the sums of each token's results [t, h]. results: [n, h], ordered as by `route`."""
+        values = results, routing.order, routing.slots
+        (sums,) = run_branch(self.sums[self._is_whole(routing)], values, context)
+        return sums  # type: ignore[no-any-return]
+
+    def _is_whole(self, routing: Routing) -> bool:
         """Return True if no row is dropped."""
-        return self.router.model.moe_expert_capacity_factor is None and order.shape[0] == slots.numel()
+        assert routing.order is not None and routing.slots is not None
+        is_limited = self.router.model.moe_expert_capacity_factor is not None
+        return not is_limited and routing.order.shape[0] == routing.slots.numel()
 
     def _routes(
         self, order: Tensor, slots: Tensor, load: Tensor, context: LayerContext
@@ -400,7 +403,7 @@ class Router(nn.Module):
             if name == "seq_aux_loss":
                 yield name, self._balance_loss(sums, counts, length, coefficient / sums.shape[0])
                 continue
-            whole, total = counts.sum(0, keepdim=True), tokens
+            whole, total = counts.sum(0, keepdim=True) if len(counts) > 1 else counts, tokens
             if name == "global_aux_loss":
                 whole, total = self._global_counts(whole, microbatch)
                 coefficient *= self.dp.size  # gradients are averaged over dp, but this is the sum of its ranks' parts
@@ -566,15 +569,18 @@ class ExpertWeights(nn.Module):
         kernels = factory.kernels
         self.is_grouped = kernels.groups_experts
         pointwise = kernels.pointwise if kernels.compiles else None
-        activation = Elements([activation_element(config, pointwise, LAST, "expert_activation", has_rows=True)])
-        kind = KINDS[config.activation]
-        # relu saves only its output, which the second product saves too: recomputing it would free nothing
-        recompute_activation = "moe_act" in factory.recompute and not kind.keeps_output
+        kind, has_bias = KINDS[config.activation], config.add_bias_linear
+        formulas = activation_formulas(config, pointwise)
+        # an extension's function cannot be traced
+        element: Element = Segment("expert_activation", WeightedActivation(*formulas), at=WEIGHTED, has_rows=True)
+        if kind.function is not None:
+            function = WeightedActivation(*formulas)
+            element = Operator("expert_activation", lambda context, *values: function(*values), WEIGHTED)
         self.elements = Elements(
             [
-                Operator("expert_fc1", lambda context, routes, rows: (routes, self._product(rows, routes, 1)), ROWS),
-                *again_if(recompute_activation, activation, LAST),
-                Operator("expert_fc2", lambda context, routes, rows: (routes, self._product(rows, routes, 2)), ROWS),
+                Operator("expert_fc1", self._first, SENT),
+                *again_if("moe_act" in factory.recompute, Elements([element]), WEIGHTED),
+                Operator("expert_fc2", self._second, SENT if has_bias else ROWS),
             ]
         )
         gates = 2 if kind.is_gated else 1
@@ -589,16 +595,30 @@ class ExpertWeights(nn.Module):
             self.bias1 = nn.Parameter(torch.empty(gates * rows, device="meta"))
             self.bias2 = nn.Parameter(torch.empty(held * channels, device="meta"))
 
-    def _product(self, rows: Tensor | Remade, routes: Routes | GatheredRoutes, number: int) -> Tensor:
-        """Return the product of linear 1 or 2."""
-        weight, bias = (self.weight1, self.bias1) if number == 1 else (self.weight2, self.bias2)
+    def _first(self, context: LayerContext, routing: Routing, weights: Tensor, rows: Tensor) -> tuple[Any, ...]:
+        """Return the routing, the weights, for a bias of the second linear twice, and the product of the first one."""
+        product = self._product(rows, routing, 1)
+        return (routing, weights, product) if self.bias2 is None else (routing, weights, weights, product)
+
+    def _second(self, context: LayerContext, routing: Routing, *values: Any) -> tuple[Routing, Tensor]:
+        """Return the routing and the product of the second linear. values: perhaps the weights, and its input."""
+        *weights, rows = values
+        product = self._product(rows, routing, 2)
+        if self.bias2 is not None:
+            counts = routing.routes.expert_rows
+            product = _WeightedBias.apply(product, self.bias2, *weights, counts, self)
+        return routing, product
+
+    def _product(self, rows: Tensor | Remade, routing: Routing, number: int) -> Tensor:
+        """Return the product of linear 1, with its bias, or 2, without."""
+        weight, bias = (self.weight1, self.bias1) if number == 1 else (self.weight2, None)
+        routes, again = routing.routes, input_recompute(rows)
         groups = RowGroups(routes.expert_rows, number == 2, routes.ends if self.is_grouped else None)
-        again = input_recompute(rows)
         return _Product.apply(tensor_of(rows), weight, bias, groups, self, number, again)  # type: ignore[no-any-return]
 
 
 class _Product(Function):
-    """x_e W_e^T + b_e of linear 1, or x_e W_e + b_e of linear 2, for the rows of each expert."""
+    """x_e W_e^T + b_e of linear 1, or x_e W_e of linear 2, for the rows of each expert."""
 
     @staticmethod
     def forward(
@@ -618,8 +638,7 @@ class _Product(Function):
         ctx.arguments = weight, bias, groups, owner, number, None if recompute is None else recompute.function
         output = owner.gemms[f"weight{number}"].forward_groups(x, weight, groups)
         if bias is not None:
-            columns = output if number == 1 else output[:, owner.channels]
-            for rows, values in zip(columns.split(groups.counts), bias.view(len(groups.counts), -1), strict=True):
+            for rows, values in zip(output.split(groups.counts), bias.view(len(groups.counts), -1), strict=True):
                 rows += values
         return output
 
@@ -633,8 +652,7 @@ class _Product(Function):
             product = owner.gemms[name], groups, not owner.queue.is_deferring
             owner.queue.submit(_WeightGradients(grad, saved, function, *product, owner.slots[name], weight))
         if bias is not None and ctx.needs_input_grad[2]:
-            columns = grad if number == 1 else grad[:, owner.channels]
-            owner.queue.submit(_BiasGradients(columns, groups.counts, owner.slots[f"bias{number}"], bias))
+            owner.queue.submit(_BiasGradients(grad, None, groups.counts, owner.slots["bias1"], bias))
         return owner.gemms[name].input_gradient_groups(grad, values, groups), None, None, None, None, None, None
 
 
@@ -666,11 +684,40 @@ class _WeightGradients(QueuedGradient):
             self.slot.ready()
 
 
+class _WeightedBias(Function):
+    """rows + w b_e of this rank's channels, in place, w the weight of each row: that of the results, which came before
+    the second linear, would leave the bias as it is.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, bias: Tensor, weights: Tensor, counts: tuple[int, ...], owner: ExpertWeights
+    ) -> Tensor:
+        ctx.mark_dirty(rows)
+        ctx.save_for_backward(weights, bias)
+        ctx.arguments = bias, counts, owner
+        channels, biases = rows[:, owner.channels].split(counts), bias.view(len(counts), -1)
+        for own, values, scale in zip(channels, biases, weights.split(counts), strict=True):
+            own += scale[:, None] * values
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weights, values), (bias, counts, owner) = ctx.saved_tensors, ctx.arguments
+        channels, biases = grad[:, owner.channels], values.view(len(counts), -1).to(weights.dtype)
+        if ctx.needs_input_grad[1]:
+            owner.queue.submit(_BiasGradients(channels, weights, counts, owner.slots["bias2"], bias))
+        pairs = zip(channels.split(counts), biases, strict=True)
+        return grad, None, torch.cat([own.to(weights.dtype) @ each for own, each in pairs]), None, None
+
+
 @dataclass(eq=False)
 class _BiasGradients(QueuedGradient):
-    """The sum of every expert's rows, waiting for W."""
+    """The sum of every expert's rows, perhaps times their weights, waiting for W."""
 
     rows: Tensor
+    weights: Tensor | None
     counts: tuple[int, ...]
     slot: GradientSlot | None
     bias: Tensor
@@ -678,12 +725,18 @@ class _BiasGradients(QueuedGradient):
     @torch.no_grad()
     def accumulate(self) -> None:
         dtype = self.bias.dtype if self.slot is None else self.slot.main_grad.dtype
-        sums = torch.cat([rows.sum(0, dtype=dtype) for rows in self.rows.split(self.counts)])
+        rows = self.rows if self.weights is None else self.rows * self.weights[:, None]
+        sums = torch.cat([each.sum(0, dtype=dtype) for each in rows.split(self.counts)])
         if self.slot is None:
             add_to_grad(self.bias, sums)
         else:
             self.slot.add(sums)
             self.slot.ready()
+
+
+def _dispatched(context: LayerContext, routing: Routing, weights: Tensor, rows: Tensor) -> tuple[Any, ...]:
+    """Return the routing, and the weights and rows that the ranks of ep send to this one."""
+    return routing, *routing.routes.dispatch(weights, rows)
 
 
 def _sum_of_experts(shared: Tensor, output: Tensor) -> Tensor:
@@ -723,26 +776,69 @@ class _Linear(Function):
 
 
 @dataclass(frozen=True)
-class Copies:
-    """(order [n], slots [t, k], tokens [s, b, h]) -> the rows to send [n, h]. is_whole: no row is dropped or padded."""
+class WeightedActivation:
+    """(weights [n], x [n, F or 2 F]) -> the activation of x times the weight of each row. function, gradient: its
+    `formulas`.
+    """
 
-    is_whole: bool
+    function: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor], Tensor]
 
-    def __call__(self, order: Tensor, slots: Tensor, x: Tensor) -> Tensor:
-        return _Copies.apply(x.flatten(0, -2), order, slots, self.is_whole)  # type: ignore[no-any-return]
+    def __call__(self, weights: Tensor, x: Tensor) -> Tensor:
+        return _WeightedActivation.apply(x, weights, self.function, self.gradient)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
-class WeightedSums:
-    """(results [n, h], weights [t, k], order [n], slots [t, k]) -> the weighted sums of each token's results [t, h]."""
+class Copies:
+    """(order [n], slots [t, k], weights [t, k], tokens [s, b, h]) -> the weights [n] and rows [n, h] to send, zeros for
+    padding. is_whole: no row is dropped or padded.
+    """
 
     is_whole: bool
 
-    def __call__(self, results: Tensor, weights: Tensor, order: Tensor, slots: Tensor) -> Tensor:
-        return _WeightedSums.apply(results, weights, order, slots, self.is_whole)  # type: ignore[no-any-return]
+    def __call__(self, order: Tensor, slots: Tensor, weights: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        own = _Copies.apply(weights.flatten(), order, slots.view(-1, 1), self.is_whole)
+        return own, _Copies.apply(x.flatten(0, -2), order, slots, self.is_whole)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """(results [n, h], order [n], slots [t, k]) -> the sums of each token's results [t, h], a dropped row's being 0."""
+
+    is_whole: bool
+
+    def __call__(self, results: Tensor, order: Tensor, slots: Tensor) -> Tensor:
+        return _Sums.apply(results, order, slots, self.is_whole)  # type: ignore[no-any-return]
+
+
+def permuted(order: Tensor, back: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Return each rows[order]. order: a permutation; back: its inverse."""
+    return tuple(_Permuted.apply(each, order, back) for each in rows)
 
 
 # The functions below are traced with their backwards: they have no `once_differentiable`, which graphs cannot contain.
+
+
+class _WeightedActivation(Function):
+    """function(x) times a weight for each row, in the dtype of x; saves x and the weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        function: Callable[[Tensor], Tensor],
+        gradient: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.formulas = function, gradient
+        return function(x).mul_(weights[:, None])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x, weights), (function, gradient) = ctx.saved_tensors, ctx.formulas
+        of_weights = (function(x).to(weights.dtype) * grad).sum(-1)
+        return gradient(grad.clone().mul_(weights[:, None]), x), of_weights, None, None
 
 
 class _Copies(Function):
@@ -760,22 +856,33 @@ class _Copies(Function):
         return _taken(grad, slots, ctx.is_whole).sum(1), None, None, None
 
 
-class _WeightedSums(Function):
-    """The sum of each token's k results times their weights, in the results' dtype; a dropped row's result is 0."""
+class _Sums(Function):
+    """The adjoint of `_Copies`."""
 
     @staticmethod
-    def forward(ctx: Any, results: Tensor, weights: Tensor, order: Tensor, slots: Tensor, is_whole: bool) -> Tensor:
-        ctx.save_for_backward(results, weights, order, slots)
-        ctx.is_whole = is_whole
-        return (_taken(results, slots, is_whole) * weights[..., None]).sum(1).to(results.dtype)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, slots: Tensor, is_whole: bool) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.topk, ctx.is_whole = slots.shape[1], is_whole
+        return _taken(rows, slots, is_whole).sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (results, weights, order, slots), is_whole = ctx.saved_tensors, ctx.is_whole
-        of_weights = (_taken(results, slots, is_whole) * grad[:, None].to(weights.dtype)).sum(-1)
-        scale = _taken(weights.flatten(), order, is_whole)[:, None]
-        of_results = (_taken(grad, order // weights.shape[1], is_whole) * scale).to(results.dtype)
-        return of_results, of_weights, None, None, None
+        (order,) = ctx.saved_tensors
+        return _taken(grad, order // ctx.topk, ctx.is_whole), None, None, None
+
+
+class _Permuted(Function):
+    """rows[order]; the backward is that by the inverse: no sum, in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (back,) = ctx.saved_tensors
+        return grad.index_select(0, back), None, None
 
 
 class _SumInBackward(Function):

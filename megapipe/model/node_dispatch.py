@@ -130,50 +130,42 @@ class NodeRoutes(Routes):
         )
 
     def start_dispatch(self, rows: Tensor) -> InFlight:
-        """Start to send a row of each pair; makes the rows to pass on. rows: equal for the copies of a token."""
-        assert self.first is not None and self.expand is not None
-        nodes, expand = self.groups.nodes, self.expand
-        filled, work = start_exchange(rows.index_select(0, self.first), self.pairs_sent, self.pairs_received, nodes)
-        return work, lambda: filled.index_select(0, expand)
+        """Start to send a row of each pair, and make those to pass on; weights [n] one by one. rows: [n, h], equal for
+        the copies of a token.
+        """
+        assert self.first is not None and self.expand is not None and self.arrange is not None
+        nodes, of_passed = self.groups.nodes, self.arrange
+        if rows.ndim == 1:
+            filled, work = start_exchange(rows, self.sent, self.received, nodes)
+        else:
+            rows, of_passed = rows.index_select(0, self.first), self.expand
+            filled, work = start_exchange(rows, self.pairs_sent, self.pairs_received, nodes)
+        return work, lambda: filled.index_select(0, of_passed)
 
     def start_combine(self, rows: Tensor) -> InFlight:
-        """Start to send the rows that were passed on back; makes those of this rank. Of sums in the node, the first row
-        of a pair is the sum of all, the others are 0.
+        """Start to send back the rows that were passed on. Of sums in the node, the first row of a pair is the sum of
+        all, the others are 0.
         """
-        nodes = self.groups.nodes
-        if self.sums is None:
-            assert self.restore is not None
+        assert self.first is not None and self.restore is not None
+        nodes, first, num_rows = self.groups.nodes, self.first, sum(self.sent)
+        if self.sums is None or rows.ndim == 1:
             filled, work = start_exchange(rows.index_select(0, self.restore), self.received, self.sent, nodes)
             return work, lambda: filled
-        assert self.first is not None
-        first, num_rows = self.first, sum(self.sent)
         filled, work = start_exchange(sums_of_rows(rows, self.sums), self.pairs_received, self.pairs_sent, nodes)
         return work, lambda: filled.new_zeros(num_rows, *filled.shape[1:]).index_copy_(0, first, filled)
 
-    def dispatch_weights(self, weights: Tensor) -> Tensor:
-        """Return the weights of the rows to pass on. weights: [rows of this rank]."""
-        return WithAdjoint.apply(weights, self._each_there, self._each_back)
+    def of_all(self, received: Tensor) -> Tensor:
+        """Return the rows of this rank's experts, of all ranks of etp. received: those to pass on."""
+        return super().of_all(WithAdjoint.apply(received, self._to_owners, self._from_owners))
 
-    def by_expert(self, received: Tensor) -> Tensor:
-        """Return the rows of this rank's experts. received: those to pass on."""
-        return super().by_expert(WithAdjoint.apply(received, self._to_owner, self._from_owner))
+    def of_own(self, results: Tensor) -> Tensor:
+        """Return the results of the rows that were passed on. results: as of `Routes.of_own`."""
+        return WithAdjoint.apply(super().of_own(results), self._from_owners, self._to_owners)  # type: ignore[no-any-return]
 
-    def by_rank(self, results: Tensor) -> Tensor:
-        """Return the results of the rows that were passed on, in their order. results: as `Routes.by_rank`."""
-        return WithAdjoint.apply(super().by_rank(results), self._from_owner, self._to_owner)
-
-    def _each_there(self, rows: Tensor) -> Tensor:
-        assert self.arrange is not None
-        return exchange(rows, self.sent, self.received, self.groups.nodes).index_select(0, self.arrange)
-
-    def _each_back(self, rows: Tensor) -> Tensor:
-        assert self.restore is not None
-        return exchange(rows.index_select(0, self.restore), self.received, self.sent, self.groups.nodes)
-
-    def _to_owner(self, rows: Tensor) -> Tensor:
+    def _to_owners(self, rows: Tensor) -> Tensor:
         return exchange(rows, self.to_places, self.from_places, self.groups.places)
 
-    def _from_owner(self, rows: Tensor) -> Tensor:
+    def _from_owners(self, rows: Tensor) -> Tensor:
         return exchange(rows, self.from_places, self.to_places, self.groups.places)
 
 

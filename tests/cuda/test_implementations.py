@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from megapipe.comm.groups import Group
-from megapipe.config.config import Config
+from megapipe.config.config import Config, convert
 from megapipe.config.gpu import KernelsConfig
-from megapipe.config.model import PrecisionConfig
+from megapipe.config.layers import LayerConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.training import OptimizerConfig
 from megapipe.gpu.kernels import choose_kernels, compiled
 from megapipe.gpu.libraries import Apex, AttentionShape, TransformerEngine
 from megapipe.model.attention import fused_attention
-from megapipe.model.mlp import ACTIVATIONS, GRADIENTS, activation
+from megapipe.model.mlp import COMPILED, activation
 from megapipe.tensor_parallel.cross_entropy import chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.fp8 import Fp8Gemms, fp8_unsupported_reason
 from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2, Fp8Tensor, fp8_matmul
@@ -75,11 +76,11 @@ def test_an_fp8_linear_on_a_gpu_equals_one_on_a_cpu(recipe: str, compiles: bool)
         torch.testing.assert_close(card, cpu, rtol=3e-2, atol=0.1)
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_activation_is_the_activation(name: str) -> None:
-    x = torch.randn(64, 128, device=CARD)
+    x, layer = torch.randn(64, 128, device=CARD), convert(LayerConfig, ModelConfig(activation=name))
     results = []
-    for function in (ACTIVATIONS[name], activation(name, compiled)):
+    for function in (activation(layer), activation(layer, compiled)):
         leaf = x.clone().requires_grad_()
         y = function(leaf)
         y.square().sum().backward()

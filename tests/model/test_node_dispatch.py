@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megapipe.comm.groups import ExpertGroups
 from megapipe.model.dispatch import Routes, rows_by_expert
+from megapipe.model.moe import permuted
 from megapipe.model.node_dispatch import NodeRoutes, entries_of, pairs_of, passed_on, sums_of_rows
 from megapipe.topology import Topology
 from tests.comm.ranks import groups_of
@@ -170,10 +171,11 @@ def moved(rank: int, world_size: int, per_node: int, options: dict[str, Any]) ->
     found: dict[str, Any] = {}
     for name, routes in kinds.items():
         tokens_in, weights_in = x.clone().requires_grad_(), weights.clone().requires_grad_()
-        rows = routes.by_expert(routes.dispatch(tokens_in.index_select(0, order // topk)))
-        of_rows = routes.by_expert(routes.dispatch_weights(weights_in))
-        results = torch.tanh(rows) * of_rows[:, None]
-        combined = routes.combine(routes.by_rank(results))
+        dispatched = routes.dispatch(weights_in, tokens_in.index_select(0, order // topk))
+        assert routes.order is not None and routes.back is not None
+        of_rows, rows = permuted(routes.order, routes.back, *map(routes.of_all, dispatched))
+        (results,) = permuted(routes.back, routes.order, torch.tanh(rows) * of_rows[:, None])
+        combined = routes.combine(routes.of_own(results))
         padded = torch.cat([combined, combined.new_zeros(1, 3)])
         output = padded[slots.clamp(max=len(order))].sum(1)
         output.backward(gradient)
