@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ class Routes:
     of all ranks expert by expert, and back: its inverse; None where rows come in this order. arrived: the rows for each
     expert from each rank, [etp ep, experts of this rank] int64, of which `rows_by_expert` makes both.
     """
+
+    TENSORS: ClassVar = ("order", "back")  # the fields with an entry for each row
 
     groups: ExpertGroups
     sent: tuple[int, ...]
@@ -134,6 +136,8 @@ class GatheredRoutes:
     slots: [gathered tokens, k] int64, the row of each choice, or n if its expert is on another rank.
     ends: the sums of expert_rows, on the device.
     """
+
+    TENSORS: ClassVar = ("rows", "slots")
 
     groups: ExpertGroups
     expert_rows: tuple[int, ...]
@@ -332,7 +336,7 @@ class KeptRouting:
         output = fn(*inputs)
         assert self.routing is not None
         *own, routes = self.routing
-        names = _tensors_of(routes)
+        names = routes.TENSORS
         found = *own, *(getattr(routes, name) for name in names)
         none: dict[str, Any] = dict.fromkeys(names)
         self.routing, self._routes = None, replace(routes, **none)  # the caller saves the tensors
@@ -344,18 +348,13 @@ class KeptRouting:
         given = iter(tensors)
         chosen, order, slots, *others = (next(given) if is_there else None for is_there in self._is_there)
         assert chosen is not None
-        of_routes: dict[str, Any] = dict(zip(_tensors_of(self._routes), others, strict=True))
+        of_routes: dict[str, Any] = dict(zip(self._routes.TENSORS, others, strict=True))
         routes = replace(self._routes, **of_routes)
         self.routing, self.is_reused = Routing(chosen, order, slots, routes), True
         try:
             return fn(*inputs)
         finally:
             self.routing, self._routes, self.is_reused = None, None, False
-
-
-def _tensors_of(routes: Routes | GatheredRoutes) -> tuple[str, str]:
-    """Return the names of the tensors that have an entry for each row."""
-    return ("rows", "slots") if isinstance(routes, GatheredRoutes) else ("order", "back")
 
 
 def start_exchange(

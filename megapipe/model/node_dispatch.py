@@ -16,6 +16,7 @@ way round: gradients of the combined rows, which are equal for the copies of a t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ class NodeRoutes(Routes):
     those of the node by (node that they come from, expert, token), and restore, its inverse. sums: [received pairs, k]
     int64, the rows that are passed on of each pair, or a number behind the last one; None: all rows travel back.
     """
+
+    TENSORS: ClassVar = ("order", "back", "first", "expand", "arrange", "restore", "sums")
 
     pairs_sent: tuple[int, ...] = ()
     pairs_received: tuple[int, ...] = ()

@@ -113,9 +113,10 @@ def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks)
     those of exchanging the numbers of rows first, which only a forward does.
 
     etp adds a gather of the rows of all ranks that share an expert, or the sum of their results. If tokens are
-    gathered: the mean of the gather, a ring, and the sum, by an all-to-all; and the gather of their experts.
+    gathered: the mean of the gather, a ring, and the sum, by an all-to-all; and the gather of their experts. If a token
+    is sent once to a node: the mean of both directions.
     """
-    rows, counts = part.row_bytes(shape), part.num_experts * INDEX_BYTES
+    rows, counts = part.row_bytes(shape) + part.num_rows(shape) * shape.wide / 2, part.num_experts * INDEX_BYTES
 
     def shared(num_bytes: float) -> float:
         passed = ring_bytes(num_bytes * shape.etp, shape.etp)
@@ -132,6 +133,11 @@ def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks)
         token, chosen = part.model.hidden_size * shape.element, part.model.moe_router_topk
         back = links.exchange(part.gathered_tokens(shape) * token) + shared(shape.own_tokens * token)
         return (gather(token + chosen * shape.wide) + back) / 2, gather(chosen * INDEX_BYTES)
+    if shape.has_levels:  # one step after the other
+        over = {"ep_nodes": links.network, "ep_places": links.node, "etp": links.etp}
+        steps = [(over[name], *sent) for name, sent in part.sent_bytes(shape).items() if name != "etp" or shape.etp > 1]
+        way = sum(back / 2 / link.bytes_per_second + link.latency_seconds for link, _, back in steps)
+        return way, sum((there - back) / link.bytes_per_second + link.latency_seconds for link, there, back in steps)
     return links.exchange(rows) + shared(rows), links.exchange(counts) + shared(counts)
 
 
