@@ -197,10 +197,10 @@ class MoETable:
     def sent_bytes(self, shape: RankShape) -> dict[str, tuple[float, float]]:
         """Return the bytes that a rank sends over 'ep' and 'etp' for one microbatch, in F and in the backward.
 
-        Rows go to the experts with their weights and back, in either direction; before that, unless they are padded to
-        the capacity, the number of rows of every expert. If tokens are gathered, they and sums for them take the place
-        of rows; weights are gathered with them, and numbers of experts before. Over several nodes that a token goes to
-        once: 'ep_nodes' and 'ep_places' instead of 'ep'.
+        Rows go to the experts, with their weights, and back, in either direction; before that, unless they are padded
+        to the capacity, the number of rows of every expert. If tokens are gathered, they and sums for them take the
+        place of rows; weights are gathered with them, and numbers of experts before. Where a token goes once to a node:
+        over 'ep_nodes' and 'ep_places' instead of 'ep'.
         """
         if shape.has_levels:
             return self._sent_to_nodes(shape)
@@ -217,8 +217,8 @@ class MoETable:
         whole = 2 * rows + self.num_rows(shape) * shape.wide
         sent = {"ep": (whole, counts, shape.ep), "etp": (whole * shape.etp, counts * shape.etp, shape.etp)}
         return {
-            name: (ring_bytes(whole + number, size), ring_bytes(whole, size))
-            for name, (whole, number, size) in sent.items()
+            name: (ring_bytes(moved + number, size), ring_bytes(moved, size))
+            for name, (moved, number, size) in sent.items()
         }
 
     def table(self, shape: RankShape) -> Table:

@@ -109,14 +109,18 @@ class ExpertLinks:
 
 
 def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks) -> tuple[float, float]:
-    """Return the seconds of moving a microbatch's rows to the ranks of their experts, or back, in one direction; and
-    those of exchanging the numbers of rows first, which only a forward does.
+    """Return the seconds of moving a microbatch's rows, with their weights, to the ranks of their experts, and back;
+    and those of exchanging the numbers of rows first, which only a forward does.
 
     etp adds a gather of the rows of all ranks that share an expert, or the sum of their results. If tokens are
-    gathered: the mean of the gather, a ring, and the sum, by an all-to-all; and the gather of their experts. If a token
-    is sent once to a node: the mean of both directions.
+    gathered: the gather, a ring, and the sum, by an all-to-all; and the gather of their experts. If a token goes once to
+    a node: the exchange between nodes and then that within one, each at its link's rate.
     """
-    rows, counts = part.row_bytes(shape) + part.num_rows(shape) * shape.wide / 2, part.num_experts * INDEX_BYTES
+    rows, weights, counts = (
+        part.row_bytes(shape),
+        part.num_rows(shape) * shape.wide,
+        part.num_experts * INDEX_BYTES,
+    )
 
     def shared(num_bytes: float) -> float:
         passed = ring_bytes(num_bytes * shape.etp, shape.etp)
@@ -132,13 +136,16 @@ def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks)
 
         token, chosen = part.model.hidden_size * shape.element, part.model.moe_router_topk
         back = links.exchange(part.gathered_tokens(shape) * token) + shared(shape.own_tokens * token)
-        return (gather(token + chosen * shape.wide) + back) / 2, gather(chosen * INDEX_BYTES)
-    if shape.has_levels:  # one step after the other
+        return gather(token + chosen * shape.wide) + back, gather(chosen * INDEX_BYTES)
+    if shape.has_levels:
         over = {"ep_nodes": links.network, "ep_places": links.node, "etp": links.etp}
         steps = [(over[name], *sent) for name, sent in part.sent_bytes(shape).items() if name != "etp" or shape.etp > 1]
-        way = sum(back / 2 / link.bytes_per_second + link.latency_seconds for link, _, back in steps)
-        return way, sum((there - back) / link.bytes_per_second + link.latency_seconds for link, there, back in steps)
-    return links.exchange(rows) + shared(rows), links.exchange(counts) + shared(counts)
+        moved = sum(back / link.bytes_per_second + 3 * link.latency_seconds for link, _, back in steps)
+        # between nodes the rows of pairs follow the numbers of rows
+        known = sum((there - back) / link.bytes_per_second + link.latency_seconds for link, there, back in steps)
+        return moved, known + links.network.latency_seconds
+    sent = (links.exchange(each) + shared(each) for each in (rows, weights, rows))
+    return sum(sent), links.exchange(counts) + shared(counts)
 
 
 def layer_seconds(
@@ -177,7 +184,7 @@ def layer_seconds(
     if mixture is not None:
         ways = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
         rows_seconds, counts_seconds = ways
-        forward["ep"] = 2 * rows_seconds + counts_seconds
+        forward["ep"] = rows_seconds + counts_seconds
     again = _recomputed(layer, shape, plain, clock, forward)
     inputs = {
         "gemm": gemm,
@@ -193,7 +200,7 @@ def layer_seconds(
         computed = attention, core_backward, again.get("attention", 0.0)
         forward["cp"], inputs["cp"], again["cp"] = _context_seconds(layer.attention, shape, links, computed)
     if mixture is not None:
-        inputs["ep"] = (2 if shape.recomputes("moe") else 1) * 2 * rows_seconds
+        inputs["ep"] = (2 if shape.recomputes("moe") else 1) * rows_seconds
     weights = {
         "gemm": gemm,
         "pointwise": casts_of(Op.W),
