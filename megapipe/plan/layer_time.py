@@ -113,8 +113,8 @@ def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks)
     and those of exchanging the numbers of rows first, which only a forward does.
 
     etp adds a gather of the rows of all ranks that share an expert, or the sum of their results. If tokens are
-    gathered: the gather, a ring, and the sum, by an all-to-all; and the gather of their experts. If a token goes once to
-    a node: the exchange between nodes and then that within one, each at its link's rate.
+    gathered: the gather, a ring, and the sum, by an all-to-all; and the gather of their experts. If a token goes once
+    to a node: the exchange between nodes and then that within one, each at its link's rate.
     """
     rows, weights, counts = (
         part.row_bytes(shape),
