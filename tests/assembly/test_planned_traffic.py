@@ -236,7 +236,7 @@ GRIDS |= {
     "experts_once_to_a_node_etp2_full_recompute": (
         8,
         ONCE
-        | {"ranks_per_node": 4, "expert_tensor_parallel_size": 2, "moe_router_topk": 3}
+        | {"ranks_per_node": 4, "expert_tensor_parallel_size": 2, "moe_router_topk": 3, "global_batch_size": 32}
         | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ),
 }

@@ -12,14 +12,18 @@ from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
+from megapipe.errors import ConfigError
 from megapipe.extras.verify.compare import weight_pieces
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
+from megapipe.extras.verify.shrink import shrink
 from megapipe.model import dispatch
 from megapipe.model.node_dispatch import NodeRoutes
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
+from megapipe.train.gpu_setup import dispatch_words
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
+from tests.parity.comparison import plan_differences
 from tests.parity.test_experts import BIAS, DROPS, FULL, MODEL, SHARED, SIGMOID, ZERO, ZERO3, again
 from tests.tiny import make_config
 
@@ -121,3 +125,54 @@ def test_one_level_runs_plain_all_to_alls(per_node: int, rank_pools: Callable[[i
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     assert [name for name, values in one.items() if not torch.equal(values, other[name])] == []
+
+
+def verified(rank: int, world_size: int, per_node: int, options: dict[str, Any]) -> list[str]:
+    """Return what --verify-grid finds for a configuration."""
+    small = shrink(resolve(make_config(**SMALL | options), world_size, per_node), "fp64", world_size, per_node)
+    assert small.plan.shape.has_levels
+    rates = [Rates(0.01, 0.0)] * 2
+    return plan_differences(rank, small.plan, rates)
+
+
+@pytest.mark.parametrize("options", [{}, {"moe_combine_in_node": True}], ids=["rows", "sums"])
+def test_verify_grid_finds_no_difference(options: dict[str, Any], rank_pools: Callable[[int], RankPool]) -> None:
+    for lines in rank_pools(4).run(verified, 2, {"ep": 4, "moe_layer_freq": "2"} | BIAS | FLEX | options):
+        assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+            "flex with --moe-pad-expert-input-to-capacity: padding belongs to no token",
+            id="padded",
+        ),
+        pytest.param({"ep": 8}, "8: an ep group has 2 ranks on one node of 6 and 6 on another", id="uneven"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_message(options: dict[str, Any], message: str) -> None:
+    changes = {"num_experts": 8, "global_batch_size": 48} | FLEX | options
+    with pytest.raises(ConfigError, match=message):
+        resolve(make_config(**SMALL | changes), 24, 6)
+
+
+def test_sums_in_the_node_need_tokens_that_go_once_to_a_node() -> None:
+    with pytest.raises(ConfigError, match=r"--moe-combine-in-node .*needs? --moe-token-dispatcher-type flex"):
+        resolve(make_config(**SMALL | {"moe_combine_in_node": True}), 4, 2)
+
+
+def test_the_start_says_how_tokens_travel() -> None:
+    def words(**options: Any) -> str:
+        (line,) = dispatch_words(resolve(make_config(**SMALL | FLEX | {"ep": 4} | options), 4, per_node))
+        return line
+
+    per_node = 2
+    assert "a token once to each of 2 nodes, which copies it for its 2 ranks" in words()
+    assert "added in the node before they come back, equal up to rounding" in words(moe_combine_in_node=True)
+    per_node = 4
+    assert "by all-to-all, since ep 4 lies on one node" in words()
+    per_node = 1
+    assert "by all-to-all, since ep 4 has one rank on each node" in words()
+    assert dispatch_words(resolve(make_config(**SMALL), 1)) == ()
