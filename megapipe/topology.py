@@ -286,9 +286,9 @@ class Topology:
         axes, place = _axes(name), self.coordinates(global_rank)
         if name in LEVELS:
             divided, is_consecutive = LEVELS[name]
-            whole, size = self.group_of(divided, global_rank), self._inner(divided)
-            at = whole.index(global_rank)
-            return whole[at // size * size :][:size] if is_consecutive else whole[at % size :: size]
+            ranks, size = self.group_of(divided, global_rank), self._inner(divided)
+            at = ranks.index(global_rank)
+            return ranks[at // size * size :][:size] if is_consecutive else ranks[at % size :: size]
         if name in EXPERT_GROUPS:
             at, pp_ranks = self.expert_rank(global_rank), [place.pp_rank]
             block = (place.tp_rank + self.tp * (place.cp_rank + self.cp * place.dp_rank)) // (self.ep * self.etp)

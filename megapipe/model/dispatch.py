@@ -41,7 +41,7 @@ class Routes:
     expert from each rank, [etp ep, experts of this rank] int64, of which `rows_by_expert` makes both.
     """
 
-    TENSORS: ClassVar = ("order", "back")  # the fields with an entry for each row
+    TENSORS: ClassVar[tuple[str, ...]] = ("order", "back")  # the fields with an entry for each row
 
     groups: ExpertGroups
     sent: tuple[int, ...]
@@ -137,7 +137,7 @@ class GatheredRoutes:
     ends: the sums of expert_rows, on the device.
     """
 
-    TENSORS: ClassVar = ("rows", "slots")
+    TENSORS: ClassVar[tuple[str, ...]] = ("rows", "slots")
 
     groups: ExpertGroups
     expert_rows: tuple[int, ...]
@@ -171,8 +171,8 @@ class GatheredRoutes:
         gather, add = (partial(function, groups=self.groups) for function in (gather_tokens, sum_tokens))
         if not self._is_alone:
             weights, tokens = (WithAdjoint.apply(each, gather, add) for each in (weights, tokens))
-        own = _Select.apply(weights.view(-1, 1), self.rows, self.slots.view(-1, 1))
-        return own.view(-1), _Select.apply(tokens, self.rows, self.slots)
+        own = Select.apply(weights.view(-1, 1), self.rows, self.slots.view(-1, 1))
+        return own.view(-1), Select.apply(tokens, self.rows, self.slots)
 
     def combine(self, results: Tensor) -> Tensor:
         """Return the sums [t, h] of the results of this rank's tokens.
@@ -180,7 +180,7 @@ class GatheredRoutes:
         results: of the rows of this rank's experts, partial over etp. A rank adds the results of its own experts in the
         order of the choice; the ranks' sums are added in their order.
         """
-        sums: Tensor = _Sums.apply(results, self.rows, self.slots)
+        sums: Tensor = Sums.apply(results, self.rows, self.slots)
         if self._is_alone:
             return sums
         return WithAdjoint.apply(
@@ -241,7 +241,7 @@ def sum_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
     return tokens
 
 
-class _Select(Function):
+class Select(Function):
     """Row i is token rows[i] // k. Backward: the sum over a token's rows, in the order of the choice.
 
     slots: [tokens, k], the row of each choice, or a number behind the last one.
@@ -259,8 +259,8 @@ class _Select(Function):
         return _sum_of_rows(grad, slots), None, None
 
 
-class _Sums(Function):
-    """The adjoint of `_Select`."""
+class Sums(Function):
+    """The adjoint of `Select`."""
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, rows: Tensor, slots: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class NodeRoutes(Routes):
     int64, the rows that are passed on of each pair, or a number behind the last one; None: all rows travel back.
     """
 
-    TENSORS: ClassVar = ("order", "back", "first", "expand", "arrange", "restore", "sums")
+    TENSORS: ClassVar[tuple[str, ...]] = ("order", "back", "first", "expand", "arrange", "restore", "sums")
 
     pairs_sent: tuple[int, ...] = ()
     pairs_received: tuple[int, ...] = ()
