@@ -46,6 +46,9 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     # the ranks of a pp_rank as a second grid, for experts: etp varies fastest, then ep, then the experts' replicas
     "etp": ("tp", "cp", "dp"),  # ranks that share every expert
     "ep": ("tp", "cp", "dp"),  # ranks among which the experts of a layer are divided
+    # ep as two levels: the ranks of one node, and those at the same place in every node
+    "ep_places": ("tp", "cp", "dp"),
+    "ep_nodes": ("tp", "cp", "dp"),
     "expert_replicas": ("tp", "cp", "dp"),  # ranks that hold the same experts, doubled in a mirrored pipeline
     "expert_shards": ("tp", "cp", "dp"),  # those as two levels, like 'shards' and 'instances'
     "expert_instances": ("tp", "cp", "dp"),
@@ -53,12 +56,14 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
 }
 GROUP_NAMES = tuple(GROUP_AXES)
 EXPERT_GROUPS = ("etp", "ep", "expert_replicas")
-# levels of the replicas: the group that is divided, whether of experts, and whether members are consecutive in it
+# levels of a group: the group that is divided, and whether members are consecutive in it
 LEVELS = {
-    "shards": ("replicas", False, True),
-    "instances": ("replicas", False, False),
-    "expert_shards": ("expert_replicas", True, True),
-    "expert_instances": ("expert_replicas", True, False),
+    "shards": ("replicas", True),
+    "instances": ("replicas", False),
+    "expert_shards": ("expert_replicas", True),
+    "expert_instances": ("expert_replicas", False),
+    "ep_places": ("ep", True),
+    "ep_nodes": ("ep", False),
 }
 
 
@@ -93,6 +98,7 @@ class Topology:
     expert_tp: int | None = None  # ranks that share every expert; None: tp
     cp_inner: int = 1  # consecutive cp ranks of a 'cp_a2a' group
     num_instances: int = 1  # of the sharded optimizer, into which the replicas are divided (HSDP)
+    divides_ep: bool = False  # into nodes and the places in each: the dispatcher that sends a token once to a node
 
     @classmethod
     def of_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **options: Any) -> Topology:
@@ -137,6 +143,13 @@ class Topology:
         if self.world_size > self.ranks_per_node and self.world_size % self.ranks_per_node:
             rule = f"does not fill nodes of {self.ranks_per_node} ranks; start the same number of ranks on each node"
             raise ConfigError(f"a world of {self.world_size} ranks {rule}")
+        if self.divides_ep and len(set(self._on_a_node("ep"))) > 1:
+            fewest, most = self._on_a_node("ep")
+            raise ConfigError(
+                f"--moe-token-dispatcher-type flex with --expert-model-parallel-size {self.ep}: an ep group has "
+                f"{fewest} ranks on one node of {self.ranks_per_node} and {most} on another, but needs equally many, "
+                "since a token goes to the same place in every node; change it or use alltoall"
+            )
         if not self.allow_tp_across_nodes and self.crosses_nodes("tp"):
             group = next(group for group in self.groups("tp") if len(self.nodes_of(group)) > 1)
             raise ConfigError(
@@ -188,6 +201,17 @@ class Topology:
         instances = math.gcd(self.num_instances, replicas)
         return replicas // instances, instances
 
+    @cached_property
+    def ep_inner(self) -> int:
+        """Ranks of an ep group on each node, if ep is divided into nodes, else 1."""
+        return self._on_a_node("ep")[0] if self.divides_ep else 1
+
+    def _inner(self, divided: str) -> int:
+        """Return the number of consecutive ranks in a level of a group."""
+        if divided == "ep":
+            return self.ep_inner
+        return self.sharing(divided == "expert_replicas")[0]
+
     def shard_group(self, is_expert: bool) -> str:
         """Return the name of the groups that divide it; with one instance they are all replicas."""
         if self.sharing(is_expert)[1] == 1:
@@ -231,8 +255,9 @@ class Topology:
     def _members(self, name: str) -> npt.NDArray[np.int64]:
         """Return the groups of one kind as [groups, size of a group]."""
         if name in LEVELS:
-            replicas, is_expert, is_consecutive = LEVELS[name]
-            cube = self._members(replicas).reshape(-1, *self.sharing(is_expert)[::-1])
+            divided, is_consecutive = LEVELS[name]
+            whole = self._members(divided)
+            cube = whole.reshape(len(whole), -1, self._inner(divided))
             cube = cube if is_consecutive else cube.swapaxes(1, 2)
             members = cube.reshape(-1, cube.shape[-1])
             return members[members[:, 0].argsort()]
@@ -260,10 +285,10 @@ class Topology:
         """
         axes, place = _axes(name), self.coordinates(global_rank)
         if name in LEVELS:
-            divided, is_expert, is_consecutive = LEVELS[name]
-            replicas, size = self.group_of(divided, global_rank), self.sharing(is_expert)[0]
-            at = replicas.index(global_rank)
-            return replicas[at // size * size :][:size] if is_consecutive else replicas[at % size :: size]
+            divided, is_consecutive = LEVELS[name]
+            ranks, size = self.group_of(divided, global_rank), self._inner(divided)
+            at = ranks.index(global_rank)
+            return ranks[at // size * size :][:size] if is_consecutive else ranks[at % size :: size]
         if name in EXPERT_GROUPS:
             at, pp_ranks = self.expert_rank(global_rank), [place.pp_rank]
             block = (place.tp_rank + self.tp * (place.cp_rank + self.cp * place.dp_rank)) // (self.ep * self.etp)
@@ -307,9 +332,14 @@ class Topology:
 
     def least_on_a_node(self, name: str) -> int:
         """Return the fewest ranks that a group of this kind has on a node where it has any."""
+        return self._on_a_node(name)[0]
+
+    def _on_a_node(self, name: str) -> tuple[int, int]:
+        """Return the fewest and the most ranks that a group of this kind has on a node where it has any."""
         nodes = self._members(name) // (self.ranks_per_node or self.world_size)
         of_group = nodes + self.num_nodes * np.arange(len(nodes))[:, None]
-        return int(np.unique(of_group, return_counts=True)[1].min())
+        counts = np.unique(of_group, return_counts=True)[1]
+        return int(counts.min()), int(counts.max())
 
     @property
     def num_nodes(self) -> int:

@@ -111,6 +111,8 @@ model.moe_expert_capacity_factor | {CAPACITY} | records | {MOE}
 model.moe_token_drop_policy | --moe-token-drop-policy position | records | {MOE} {CAPACITY}
 model.moe_token_dispatcher_type | --moe-token-dispatcher-type allgather | plan memory | \
     {MOE} --expert-model-parallel-size 2 | 2
+model.moe_combine_in_node | --moe-combine-in-node | plan memory | \
+    {MOE} --expert-model-parallel-size 4 --moe-token-dispatcher-type flex | 4
 model.moe_pad_expert_input_to_capacity | --moe-pad-expert-input-to-capacity | saved_bytes | {MOE} {ROOM}
 model.moe_router_dtype | --moe-router-dtype fp32 | records | {MOE} --bf16
 model.moe_router_force_load_balancing | --moe-router-force-load-balancing | records | {MOE}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -191,6 +192,38 @@ def test_expert_grids_that_do_not_fit_are_refused(experts: dict[str, Any], messa
         Topology(tp=2, dp=2, **experts)
 
 
+@st.composite
+def topologies_of_nodes(draw: st.DrawFn) -> Topology:
+    """Draw a topology whose ep groups are divided into equal parts of the nodes."""
+    topology = draw(topologies(largest_world=256))
+    sizes = [n for n in range(1, topology.world_size + 1) if topology.world_size % n == 0]
+    return replace(topology, ranks_per_node=draw(st.sampled_from(sizes)), allow_tp_across_nodes=True)
+
+
+@given(topologies_of_nodes())
+@settings(max_examples=60)
+def test_ep_is_divided_into_its_nodes_and_the_places_in_each(topology: Topology) -> None:
+    on_nodes = {
+        len([r for r in group if topology.node_of(r) == node])
+        for group in topology.groups("ep")
+        for node in topology.nodes_of(group)
+    }
+    assert topology.ep_inner == 1
+    if len(on_nodes) > 1:
+        with pytest.raises(ConfigError, match="needs equally many, since a token goes to the same place"):
+            replace(topology, divides_ep=True)
+        return
+    divided = replace(topology, divides_ep=True)
+    assert {divided.ep_inner} == on_nodes
+    for group in topology.groups("ep"):
+        nodes = [[rank for rank in group if topology.node_of(rank) == node] for node in topology.nodes_of(group)]
+        for at, rank in enumerate(group):
+            assert divided.group_of("ep_places", rank) == tuple(nodes[at // divided.ep_inner])
+            assert divided.group_of("ep_nodes", rank) == tuple(ranks[at % divided.ep_inner] for ranks in nodes)
+    for name in ("ep_places", "ep_nodes"):
+        assert set(divided.groups(name)) == {divided.group_of(name, rank) for rank in range(topology.world_size)}
+
+
 @given(topologies(largest_world=1024))
 @settings(max_examples=30)
 def test_embedding_groups_join_the_ends_of_each_pipeline(topology: Topology) -> None:
@@ -231,6 +264,8 @@ def test_all_groups_of_16384_ranks_take_under_two_seconds() -> None:
         1024,
         8192,
         2048,
+        16384,
+        16384,
         16384,
         128,
         128,

@@ -75,7 +75,7 @@ def communicators(plan: RunPlan, groups: ProcessGroups, trains: bool) -> list[St
 
     A collective where groups are made: what it makes depends on the plan, never on the rank.
     """
-    experts = ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp)
+    experts = ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp, groups.ep_places, groups.ep_nodes)
     first = StageCommunicators(groups.tp, experts, groups.context, sharings(plan, groups, trains))
     found = [first] * len(plan.placement.stages_of(groups.pp.rank))
     if trains and plan.parts is None and Op.OVERLAP in plan.schedule(min(plan.decisive_counts)).ops:
@@ -86,13 +86,16 @@ def communicators(plan: RunPlan, groups: ProcessGroups, trains: bool) -> list[St
         experts = first.experts
         if plan.model.has_experts:
             ep, etp, dp = (second_communicator(group) for group in (groups.ep, groups.etp, groups.dp))
-            experts = ExpertGroups(ep, etp, dp, context.cp)
+            levels = experts.places, experts.nodes
+            if experts.has_levels:
+                levels = second_communicator(experts.places), second_communicator(experts.nodes)
+            experts = ExpertGroups(ep, etp, dp, context.cp, *levels)
         leg = plan.whole_stages().placement.stages_of(groups.pp.rank)[0]
         units = plan.num_units[leg] if plan.num_units else 1
         second = StageCommunicators(tp, experts, context, first.sharings)
         found[units:] = [second] * (len(found) - units)
     if trains and plan.parts is not None:  # counts of rows must not wait behind rows
-        counts = second_communicator(groups.ep)
+        counts = second_communicator(groups.ep_nodes if experts.has_levels else groups.ep)
         found = [each._replace(experts=replace(each.experts, counts=counts)) for each in found]
     return found
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from megapipe.comm.collectives import Work
 from megapipe.model.block import Block
 from megapipe.model.context import LayerContext
-from megapipe.model.dispatch import Routes, Routing, start_exchange
+from megapipe.model.dispatch import Routes, Routing
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.moe import MoE
 from megapipe.model.segments import FIRST, NOTHING, Elements, Operator, Segment, tensor_of
@@ -264,10 +264,9 @@ class _AllToAll(_Elements):
 
 def _exchange(state: State, moved: int, routes: Routes, returns: bool, finish: Callable[[State], State]) -> Exchange:
     """Start to send the last `moved` values of a state, or their gradients, along routes. returns: the way back."""
-    sent, received = (routes.received, routes.sent) if returns else (routes.sent, routes.received)
-    started = [start_exchange(rows, sent, received, routes.groups.ep) for rows in state[-moved:]]
-    filled, works = zip(*started, strict=True)
-    return Exchange(works, lambda: finish((*state[:-moved], *filled)))
+    start = routes.start_combine if returns else routes.start_dispatch
+    works, fill = zip(*map(start, state[-moved:]), strict=True)
+    return Exchange(works, lambda: finish((*state[:-moved], *(make() for make in fill))))
 
 
 def elements_of_parts(block: Block) -> dict[Part, Elements]:

@@ -80,7 +80,7 @@ class ProcessGroups:
     replicas: holders of this rank's parameters, which is dp_cp, joined with that of the opposite pp_rank in a mirrored
     pipeline. shards: the replicas that divide the optimizer state; with one instance the group `replicas` itself.
     instances: those that hold the same part of it. etp, ep and expert_replicas: the grid of the experts; these replicas
-    have two levels, too (topology.GROUP_AXES).
+    and ep have two levels, too (topology.GROUP_AXES).
     """
 
     world: Group
@@ -99,6 +99,8 @@ class ProcessGroups:
     kv: Group
     etp: Group
     ep: Group
+    ep_places: Group
+    ep_nodes: Group
     expert_replicas: Group
     expert_shards: Group
     expert_instances: Group
@@ -138,14 +140,22 @@ class ExpertGroups:
     """The ranks among which experts are divided, those that share every expert, and those with other microbatches or
     other parts of the sequences.
 
-    counts: those of ep with another communicator, for the numbers of rows, where rows of others are in flight on ep.
+    places, nodes: the two levels of ep (topology.GROUP_AXES). counts: those of the group over which tokens leave a
+    rank, with another communicator, for the numbers of rows, where rows of others are in flight there.
     """
 
     ep: Group = field(default_factory=lambda: Group.alone("ep"))
     etp: Group = field(default_factory=lambda: Group.alone("etp"))
     dp: Group = field(default_factory=lambda: Group.alone("dp"))
     cp: Group = field(default_factory=lambda: Group.alone("cp"))
+    places: Group = field(default_factory=lambda: Group.alone("ep_places"))
+    nodes: Group = field(default_factory=lambda: Group.alone("ep_nodes"))
     counts: Group | None = None
+
+    @property
+    def has_levels(self) -> bool:
+        """True if a token is sent once to a node: ep has several nodes, with several ranks on each."""
+        return self.places.size > 1 and self.nodes.size > 1
 
 
 def build_process_groups(
@@ -192,6 +202,8 @@ def build_process_groups(
     same_ranks = {"dp_cp": "dp"} if topology.cp == 1 else {}
     if topology.cp_inner in (1, topology.cp):
         same_ranks["cp_p2p" if topology.cp_inner == 1 else "cp_a2a"] = "cp"
+    if topology.ep_inner in (1, topology.ep):
+        same_ranks["ep_nodes" if topology.ep_inner == 1 else "ep_places"] = "ep"
     if not topology.mirrored_pipeline:
         same_ranks["replicas"] = "dp_cp"
     if (topology.ep, topology.etp) == (1, topology.tp):

@@ -9,7 +9,8 @@ from megapipe.config.options import EXPERTS, Flag, Need, count, option
 # kinds of process groups that have their own communicators; the world's is created before them
 NCCL_GROUPS = (
     *("tp", "cp", "cp_a2a", "cp_p2p", "pp", "dp", "dp_cp", "replicas", "shards", "instances"),
-    *("model", "embedding", "kv", "etp", "ep", "expert_replicas", "expert_shards", "expert_instances"),
+    *("model", "embedding", "kv", "etp", "ep", "ep_places", "ep_nodes"),
+    *("expert_replicas", "expert_shards", "expert_instances"),
 )
 GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",))
 

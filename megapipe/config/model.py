@@ -93,6 +93,7 @@ LATENT = Need("model.multi_latent_attention", "--multi-latent-attention")
 SHARED_EXPERT = Need("model.moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size N")
 ROUTER_GROUPS = Need("model.moe_router_num_groups", "--moe-router-num-groups N")
 CAPACITY = Need("model.moe_expert_capacity_factor", "--moe-expert-capacity-factor")
+FLEX = Need("model.moe_token_dispatcher_type", "--moe-token-dispatcher-type flex", ("flex",))
 EXPERT_BIAS = Need("model.moe_router_enable_expert_bias", "--moe-router-enable-expert-bias")
 WINDOW = Need("model.window_size", "--window-size")
 PREDICTION = Need("model.mtp_num_layers", "--mtp-num-layers N")
@@ -396,10 +397,17 @@ class ModelConfig:
     )
     moe_token_dispatcher_type: str = option(
         "alltoall",
-        "how tokens reach their experts: k rows of each by all-to-alls over ep, or all tokens of the ranks of ep by an "
-        "all-gather, and the sums back (docs/experts.md)",
-        choices=("alltoall", "allgather"),
+        "how tokens reach their experts: k rows of each by all-to-alls over ep; once to each node that has an expert "
+        "of it, and from there k rows (flex); or all tokens of the ranks of ep by an all-gather, and the sums back "
+        "(docs/experts.md)",
+        choices=("alltoall", "flex", "allgather"),
         needs=EXPERTS,
+    )
+    moe_combine_in_node: bool = option(
+        False,
+        "add the results of a token in the node of its experts, so that one row a node comes back: fewer bytes, equal "
+        "up to rounding",
+        needs=FLEX,
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),

@@ -16,6 +16,7 @@ from typing import Any
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS
 from megapipe.config.parallel import RecomputeConfig
+from megapipe.layers.distinct_nodes import num_pairs
 from megapipe.layers.linear import LinearTable, fp8_group_bytes, output_std
 from megapipe.layers.mlp import MLPTable, backward_tensors
 from megapipe.layers.norm import NormTable, branch_norms, residual_stream
@@ -34,6 +35,7 @@ from megapipe.layers.table import (
 from megapipe.sharding.spec import ExpertRows, Fused, Init, ParamSpec
 
 INDEX_BYTES = 8  # int64
+PAIR_BYTES = 4  # int32, of each of the k rows of a pair
 
 
 def expert_capacity(model: LayerConfig, tokens: int) -> int | None:
@@ -168,13 +170,40 @@ class MoETable:
         """Return the tokens of all ranks of ep and etp."""
         return shape.own_tokens * shape.ep * shape.etp
 
+    def num_pairs(self, shape: RankShape) -> int:
+        """Return the pairs (token, node) of a rank, where a token goes once to a node."""
+        pairs = num_pairs(self.model, shape.own_tokens, shape.ep // shape.ep_inner)
+        return min(pairs, self.num_rows(shape))
+
+    def _sent_to_nodes(self, shape: RankShape) -> dict[str, tuple[float, float]]:
+        """Return `sent_bytes` where a token goes once to a node: over 'ep_nodes' the rows of pairs, weights, and what
+        comes back; before that the numbers of rows and pairs, and the k rows of every pair. Within the node all rows.
+        """
+        model, pairs, rows, nodes = self.model, self.num_pairs(shape), self.row_bytes(shape), shape.ep // shape.ep_inner
+        counts, weights = self.num_experts * INDEX_BYTES, self.num_rows(shape) * shape.wide
+        row = model.hidden_size * shape.element
+        across = pairs * row + weights + (pairs * row if model.moe_combine_in_node else rows)
+        lists, within = pairs * model.moe_router_topk * PAIR_BYTES + nodes * INDEX_BYTES, 2 * rows + weights
+        sent = {
+            "ep_nodes": (across, counts + lists, nodes),
+            "ep_places": (within, counts, shape.ep_inner),
+            "etp": (within * shape.etp, counts * shape.etp, shape.etp),
+        }
+        return {
+            name: (ring_bytes(whole + number, size), ring_bytes(whole, size))
+            for name, (whole, number, size) in sent.items()
+        }
+
     def sent_bytes(self, shape: RankShape) -> dict[str, tuple[float, float]]:
         """Return the bytes that a rank sends over 'ep' and 'etp' for one microbatch, in F and in the backward.
 
         Rows go to the experts, with their weights, and back, in either direction; before that, unless they are padded
         to the capacity, the number of rows of every expert. If tokens are gathered, they and sums for them take the
-        place of rows; weights are gathered with them, and numbers of experts before.
+        place of rows; weights are gathered with them, and numbers of experts before. Where a token goes once to a node:
+        over 'ep_nodes' and 'ep_places' instead of 'ep'.
         """
+        if shape.has_levels:
+            return self._sent_to_nodes(shape)
         if self.gathers:
             gathered = {"ep": (self.gathered_tokens(shape), shape.ep), "etp": (shape.own_tokens * shape.etp, shape.etp)}
             hidden, topk = self.model.hidden_size * shape.element, self.model.moe_router_topk
@@ -236,6 +265,9 @@ class MoETable:
             is_padded = self.model.moe_pad_expert_input_to_capacity
             counts = [choices, choices, (rows if is_padded else choices) + drops]
             counts += [rows * shape.etp] * 2 * (shape.ep * shape.etp > 1)
+        if shape.has_levels:  # rows of pairs; pairs of rows, and the orders on both sides of the rank between
+            pairs, sums = self.num_pairs(shape), self.model.moe_combine_in_node
+            counts += [pairs, *[rows] * 3, *[pairs * self.model.moe_router_topk] * sums]
         return tuple(Kept("routing", count, INDEX_BYTES) for count in counts)
 
     def _router_kept(self, shape: RankShape) -> tuple[Kept, ...]:

@@ -61,6 +61,7 @@ class RankShape:
     is_cuda: bool = True  # CUDA kernels keep and make other tensors than those of CPUs
     splits_backward: bool = False  # into I and W: linears' inputs and output gradients wait for W
     ep: int = 1  # ranks among which experts are divided
+    ep_inner: int = 1  # of a node, if a token is sent once to each of several
     etp: int = 1  # ranks that share every expert
     gradient_dtype: str | None = None  # of the main gradients; None: at least fp32
     cp: int = 1
@@ -72,6 +73,11 @@ class RankShape:
     def whole_seq(self) -> int:
         """Tokens of a sequence on all cp ranks, and in all slices."""
         return self.seq * self.cp if self.slice is None else self.slice.seq
+
+    @property
+    def has_levels(self) -> bool:
+        """True if ep has several nodes with several ranks each, and a token is sent once to a node."""
+        return self.ep_inner not in (1, self.ep)
 
     @property
     def compiles_casts(self) -> bool:

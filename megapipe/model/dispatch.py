@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from megapipe.comm.collectives import WithAdjoint, Work, all_gather, all_to_all
 from megapipe.comm.groups import ExpertGroups, Group
 from megapipe.tensor_parallel.gemms import at_least_fp32
 
+InFlight = tuple[Work | None, Callable[[], Tensor]]  # an exchange, and what makes the result once it is complete
+
 
 @dataclass(frozen=True, eq=False)
 class Routes:
@@ -38,6 +40,8 @@ class Routes:
     of all ranks expert by expert, and back: its inverse; None where rows come in this order. arrived: the rows for each
     expert from each rank, [etp ep, experts of this rank] int64, of which `rows_by_expert` makes both.
     """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ("order", "back")  # the fields with an entry for each row
 
     groups: ExpertGroups
     sent: tuple[int, ...]
@@ -63,13 +67,13 @@ class Routes:
         all_gather(everywhere, received, etp)
         arrived = None if ep.size == etp.size == 1 else everywhere.view(etp.size * ep.size, per_rank)
         if counts.is_meta:
-            parts, rows = _even(num_rows, ep.size), _even(num_rows * etp.size, per_rank)
-            return cls(groups, parts, parts, (num_rows,) * etp.size, rows, _ends(rows, counts), arrived=arrived)
+            parts, rows = even_parts(num_rows, ep.size), even_parts(num_rows * etp.size, per_rank)
+            return cls(groups, parts, parts, (num_rows,) * etp.size, rows, ends_of(rows, counts), arrived=arrived)
         numbers = np.array(to_host(torch.cat([counts, everywhere])))
         own, table = numbers[:experts].reshape(ep.size, -1), numbers[experts:].reshape(etp.size, ep.size, per_rank)
         sums = own.sum(1), table[etp.rank].sum(1), table.sum((1, 2)), table.sum((0, 1))
         sent, from_ep, gathered, rows = (tuple(each.tolist()) for each in sums)
-        return cls(groups, sent, from_ep, gathered, rows, _ends(rows, counts), arrived=arrived)
+        return cls(groups, sent, from_ep, gathered, rows, ends_of(rows, counts), arrived=arrived)
 
     @classmethod
     def even(cls, capacity: int, num_experts: int, groups: ExpertGroups, device: torch.device) -> Routes:
@@ -87,7 +91,8 @@ class Routes:
 
     def dispatch(self, *rows: Tensor) -> tuple[Tensor, ...]:
         """Return what the ranks of ep send to this one. rows: tensors of this rank's rows, in the order of experts."""
-        return tuple(self._exchange(each, self.sent, self.received) for each in rows)
+        ways = partial(_completed, self.start_dispatch), partial(_completed, self.start_combine)
+        return tuple(WithAdjoint.apply(each, *ways) for each in rows)
 
     def of_all(self, received: Tensor) -> Tensor:
         """Return the dispatched rows of all ranks of etp. received: those of this rank."""
@@ -107,11 +112,19 @@ class Routes:
 
     def combine(self, results: Tensor) -> Tensor:
         """Return the results for this rank's rows, in their order. results: those of the rows dispatched to it."""
-        return self._exchange(results, self.received, self.sent)
+        return WithAdjoint.apply(
+            results, partial(_completed, self.start_combine), partial(_completed, self.start_dispatch)
+        )
 
-    def _exchange(self, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Tensor:
-        there = partial(exchange, sent=sent, received=received, group=self.groups.ep)
-        return WithAdjoint.apply(rows, there, partial(there, sent=received, received=sent))
+    def start_dispatch(self, rows: Tensor) -> InFlight:
+        """Start `dispatch`, or the backward of `combine`."""
+        filled, work = start_exchange(rows, self.sent, self.received, self.groups.ep)
+        return work, lambda: filled
+
+    def start_combine(self, rows: Tensor) -> InFlight:
+        """Start `combine`, or the backward of `dispatch`."""
+        filled, work = start_exchange(rows, self.received, self.sent, self.groups.ep)
+        return work, lambda: filled
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +136,8 @@ class GatheredRoutes:
     slots: [gathered tokens, k] int64, the row of each choice, or n if its expert is on another rank.
     ends: the sums of expert_rows, on the device.
     """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ("rows", "slots")
 
     groups: ExpertGroups
     expert_rows: tuple[int, ...]
@@ -141,23 +156,23 @@ class GatheredRoutes:
         total, topk = local.shape[0], chosen.shape[1]
         if local.is_meta:
             own = total // groups.ep.size
-            even = _even(own, held)
-            return cls(groups, even, _ends(even, local), local.new_empty(own), local.new_empty(total // topk, topk))
+            even = even_parts(own, held)
+            return cls(groups, even, ends_of(even, local), local.new_empty(own), local.new_empty(total // topk, topk))
         expert = torch.where((local >= 0) & (local < held), local, held)
         counts = torch.zeros(held + 1, dtype=torch.int64, device=local.device)
         expert_rows = tuple(to_host(counts.scatter_add_(0, expert, torch.ones_like(expert)))[:held])
         rows = expert.argsort(stable=True)[: sum(expert_rows)].clone()
         slots = torch.full_like(local, rows.shape[0])
         slots[rows] = torch.arange(rows.shape[0], device=rows.device)
-        return cls(groups, expert_rows, _ends(expert_rows, local), rows, slots.view(-1, topk))
+        return cls(groups, expert_rows, ends_of(expert_rows, local), rows, slots.view(-1, topk))
 
     def dispatch(self, weights: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and rows of this rank's experts. weights: [t, k], tokens: [t, h], both this rank's."""
         gather, add = (partial(function, groups=self.groups) for function in (gather_tokens, sum_tokens))
         if not self._is_alone:
             weights, tokens = (WithAdjoint.apply(each, gather, add) for each in (weights, tokens))
-        own = _Select.apply(weights.view(-1, 1), self.rows, self.slots.view(-1, 1))
-        return own.view(-1), _Select.apply(tokens, self.rows, self.slots)
+        own = Select.apply(weights.view(-1, 1), self.rows, self.slots.view(-1, 1))
+        return own.view(-1), Select.apply(tokens, self.rows, self.slots)
 
     def combine(self, results: Tensor) -> Tensor:
         """Return the sums [t, h] of the results of this rank's tokens.
@@ -165,7 +180,7 @@ class GatheredRoutes:
         results: of the rows of this rank's experts, partial over etp. A rank adds the results of its own experts in the
         order of the choice; the ranks' sums are added in their order.
         """
-        sums: Tensor = _Sums.apply(results, self.rows, self.slots)
+        sums: Tensor = Sums.apply(results, self.rows, self.slots)
         if self._is_alone:
             return sums
         return WithAdjoint.apply(
@@ -183,7 +198,7 @@ def to_host(numbers: Tensor) -> list[int]:
     return found
 
 
-def _ends(rows: tuple[int, ...], like: Tensor) -> Tensor:
+def ends_of(rows: tuple[int, ...], like: Tensor) -> Tensor:
     """Return the sums of the first 1, 2, ... numbers of rows, int32, on the device of `like`."""
     if like.is_meta:
         return like.new_empty(len(rows), dtype=torch.int32)
@@ -192,17 +207,19 @@ def _ends(rows: tuple[int, ...], like: Tensor) -> Tensor:
     return ends.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else ends
 
 
-def rows_by_expert(places: Tensor, arrived: Tensor) -> tuple[Tensor, Tensor]:
+def rows_by_expert(places: Tensor, arrived: Tensor, dims: tuple[int, ...] = (1, 0)) -> tuple[Tensor, Tensor]:
     """Return the order in which rows are expert by expert, for each expert in that of the ranks, and its inverse.
 
     places: 0, 1, ..., one for each row. arrived: rows of each rank for each expert, in the order in which they arrive.
+    dims: those of `arrived` in the order that is wanted, the slowest first, if ranks have several or others come first.
     """
-    sizes, turned = arrived.flatten(), arrived.t().flatten()
-    ends, turned_ends = sizes.cumsum(0), turned.cumsum(0)
+    sizes, turned = arrived.flatten(), arrived.permute(dims)
+    ends, turned_ends = sizes.cumsum(0), turned.flatten().cumsum(0)
     # how far the rows of a rank for an expert move
-    shift = (ends - sizes).view_as(arrived).t() - (turned_ends - turned).view(arrived.t().shape)
+    shift = (ends - sizes).view_as(arrived).permute(dims) - (turned_ends.view(turned.shape) - turned)
     order = places + shift.flatten()[torch.searchsorted(turned_ends, places, right=True)]
-    return order, places - shift.t().flatten()[torch.searchsorted(ends, places, right=True)]
+    moved = shift.permute([dims.index(dim) for dim in range(arrived.ndim)]).flatten()
+    return order, places - moved[torch.searchsorted(ends, places, right=True)]
 
 
 def gather_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
@@ -224,7 +241,7 @@ def sum_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
     return tokens
 
 
-class _Select(Function):
+class Select(Function):
     """Row i is token rows[i] // k. Backward: the sum over a token's rows, in the order of the choice.
 
     slots: [tokens, k], the row of each choice, or a number behind the last one.
@@ -242,8 +259,8 @@ class _Select(Function):
         return _sum_of_rows(grad, slots), None, None
 
 
-class _Sums(Function):
-    """The adjoint of `_Select`."""
+class Sums(Function):
+    """The adjoint of `Select`."""
 
     @staticmethod
     def forward(ctx: Any, results: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
@@ -267,9 +284,17 @@ def _sum_of_rows(rows: Tensor, slots: Tensor) -> Tensor:
     return total.to(rows.dtype)
 
 
-def _even(total: int, parts: int) -> tuple[int, ...]:
+def even_parts(total: int, parts: int) -> tuple[int, ...]:
     """Return equal parts of a total, the first ones larger by 1 where it does not divide."""
     return tuple((total + parts - 1 - index) // parts for index in range(parts))
+
+
+def _completed(start: Callable[[Tensor], InFlight], rows: Tensor) -> Tensor:
+    """Return the result of an exchange."""
+    work, finish = start(rows)
+    if work is not None:
+        work.wait()
+    return finish()
 
 
 def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
@@ -311,7 +336,7 @@ class KeptRouting:
         output = fn(*inputs)
         assert self.routing is not None
         *own, routes = self.routing
-        names = _tensors_of(routes)
+        names = routes.TENSORS
         found = *own, *(getattr(routes, name) for name in names)
         none: dict[str, Any] = dict.fromkeys(names)
         self.routing, self._routes = None, replace(routes, **none)  # the caller saves the tensors
@@ -323,18 +348,13 @@ class KeptRouting:
         given = iter(tensors)
         chosen, order, slots, *others = (next(given) if is_there else None for is_there in self._is_there)
         assert chosen is not None
-        of_routes: dict[str, Any] = dict(zip(_tensors_of(self._routes), others, strict=True))
+        of_routes: dict[str, Any] = dict(zip(self._routes.TENSORS, others, strict=True))
         routes = replace(self._routes, **of_routes)
         self.routing, self.is_reused = Routing(chosen, order, slots, routes), True
         try:
             return fn(*inputs)
         finally:
             self.routing, self._routes, self.is_reused = None, None, False
-
-
-def _tensors_of(routes: Routes | GatheredRoutes) -> tuple[str, str]:
-    """Return the names of the tensors that have an entry for each row."""
-    return ("rows", "slots") if isinstance(routes, GatheredRoutes) else ("order", "back")
 
 
 def start_exchange(

@@ -28,12 +28,14 @@ from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.dtypes import DTYPES
 from megapipe.errors import ConfigError
+from megapipe.layers.distinct_nodes import num_pairs
 from megapipe.layers.moe import expert_capacity, rows_of_capacity
 from megapipe.model.context import LayerContext, Unit
 from megapipe.model.dispatch import GatheredRoutes, KeptRouting, Routes, Routing, rows_by_expert
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP
 from megapipe.model.mlp import formulas as activation_formulas
+from megapipe.model.node_dispatch import NodeRoutes
 from megapipe.model.segments import (
     FIRST,
     NOTHING,
@@ -216,12 +218,23 @@ class MoE(nn.Module):
         num_rows = slots.numel()
         if (capacity := expert_capacity(model, slots.shape[0])) is not None:
             num_rows = min(num_rows, capacity * load.shape[0])
+        if self.groups.has_levels:
+            node_routes = self._node_routes(slots, load, num_rows)
+            return order[: sum(node_routes.sent)], slots, node_routes
         routes = Routes.of(load, num_rows, self.groups)
         if routes.arrived is not None:
             places = torch.arange(sum(routes.gathered), device=order.device)
             there, back = run_branch(self.by_expert, (places, routes.arrived), context)
             routes = replace(routes, order=there, back=back, arrived=None)
         return order[: sum(routes.sent)], slots, routes
+
+    def _node_routes(self, slots: Tensor, load: Tensor, num_rows: int) -> NodeRoutes:
+        """Return the routes of tokens that go once to a node. num_rows: in a dry run."""
+        model, groups = self.router.model, self.groups
+        if load.is_meta:
+            pairs = min(num_pairs(model, slots.shape[0], groups.nodes.size), num_rows)
+            return NodeRoutes.planned(load, num_rows, pairs, slots.shape[1], groups, model.moe_combine_in_node)
+        return NodeRoutes.of_slots(load, slots, groups, model.moe_combine_in_node)
 
 
 class SharedExperts(MLP):

@@ -113,7 +113,8 @@ def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks)
     and those of exchanging the numbers of rows first, which only a forward does.
 
     etp adds a gather of the rows of all ranks that share an expert, or the sum of their results. If tokens are
-    gathered: the gather, a ring, and the sum, by an all-to-all; and the gather of their experts.
+    gathered: the gather, a ring, and the sum, by an all-to-all; and the gather of their experts. If a token goes once
+    to a node: the exchange between nodes and then that within one, each at its link's rate.
     """
     rows, weights, counts = (
         part.row_bytes(shape),
@@ -136,6 +137,13 @@ def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks)
         token, chosen = part.model.hidden_size * shape.element, part.model.moe_router_topk
         back = links.exchange(part.gathered_tokens(shape) * token) + shared(shape.own_tokens * token)
         return gather(token + chosen * shape.wide) + back, gather(chosen * INDEX_BYTES)
+    if shape.has_levels:
+        over = {"ep_nodes": links.network, "ep_places": links.node, "etp": links.etp}
+        steps = [(over[name], *sent) for name, sent in part.sent_bytes(shape).items() if name != "etp" or shape.etp > 1]
+        moved = sum(back / link.bytes_per_second + 3 * link.latency_seconds for link, _, back in steps)
+        # between nodes the rows of pairs follow the numbers of rows
+        known = sum((there - back) / link.bytes_per_second + link.latency_seconds for link, there, back in steps)
+        return moved, known + links.network.latency_seconds
     sent = (links.exchange(each) + shared(each) for each in (rows, weights, rows))
     return sum(sent), links.exchange(counts) + shared(counts)
 

@@ -63,8 +63,9 @@ def _rings(plan: RunPlan) -> list[str]:
 
 def _exchanges(plan: RunPlan) -> list[str]:
     """Return the kinds of groups that run all-to-alls."""
-    kinds = plan.config.parallel.cp_comm_type
-    names = ["ep"] * (1 + (plan.parts is not None)) if plan.model.has_experts else []
+    kinds, t = plan.config.parallel.cp_comm_type, plan.topology
+    over = ("ep",) if t.ep_inner in (1, t.ep) else ("ep_nodes", "ep_places")  # the first leaves the rank
+    names = [over[0]] * (plan.parts is not None) + [*over] if plan.model.has_experts else []
     return [*names, *(["cp"] if "a2a" in kinds else []), *(["cp_a2a"] if "a2a+p2p" in kinds else [])]
 
 

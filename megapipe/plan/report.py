@@ -213,7 +213,9 @@ def _expert_messages(plan: RunPlan) -> Iterator[str]:
     """Yield a line with what a rank sends for the experts of one layer and microbatch."""
     t, layer = plan.topology, next(kind for kind in plan.model.kinds if layer_expert_bytes(plan, kind))
     sent, words = layer_expert_bytes(plan, layer), []
-    if t.ep > 1:
+    if "ep_nodes" in sent:
+        words += [f"{bytes_text(sent['ep_places'])} within its node", f"{bytes_text(sent['ep_nodes'])} to other nodes"]
+    elif t.ep > 1:
         away = (t.ep - t.least_on_a_node("ep")) / (t.ep - 1)
         ways = {"within its node": (1.0 - away) * sent["ep"], "to other nodes": away * sent["ep"]}
         words += [f"{bytes_text(size)} over ep {where}" for where, size in ways.items() if size]

@@ -143,7 +143,8 @@ class RunPlan:
     def shape(self) -> RankShape:
         """One microbatch of the run on any of its ranks."""
         config, tp = self.config, self.topology.tp
-        return rank_shape(config, tp, config.parallel.sequence_parallel, config.training.micro_batch_size)
+        shape = rank_shape(config, tp, config.parallel.sequence_parallel, config.training.micro_batch_size)
+        return replace(shape, ep_inner=self.topology.ep_inner)
 
     @cached_property
     def slices(self) -> tuple[SequenceSlice, ...]:

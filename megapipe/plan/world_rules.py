@@ -141,6 +141,7 @@ def topology_of(config: Config, world_size: int, ranks_per_node: int | None, rep
         expert_tp=parallel.expert_tensor_parallel_size,
         cp_inner=(parallel.hierarchical_context_parallel_sizes or (1,))[0],
         num_instances=parallel.num_distributed_optimizer_instances,
+        divides_ep=config.model.moe_token_dispatcher_type == "flex",
     )
 
 

@@ -272,6 +272,22 @@ def graph_words(plan: RunPlan) -> tuple[str, ...]:
     return (f"graphs     {recorded} {gpu.cuda_graph_warmup_steps} {rest}",)
 
 
+def dispatch_words(plan: RunPlan) -> tuple[str, ...]:
+    """Describe how --moe-token-dispatcher-type flex sends tokens, in one line for the start of a run; () without it."""
+    model, topology = plan.config.model, plan.topology
+    if model.num_experts is None or model.moe_token_dispatcher_type != "flex":
+        return ()
+    flag, places = "(--moe-token-dispatcher-type flex)", topology.ep_inner
+    if not plan.shape.has_levels:
+        where = "lies on one node" if places == topology.ep else "has one rank on each node"
+        return (f"dispatch   k rows of each token by all-to-all, since ep {topology.ep} {where} {flag}",)
+    back = "all rows come back, added in the order of the choice"
+    if model.moe_combine_in_node:
+        back = "results are added in the node before they come back, equal up to rounding (--moe-combine-in-node)"
+    nodes = f"each of {topology.ep // places} nodes, which copies it for its {places} ranks"
+    return (f"dispatch   a token once to {nodes} {flag}; {back}",)
+
+
 def marks_of(gpu: GpuConfig, logging: LoggingConfig, global_rank: int) -> Marks | None:
     """Return the kind of profiler ranges around actions and phases: NVTX, torch's on ranks of --profile, or None."""
     if gpu.nvtx_ranges:

@@ -38,6 +38,7 @@ from megapipe.train.gpu_setup import (
     active_kernels,
     check_compiler,
     check_fp8,
+    dispatch_words,
     graph_words,
     marks_of,
     prepare,
@@ -112,7 +113,7 @@ def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
         check_fp8(config, world.device)
         check_compiler(config, world.device)
         found = active_kernels(plan, kernels, world.device)
-        words = (*describe_kernels(kernels, config, world.device), *found, *graph_words(plan))
+        words = (*describe_kernels(kernels, config, world.device), *found, *graph_words(plan), *dispatch_words(plan))
         if environment.global_rank == 0:
             described = _description(plan, world)
             text = {"config": job.config_text, "plan": plan_text(plan), "remarks": list(job.remarks)}

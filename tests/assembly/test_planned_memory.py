@@ -156,7 +156,8 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def make_plan(world_size: int, dtype: str, **changes: Any) -> RunPlan:
     untied = {"untie_embeddings_and_output_weights": True, "attention_dropout": 0.0, "global_batch_size": 24}
-    return resolve(tiny_config(**FOUR_LAYERS | untied | {"dtype": dtype} | changes), world_size)
+    per_node = changes.pop("ranks_per_node", None)
+    return resolve(tiny_config(**FOUR_LAYERS | untied | {"dtype": dtype} | changes), world_size, per_node)
 
 
 class LivePeak:

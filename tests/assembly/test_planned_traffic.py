@@ -224,6 +224,22 @@ GRIDS |= {
         | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ),
 }
+ONCE = EXPERTS | {"moe_token_dispatcher_type": "flex", "ranks_per_node": 2, "expert_model_parallel_size": 4}
+ONCE |= {"num_experts": 8}
+GRIDS |= {
+    "experts_once_to_a_node_top2": (4, ONCE),
+    "experts_once_to_a_node_added_there": (4, ONCE | {"moe_combine_in_node": True, "moe_router_topk": 3}),
+    "experts_once_to_a_node_again": (
+        4,
+        ONCE | {"moe_router_topk": 4, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
+    ),
+    "experts_once_to_a_node_etp2_full_recompute": (
+        8,
+        ONCE
+        | {"ranks_per_node": 4, "expert_tensor_parallel_size": 2, "moe_router_topk": 3, "global_batch_size": 32}
+        | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+}
 GRIDS["experts_tp2_ep2_shared_zb_h1"] = (
     8,
     EXPERTS_OF_TP2 | PP2 | {"pipeline_schedule": "zb-h1"},

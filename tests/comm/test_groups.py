@@ -60,6 +60,7 @@ TOPOLOGIES = [
     pytest.param(Topology(pp=4, mirrored_pipeline=True), id="pp4 mirrored: opposite ranks are replicas"),
     pytest.param(Topology(pp=2, dp=2, mirrored_pipeline=True), id="pp2 dp2 mirrored: all are replicas"),
     pytest.param(Topology(tp=4, kv_replicas=2), id="tp4, two replicas of each kv head"),
+    pytest.param(Topology(dp=4, ep=4, ranks_per_node=2, divides_ep=True), id="ep4 over two nodes"),
 ]
 
 

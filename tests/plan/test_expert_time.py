@@ -70,6 +70,21 @@ def test_messages_within_a_node_take_their_bytes_over_its_links(
     assert "ep" not in stage.weights
 
 
+@pytest.mark.parametrize("etp", [1, 2])
+def test_messages_of_two_levels_take_their_bytes_over_both_links(etp: int) -> None:
+    options = {"moe_token_dispatcher_type": "flex", "moe_router_topk": 4, "ep": 4, "etp": etp}
+    plan = plan_of(4 * etp, 2 * etp, **options)
+    links = {"node": Link(4e9, 0.0), "network": Link(1e9, 0.0)}
+    (stage,) = stage_seconds(plan, dataclasses.replace(H100, **links))
+    sent = layer_expert_bytes(plan, plan.model.layers[0])
+    seconds = sent["ep_nodes"] / 1e9 + (sent["ep_places"] + sent["etp"]) / 4e9
+    assert stage.forward["ep"] + stage.inputs["ep"] == pytest.approx(plan.config.model.num_layers * seconds)
+    plain = layer_expert_bytes(
+        plan_of(4 * etp, 2 * etp, **options | {"moe_token_dispatcher_type": "alltoall"}), plan.model.layers[0]
+    )
+    assert sent["ep_nodes"] < plain["ep"]
+
+
 def test_every_message_has_the_latency_of_its_link() -> None:
     plan = plan_of(4, ep=4)
     (stage,) = stage_seconds(plan, dataclasses.replace(H100, node=Link(1e30, 1.0)))

@@ -88,8 +88,11 @@ def balance(config: Config) -> Iterator[str]:
 
 
 def dispatcher(config: Config) -> Iterator[str]:
-    """Check what cannot be combined with tokens that are gathered."""
-    model, flag = config.model, "--moe-token-dispatcher-type allgather"
+    """Check what cannot be combined with tokens that are gathered, or sent once to a node."""
+    model, flag = config.model, f"--moe-token-dispatcher-type {config.model.moe_token_dispatcher_type}"
+    if model.moe_token_dispatcher_type == "flex" and model.moe_pad_expert_input_to_capacity:
+        rule = "padding belongs to no token that could be sent once to a node"
+        yield f"{flag} with --moe-pad-expert-input-to-capacity: {rule}; use alltoall, or leave one of the two out"
     if model.num_experts is None or model.moe_token_dispatcher_type != "allgather":
         return
     if model.moe_expert_capacity_factor is not None:

@@ -181,7 +181,8 @@ SHOWN_AXES = ("pp", "dp", "cp", "tp")
 MOST_RANKS_SHOWN = 32
 # groups that send much in a step
 SENDING = (
-    "tp cp cp_a2a cp_p2p pp replicas shards instances embedding ep etp expert_replicas expert_shards expert_instances"
+    "tp cp cp_a2a cp_p2p pp replicas shards instances embedding ep ep_nodes ep_places etp "
+    "expert_replicas expert_shards expert_instances"
 ).split()
 
 
@@ -309,7 +310,7 @@ def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
                 for other, count in to[pp_rank].items():
                     if topology.node_of(rank + (other - pp_rank) * topology.strides["pp"]) != node:
                         leaving[node] += count * plan.sent_bytes / plan.num_slices
-        elif name == "ep":  # no ring: every rank sends to every other one
+        elif name in ("ep", "ep_nodes"):  # no ring: every rank sends to every other one
             for group in crossing:
                 sent_by_one = by_pp_rank[topology.coordinates(group[0]).pp_rank][name]
                 for node, here in Counter(map(topology.node_of, group)).items():

@@ -276,6 +276,7 @@ class Bounds:
                 allow_tp_across_nodes=True,
                 ep=ep,
                 expert_tp=etp,
+                divides_ep=self._config.model.moe_token_dispatcher_type == "flex",
             )
         except ConfigError:
             return _NO_LINKS
@@ -294,6 +295,8 @@ class Bounds:
         config = replace(self._config, parallel=parallel)
         shape = rank_shape(config, sizes.tp, sizes.is_sliced, size)
         shape = replace(shape, recompute=recompute, documents=Documents(), ep=sizes.ep, etp=sizes.etp)
+        if expert_links is not None and model.moe_token_dispatcher_type == "flex":
+            shape = replace(shape, ep_inner=expert_links.inside)
         pairs = [_around_budget(spec, each) for each in self._slice_shapes(spec, shape, sizes.slices)]
         numbers = [spec.layers.index(kind) for kind in spec.kinds]
         kept, of_head = list[int](), list[int]()

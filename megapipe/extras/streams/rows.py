@@ -12,6 +12,7 @@ from torch import Tensor
 from megapipe.comm.groups import ExpertGroups
 from megapipe.model import dispatch
 from megapipe.model.dispatch import GatheredRoutes, Routes
+from megapipe.model.node_dispatch import NodeRoutes
 
 Share = Callable[[int, int], list[int]]  # (rows, experts) -> the rows of each expert
 
@@ -33,7 +34,7 @@ def rows_of_experts(share: Share = even_rows) -> Iterator[None]:
 
     The tensor is read, too, so that whoever watches the device sees the host wait for it.
     """
-    routes, gathered, read = Routes.of, GatheredRoutes.of, dispatch.to_host
+    routes, gathered, to_nodes, read = Routes.of, GatheredRoutes.of, NodeRoutes.of_slots, dispatch.to_host
     expected: list[int] = []  # what the device would say next
 
     def routes_of(counts: Tensor, num_rows: int, groups: ExpertGroups) -> Routes:
@@ -41,6 +42,15 @@ def rows_of_experts(share: Share = even_rows) -> Iterator[None]:
         here = own[groups.ep.rank * held :][:held]
         expected[:] = own + here * (groups.ep.size * groups.etp.size)
         return routes(counts, num_rows, groups)
+
+    def routes_to_nodes(counts: Tensor, slots: Tensor, groups: ExpertGroups, adds_in_node: bool) -> NodeRoutes:
+        own, tokens, nodes = share(slots.numel(), counts.shape[0]), slots.shape[0], groups.nodes.size
+        of_node, held = counts.shape[0] // nodes, counts.shape[0] // groups.ep.size
+        pairs = [min(tokens, sum(own[node * of_node :][:of_node])) for node in range(nodes)]
+        here = [*own[groups.nodes.rank * of_node :][:of_node], pairs[groups.nodes.rank]]
+        of_rank = own[groups.ep.rank * held :][:held]
+        expected[:] = own + pairs + here * nodes + of_rank * (groups.ep.size * groups.etp.size)
+        return to_nodes(counts, slots, groups, adds_in_node)
 
     def gathered_of(chosen: Tensor, num_experts: int, groups: ExpertGroups) -> GatheredRoutes:
         held, total = num_experts // groups.ep.size, chosen.numel() * groups.ep.size * groups.etp.size
@@ -57,6 +67,7 @@ def rows_of_experts(share: Share = even_rows) -> Iterator[None]:
     with (
         patch.object(Routes, "of", routes_of),
         patch.object(GatheredRoutes, "of", gathered_of),
+        patch.object(NodeRoutes, "of_slots", routes_to_nodes),
         patch.object(dispatch, "to_host", to_host),
     ):
         yield

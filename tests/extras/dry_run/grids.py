@@ -84,8 +84,12 @@ GPT2: dict[str, Any] = {
 
 
 def make_plan(world_size: int, changes: dict[str, Any], base: dict[str, Any] | None = None) -> RunPlan:
-    """Plan a GPT-2 shape of 8 layers, hidden 128, sequence 128. base: options that differ from it."""
-    return resolve(make_config(**GPT2 | (base or {}) | changes), world_size)
+    """Plan a GPT-2 shape of 8 layers, hidden 128, sequence 128. base: options that differ from it. changes: of them,
+    perhaps with `ranks_per_node`.
+    """
+    options = GPT2 | (base or {}) | changes
+    per_node = options.pop("ranks_per_node", None)
+    return resolve(make_config(**options), world_size, per_node)
 
 
 def read_for(plan: RunPlan) -> Any:

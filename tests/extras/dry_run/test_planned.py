@@ -50,6 +50,7 @@ EXPERTS = {
 SINKS = {"softmax_type": "learnable"}
 PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope"}
 WIDE_EXPERTS = EXPERTS | {"num_experts": 8, "moe_router_topk": 4, "moe_layer_freq": None}
+ONCE = WIDE_EXPERTS | {"moe_token_dispatcher_type": "flex", "ranks_per_node": 2, "expert_model_parallel_size": 4}
 GATHERED = {"moe_token_dispatcher_type": "allgather"}
 CP2 = {"context_parallel_size": 2}
 CAPPED = {"final_logit_softcapping": 30.0}
@@ -108,6 +109,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         WIDE_EXPERTS | PP2 | selective("moe_act", "activation") | {"pipeline_schedule": "zb-h1"},
     ),
+    "experts_once_to_a_node_bf16": (4, ONCE | {"dtype": "bf16"}),
+    "experts_once_to_a_node_added_there": (4, ONCE | {"moe_combine_in_node": True}),
+    "experts_once_to_a_node_again_zero1_bf16": (4, ONCE | ZERO1 | selective("moe") | {"dtype": "bf16"}),
+    "experts_once_to_a_node_pp2_zb_h1": (8, ONCE | PP2 | ZB_H1),
     "experts_gathered_ep4": (4, WIDE_EXPERTS | GATHERED | {"expert_model_parallel_size": 4}),
     "experts_gathered_sp2_dp2_bf16": (4, WIDE_EXPERTS | SP2 | GATHERED | {"dtype": "bf16"}),
     "experts_gathered_top2_ep8_again": (

@@ -1,0 +1,178 @@
+"""A token that goes once to a node gives the losses, norms and weights of plain all-to-alls, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.comm.groups import build_process_groups
+from megapipe.errors import ConfigError
+from megapipe.extras.verify.compare import weight_pieces
+from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
+from megapipe.extras.verify.shrink import shrink
+from megapipe.model import dispatch
+from megapipe.model.node_dispatch import NodeRoutes
+from megapipe.optimizer.schedule import Rates
+from megapipe.plan.resolve import resolve
+from megapipe.train.gpu_setup import dispatch_words
+from megapipe.train.step import TrainStep
+from tests.harness import RankPool
+from tests.parity.comparison import plan_differences
+from tests.parity.test_experts import BIAS, DROPS, FULL, MODEL, SHARED, SIGMOID, ZERO, ZERO3, again
+from tests.tiny import make_config
+
+SMALL = MODEL | {"num_layers": 2}
+FLEX = {"moe_token_dispatcher_type": "flex"}
+STEPS = 2
+
+
+def trained(rank: int, world_size: int, per_node: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Run some steps; return losses, norms and weights, how often the host waited for numbers, and routes made."""
+    plan = resolve(make_config(**SMALL | options), world_size, per_node)
+    dtype = torch.float64 if plan.config.precision.dtype == "fp64" else torch.float32
+    groups = build_process_groups(plan.topology, rank, "gloo", 60)
+    runtime = TrainingRuntime(plan, groups, torch.device("cpu"), drawn_slices(1, dtype))
+    batches = random_batches(plan.config, plan.topology.dp, [plan.batch.num_microbatches] * STEPS, seed=3)
+    step, found = TrainStep(runtime), []
+    with (
+        mock.patch.object(dispatch, "to_host", side_effect=dispatch.to_host) as waits,
+        mock.patch.object(NodeRoutes, "of_slots", side_effect=NodeRoutes.of_slots) as routes,
+    ):
+        for number, batch in enumerate(batches):
+            result = step.run(share_of(runtime, batch, number), Rates(0.05, 0.0, None))
+            found += [result.loss, result.update.grad_norm]
+        runtime.stores.finish_weights()
+    weights = {piece.piece.spec.name: piece.values.clone() for piece in weight_pieces(runtime)}
+    return {"losses": found, "weights": weights, "waits": waits.call_count, "routes": routes.call_count}
+
+
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "ep 4, k 1": (4, 2, {"ep": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True} | ZERO),
+    "ep 4, all experts": (4, 2, {"ep": 4, "moe_router_topk": 4} | SHARED),
+    "ep 4, k 8 of 16": (4, 2, {"ep": 4, "num_experts": 16, "moe_router_topk": 8, "add_bias_linear": True}),
+    "ep 4, groups, experts again": (4, 2, {"ep": 4} | BIAS | ZERO | again("moe", "layernorm")),
+    "ep 4 of cp 2 dp 2, capacity": (4, 2, {"ep": 4, "context_parallel_size": 2} | DROPS | SIGMOID),
+    "ep 4 of tp 2 dp 2, capacity, positions, full recompute": (
+        4,
+        2,
+        {"tp": 2, "ep": 4, "etp": 1, "moe_token_drop_policy": "position"} | DROPS | FULL,
+    ),
+    "ep 4 etp 2 of tp 2 dp 4, shared": (8, 4, {"tp": 2, "ep": 4, "etp": 2} | SHARED | SIGMOID),
+    "ep 4 of dp 4 pp 2, zero bubble, sharded weights": (
+        8,
+        2,
+        {"ep": 4, "pp": 2, "pipeline_schedule": "zb-h1", "global_batch_size": 32} | ZERO3 | SIGMOID,
+    ),
+    "ep 8 of dp 8, four nodes": (8, 2, {"ep": 8, "num_experts": 8, "moe_router_topk": 3} | ZERO),
+    "ep 8 of tp 2 dp 4, two nodes": (8, 4, {"tp": 2, "ep": 8, "etp": 1, "num_experts": 8} | again("moe")),
+    "ep 4 of dp 4 pp 2, dualpipe": (
+        8,
+        2,
+        {"ep": 4, "pp": 2, "pipeline_schedule": "dualpipe", "global_batch_size": 32} | SIGMOID,
+    ),
+    "ep 4 in parts": (4, 2, {"ep": 4, "overlap_moe_expert_parallel_comm": True} | SIGMOID | SHARED),
+    "ep 4 pp 2 in parts, dualpipe-v": (
+        8,
+        2,
+        {"ep": 4, "pp": 2, "chunks": 2, "num_layers": 4, "pipeline_schedule": "dualpipe-v", "global_batch_size": 32}
+        | {"overlap_moe_expert_parallel_comm": True, "norm_position": "around"}
+        | SIGMOID,
+    ),
+    "ep 4, prediction": (4, 2, {"ep": 4, "mtp_num_layers": 1, "position_embedding_type": "rope"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_that_with_all_to_alls(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    world_size, per_node, options = CASES[name]
+    pool = rank_pools(world_size)
+    plain = pool.run(trained, per_node, options)
+    for one, other in zip(plain, pool.run(trained, per_node, options | FLEX), strict=True):
+        assert other["losses"] == one["losses"]
+        assert_equal(one["weights"], other["weights"])
+        assert other["waits"] == one["waits"] == other["routes"] > 0 == one["routes"]
+
+
+@pytest.mark.parametrize("name", ["ep 4, k 8 of 16", "ep 4 of cp 2 dp 2, capacity", "ep 4 pp 2 in parts, dualpipe-v"])
+def test_sums_in_the_node_are_equal_in_fp64_up_to_rounding(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    world_size, per_node, options = CASES[name]
+    pool = rank_pools(world_size)
+    plain = pool.run(trained, per_node, options)
+    found = pool.run(trained, per_node, options | FLEX | {"moe_combine_in_node": True})
+    for one, other in zip(plain, found, strict=True):
+        assert other["losses"] == pytest.approx(one["losses"], rel=1e-10)
+        for key, values in one["weights"].items():
+            torch.testing.assert_close(other["weights"][key], values, rtol=1e-10, atol=1e-10)
+    assert any(
+        not torch.equal(values, other["weights"][key])
+        for one, other in zip(plain, found, strict=True)
+        for key, values in one["weights"].items()
+    )
+
+
+@pytest.mark.parametrize("per_node", [4, 1], ids=["one node", "a rank a node"])
+def test_one_level_runs_plain_all_to_alls(per_node: int, rank_pools: Callable[[int], RankPool]) -> None:
+    for found in rank_pools(4).run(trained, per_node, {"ep": 4} | FLEX):
+        assert found["routes"] == 0 < found["waits"]
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name, values in one.items() if not torch.equal(values, other[name])] == []
+
+
+def verified(rank: int, world_size: int, per_node: int, options: dict[str, Any]) -> list[str]:
+    """Return what --verify-grid finds for a configuration."""
+    small = shrink(resolve(make_config(**SMALL | options), world_size, per_node), "fp64", world_size, per_node)
+    assert small.plan.shape.has_levels
+    rates = [Rates(0.01, 0.0)] * 2
+    return plan_differences(rank, small.plan, rates)
+
+
+@pytest.mark.parametrize("options", [{}, {"moe_combine_in_node": True}], ids=["rows", "sums"])
+def test_verify_grid_finds_no_difference(options: dict[str, Any], rank_pools: Callable[[int], RankPool]) -> None:
+    for lines in rank_pools(4).run(verified, 2, {"ep": 4, "moe_layer_freq": "2"} | BIAS | FLEX | options):
+        assert lines == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        pytest.param(
+            {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+            "flex with --moe-pad-expert-input-to-capacity: padding belongs to no token",
+            id="padded",
+        ),
+        pytest.param({"ep": 8}, "8: an ep group has 2 ranks on one node of 6 and 6 on another", id="uneven"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_message(options: dict[str, Any], message: str) -> None:
+    changes = {"num_experts": 8, "global_batch_size": 48} | FLEX | options
+    with pytest.raises(ConfigError, match=message):
+        resolve(make_config(**SMALL | changes), 24, 6)
+
+
+def test_sums_in_the_node_need_tokens_that_go_once_to_a_node() -> None:
+    with pytest.raises(ConfigError, match=r"--moe-combine-in-node .*needs? --moe-token-dispatcher-type flex"):
+        resolve(make_config(**SMALL | {"moe_combine_in_node": True}), 4, 2)
+
+
+def test_the_start_says_how_tokens_travel() -> None:
+    def words(**options: Any) -> str:
+        (line,) = dispatch_words(resolve(make_config(**SMALL | FLEX | {"ep": 4} | options), 4, per_node))
+        return line
+
+    per_node = 2
+    assert "a token once to each of 2 nodes, which copies it for its 2 ranks" in words()
+    assert "added in the node before they come back, equal up to rounding" in words(moe_combine_in_node=True)
+    per_node = 4
+    assert "by all-to-all, since ep 4 lies on one node" in words()
+    per_node = 1
+    assert "by all-to-all, since ep 4 has one rank on each node" in words()
+    assert dispatch_words(resolve(make_config(**SMALL), 1)) == ()
