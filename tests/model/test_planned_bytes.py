@@ -471,7 +471,7 @@ def test_tables_shared_by_microbatches_have_the_bytes_in_the_plan(shape: str) ->
         stage = make_stage(config, weights_of(config, torch.bfloat16), layers=part)
         microbatch = make_microbatch(config, dropout_key=DropoutKey(1, 2, 3))
         contexts = dict.fromkeys(stage.make_context(microbatch, torch.bfloat16).values())
-        tensors = [tensor for context in contexts for tensor in (context.mask, *(context.rotary or ()))]
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+        tensors = [tensor for context in contexts for tensor in (*context.masks, *(context.rotary or ()))]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         planned = shared_bytes(spec_of(config), (shape_of(config, "bf16", RecomputeConfig()),), part)
         assert sum(held.values()) == planned.total()
