@@ -235,7 +235,7 @@ class MoETable:
             is_padded = self.model.moe_pad_expert_input_to_capacity
             counts = [choices, choices, (rows if is_padded else choices) + drops]
             counts += [rows * shape.etp] * 2 * (shape.ep * shape.etp > 1)
-        return tuple(Kept("routing", count, INDEX_BYTES) for count in counts)
+        return tuple(Kept("routing", count, INDEX_BYTES, with_checkpoint=True) for count in counts)
 
     def _router_kept(self, shape: RankShape) -> tuple[Kept, ...]:
         """Return what the router keeps besides its input: logits or scores of all experts, those of the chosen ones."""

@@ -88,10 +88,6 @@ class LayerContext:
         assert self.dropout_key is not None
         return self.dropout_key.microbatch, 0 if self.slice is None else self.slice.place.number
 
-    def keeping(self, kept: KeptAttention | None) -> LayerContext:
-        """Return the context with attention's results kept."""
-        return self if kept is None else replace(self, kept_attention=kept)
-
 
 @dataclass(eq=False)
 class SharedTables:

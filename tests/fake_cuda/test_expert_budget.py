@@ -106,7 +106,7 @@ DROPPING = {"moe_expert_capacity_factor": 1.0}
 WAITS: dict[str, tuple[dict[str, Any], int]] = {
     "dropless": ({}, 1),
     "one expert after the other": ({"moe_grouped_gemm": False}, 1),
-    "full recompute": (FULL, 2),
+    "full recompute": (FULL, 1),
     "moe recomputed": (selective("moe"), 1),
     "gathered": ({"moe_token_dispatcher_type": "allgather"}, 1),
     "capacity": (DROPPING, 1),

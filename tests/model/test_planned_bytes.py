@@ -296,11 +296,12 @@ OF_EXPERTS += [("layernorm",), ("layernorm", "moe_act"), ("core_attn", "layernor
 def test_experts_keep_the_bytes_in_the_plan_for_every_recompute_option(shape: str, dtype: str) -> None:
     config = model_config(num_layers=2, **EXPERT_SHAPES[shape])
     part = StageLayers(0, 2, True, True)
-    for modules in ((), *OF_EXPERTS):
-        recompute = RecomputeConfig("selective" if modules else None, recompute_modules=modules)
+    selective = [RecomputeConfig("selective", recompute_modules=modules) for modules in OF_EXPERTS]
+    full = [RECOMPUTES[name] for name in ("uniform1", "uniform2", "uniform2_kept")]
+    for recompute in (RecomputeConfig(), *selective, *full):
         count = counted(config, part, recompute, DTYPES[dtype])
         plan = planned(config, part, recompute, dtype)
-        assert sum(plan.values()) == count.forward, f"{modules}: {plan}\n" + "\n".join(count.storages)
+        assert sum(plan.values()) == count.forward, f"{recompute}: {plan}\n" + "\n".join(count.storages)
 
 
 OF_LATENTS = [("mla_up_proj",), ("mla_up_proj", "core_attn"), ("mla_up_proj", "layernorm"), ("mla_up_proj", "mlp")]
