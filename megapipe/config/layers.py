@@ -224,6 +224,12 @@ def layers_text(numbers: list[int]) -> str:
 # attention
 
 
+def has_narrow_values(model: ModelConfig) -> bool:
+    """Return True if fused attention takes values of fewer channels than keys, which runs as one block."""
+    is_narrow = model.multi_latent_attention and model.v_head_dim < model.head_size()
+    return is_narrow and not is_explicit(model)
+
+
 def is_explicit(model: ModelConfig) -> bool:
     """Return True if training writes attention out: fused kernels have no soft-cap, keyed dropout or softmax dtype, nor
     the score function of an extension.

@@ -1,8 +1,8 @@
 """Multi-head latent attention: x + norm(proj(core_attention(q, k, v))), with q, k and v projected up from latents of
 the tokens and one rotated key for all heads (DeepSeek-V2, arXiv:2405.04434).
 
-Core attention and its options are those of `AttentionTable`; values are padded to the width of keys, with context
-parallelism after they are exchanged.
+Core attention and its options are those of `AttentionTable`. Fused, it runs as one block with values narrower than
+keys; written out, and by kernels of libraries, values are padded to the width of keys.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megapipe.config.layers import has_narrow_values
 from megapipe.layers.attention import AttentionTable
 from megapipe.layers.linear import (
     LinearTable,
@@ -198,10 +199,12 @@ class LatentAttentionTable(AttentionTable):
         start = residual_stream(shape, model.hidden_size)
         if before is not None:
             start = before.operation(shape, backward=Backward(waiting + hidden + before.gradient_bytes(shape)))
-        # the gradients of q, k and v, a copy of the first, and the gradient of the projection to keys and values
-        made = Backward(behind + 4 * query + keys)
-        is_less = not self.is_explicit and not self._in_blocks(shape)
-        core_made = query + self._core_gradient_bytes(shape) - (3 * query if is_less else 0)
+        # the gradients of q, k and v, rotated channels of the first, and the gradient of the projection to keys and
+        # values; that of q is copied unless it comes from blocks
+        in_blocks, rotated = self._in_blocks(shape), query * model.qk_pos_emb_head_dim // model.kv_channels
+        made = Backward(behind + (3 if in_blocks else 4) * query + rotated + keys)
+        is_less = not self.is_explicit and not in_blocks
+        core_made = (values if in_blocks else query) + self._core_gradient_bytes(shape) - (3 * query if is_less else 0)
         operations = (
             start,
             *self._down_projections(shape, behind + query + keys),
@@ -310,10 +313,15 @@ class LatentAttentionTable(AttentionTable):
         redoes_core = shape.recomputes("core_attn")
         if shape.slice is not None and self._exchanged(shape) == 1 and not redoes_core:
             return query
-        if shape.cp == 1:
-            return 3 * query
         is_padded = is_narrow and not self._in_blocks(shape) and not redoes_core
-        return query + self._keys_and_values(shape) + (query if is_padded else 0)
+        if is_padded:  # exchanged values are a view of what is exchanged, and kept beside the padded ones
+            return 3 * query + (self._output(shape) if shape.cp > 1 else 0)
+        return query + self._keys_and_values(shape)
+
+    def _in_blocks(self, shape: RankShape) -> bool:
+        """Return True if attention is computed in blocks: also if values are narrower than keys."""
+        is_narrow = has_narrow_values(self.model) and shape.attention_impl == "sdpa"
+        return is_narrow or super()._in_blocks(shape)
 
     def _trimmed_kept(self, shape: RankShape) -> tuple[Kept, ...]:
         """Return what core attention keeps, and its output without the padding of values."""
@@ -331,6 +339,11 @@ class LatentAttentionTable(AttentionTable):
     def _block_gradient_bytes(self, shape: RankShape) -> int:
         """Return what the backward of attention in blocks makes; padded are v, the output, and gradients of both."""
         made, is_narrow = super()._block_gradient_bytes(shape), self.model.v_head_dim < self.model.kv_channels
+        if is_narrow and self._ring(shape) == 1 and shape.slice is None and not self.is_explicit:
+            # one block: besides these the gradients of q, k and v, all as wide as q
+            again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
+            masks = shape.batch * self._mask_bytes(shape) if shape.documents.attention_mask else 0
+            return again + masks + 6 * self._query(shape) * shape.element
         widened = 2 * self._query(shape) + 2 * self._key(shape) * self._longest_block(shape) // shape.seq
         return made + (widened * shape.element if is_narrow else 0)
 

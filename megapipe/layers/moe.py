@@ -268,7 +268,7 @@ class MoETable:
         if shape.has_levels:  # rows of pairs; pairs of rows, and the orders on both sides of the rank between
             pairs, sums = self.num_pairs(shape), self.model.moe_combine_in_node
             counts += [pairs, *[rows] * 3, *[pairs * self.model.moe_router_topk] * sums]
-        return tuple(Kept("routing", count, INDEX_BYTES) for count in counts)
+        return tuple(Kept("routing", count, INDEX_BYTES, with_checkpoint=True) for count in counts)
 
     def _router_kept(self, shape: RankShape) -> tuple[Kept, ...]:
         """Return what the router keeps besides its input: logits or scores of all experts, those of the chosen ones."""

@@ -139,11 +139,16 @@ class Kept:
     elements: int
     element_bytes: int
     with_replay: bool = False  # an output of fused attention: --recompute-keep-attention keeps it with a checkpoint
+    with_checkpoint: bool = False  # the routing of experts: every checkpoint keeps it
     in_attention_time: bool = False  # its reads and writes are part of the attention's time, not of pointwise kernels'
 
     @property
     def num_bytes(self) -> int:
         return self.elements * self.element_bytes
+
+    def outlives_replay(self, recompute: RecomputeConfig) -> bool:
+        """Return True if full recompute keeps it from the forward on."""
+        return self.with_checkpoint or (self.with_replay and recompute.recompute_keep_attention)
 
 
 @dataclass(frozen=True)

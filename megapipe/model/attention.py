@@ -197,10 +197,9 @@ class CoreAttention:
         """Return attention over the keys of this rank, of its ring and of earlier slices."""
         if not context.blocks:
             return self._local(q, k, v, context, offset)
-        v = v[..., : self.value_width]  # blocks need no values as wide as keys
         ring = ALONE if self.parallel is None else self.parallel.exchange
         part = WHOLE_SEQUENCE if self.parallel is None else self.parallel.part
-        kernel = self._block_kernel(q, k, context, part)
+        kernel = self._block_kernel(q, k, v, context, part)
         attention = BlockAttention(
             self.layer, context.blocks, kernel, ring, context.slice, context.kept_attention, self.passes
         )
@@ -215,10 +214,10 @@ class CoreAttention:
             return offset
         return offset[parallel.a2a.rank * heads : (parallel.a2a.rank + 1) * heads]
 
-    def _block_kernel(self, q: Tensor, k: Tensor, context: LayerContext, part: SequencePart) -> BlockKernel:
+    def _block_kernel(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, part: SequencePart) -> BlockKernel:
         """Return what computes blocks of attention. part: of every sequence, for which this rank has queries."""
         if not context.explicit and not (q.is_cuda and q.dtype is torch.float64):  # CUDA has no fused kernel for it
-            return FusedBlocks(self.scale, prefers_cudnn(q, k, self.scale))
+            return FusedBlocks(self.scale, prefers_cudnn(q, k, v, self.scale))
         rate, key, seq = self.config.attention_dropout, context.dropout_key, self.config.seq_length // part.ranks
         if rate == 0.0 or key is None:
             return WrittenBlocks(self.scale, self.config.attn_logit_softcapping)
@@ -230,12 +229,11 @@ class CoreAttention:
         return WrittenBlocks(self.scale, self.config.attn_logit_softcapping, kept, 1.0 / (1.0 - rate))
 
     def _local(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, offset: Tensor | None) -> Tensor:
-        """Return attention to keys of this rank; kernels want values as wide as keys, so narrower ones get zeros."""
+        """Return attention to keys of this rank. Without blocks, values narrower than keys get channels of zeros."""
         size, width = q.shape[-1], self.value_width
         if width == size:
             return self._whole(q, k, v, context, offset)
-        v = F.pad(v, (0, size - v.shape[-1])) if v.shape[-1] == width else v
-        heads = self._whole(q, k, v, context, offset).unflatten(-1, (-1, size))
+        heads = self._whole(q, k, F.pad(v, (0, size - width)), context, offset).unflatten(-1, (-1, size))
         return heads[..., :width].flatten(2)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, context: LayerContext, offset: Tensor | None) -> Tensor:

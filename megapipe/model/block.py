@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.model.attention import SelfAttention
 from megapipe.model.context import LayerContext
+from megapipe.model.dispatch import KeptRouting
 from megapipe.model.latent_attention import LatentAttention
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP
 from megapipe.model.moe import MoE
 from megapipe.model.norm import norm_element
-from megapipe.model.recompute import KeptAttention, RecomputedSegment
+from megapipe.model.recompute import KeptAttention, KeptResults, KeptTogether, RecomputedSegment
 from megapipe.model.segments import Compiler, Element, Elements, Segment, run
 from megapipe.tensor_parallel.random import dropped, keyed_mask
 
@@ -104,6 +105,21 @@ class ResidualSum:
         return stream + update if torch.compiler.is_compiling() else update.add_(stream)
 
 
+def keeping(
+    blocks: Sequence[Block], contexts: Sequence[LayerContext], attention: bool
+) -> tuple[list[LayerContext], KeptResults]:
+    """Return the contexts of blocks that one checkpoint recomputes, and what keeps their results: the routing of
+    experts, which the recompute would wait for again, and with `attention` the results of attention.
+    """
+    of_attention = KeptAttention() if attention else None
+    routings = [KeptRouting() if isinstance(block.mlp, MoE) else None for block in blocks]
+    own = [
+        replace(context, kept_attention=of_attention, kept_routing=routing)
+        for context, routing in zip(contexts, routings, strict=True)
+    ]
+    return own, KeptTogether([kept for kept in (of_attention, *routings) if kept is not None])
+
+
 class Prediction(nn.Module):
     """Norms of embedding and hidden states, eh_proj, one transformer layer, final norm (`layers.prediction`).
 
@@ -124,9 +140,8 @@ class Prediction(nn.Module):
     def forward(self, hidden: Tensor, embedded: Tensor, context: LayerContext) -> Tensor:
         hidden = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
         if self.is_checkpointed:
-            kept = KeptAttention() if self.keeps_attention else None
-            run = partial(self.transformer_layer, context=context.keeping(kept))
-            hidden = RecomputedSegment(run, kept)(hidden)
+            (own,), kept = keeping([self.transformer_layer], [context], self.keeps_attention)
+            hidden = RecomputedSegment(partial(self.transformer_layer, context=own), kept)(hidden)
         else:
             hidden = self.transformer_layer(hidden, context)
         return self.final_layernorm(hidden)

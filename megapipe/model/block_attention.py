@@ -63,12 +63,13 @@ class BlockKernel(Protocol):
         """Return this block's share of the gradients."""
 
 
-def prefers_cudnn(q: Tensor, k: Tensor, scale: float) -> bool:
-    """Return True if scaled_dot_product_attention would run cuDNN's kernel for q and k, and values as wide."""
+def prefers_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
+    """Return True if scaled_dot_product_attention would run cuDNN's kernel for q, k and v, and in their backward."""
     if not q.is_cuda or q.dtype not in HALF_TYPES:
         return False
-    q, k = _fold(q, 1), _fold(k, 1)
-    choice = torch._fused_sdp_choice(q, k, k, None, 0.0, q.shape[2] == k.shape[2], scale=scale, enable_gqa=True)
+    with torch.enable_grad():  # for some widths cuDNN has no backward
+        q, k, v = (_fold(x, 1).detach().requires_grad_() for x in (q, k, v))
+        choice = torch._fused_sdp_choice(q, k, v, None, 0.0, q.shape[2] == k.shape[2], scale=scale, enable_gqa=True)
     return choice == SDPBackend.CUDNN_ATTENTION.value
 
 
@@ -78,16 +79,18 @@ class FusedBlocks:
     cuDNN's where torch prefers it, else flash attention, which `torch.nn.attention.activate_flash_attention_impl`
     replaces.
 
-    They want values as wide as keys, so narrower ones get channels of zeros. Kernels without a mask share keys between
-    the queries of a group themselves.
+    All but cuDNN's want values as wide as keys, so narrower ones get channels of zeros while the kernel runs. cuDNN's
+    takes keys of 192 channels and values of 128 on Hopper and Blackwell (`check_cudnn_tensor_shapes` of torch's
+    sdp_utils.cpp), but not both of 192. Kernels without a mask share keys between the queries of a group themselves.
     """
 
     scale: float
     prefers_cudnn: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: MaskedBlock, source: int) -> tuple[Tensor, Tensor]:
-        (queries, batch, _, _, size), channels, aten = q.shape, v.shape[-1], torch.ops.aten
+        (queries, batch), channels, aten = q.shape[:2], v.shape[-1], torch.ops.aten
         causal, mask, native = block.block.kind == "causal", block.mask, _shares_keys(q, block)
+        size = channels if native and self.prefers_cudnn else q.shape[-1]
         q, k, v = _folded(q, k, _widened(v, size), _folded_dim(q, block), not native)
         if not q.is_cuda:
             output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -123,10 +126,11 @@ class FusedBlocks:
         block: MaskedBlock,
         source: int,
     ) -> Gradients:
-        shape, (queries, batch, groups, per_group, size), aten = q.shape, q.shape, torch.ops.aten
+        shape, (queries, batch, groups, per_group, _), aten = q.shape, q.shape, torch.ops.aten
         fold, channels = _folded_dim(q, block), v.shape[-1]
         split = (queries, batch, groups, per_group, -1)
         causal, mask, native = block.block.kind == "causal", block.mask, _shares_keys(q, block)
+        size = channels if native and self.prefers_cudnn else shape[-1]
         grad, output = (_fold(_widened(x.view(split), size), fold) for x in (grad, output))
         q, k, v = _folded(q, k, _widened(v, size), fold, not native)
         lse = lse.reshape(q.shape[:3])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.config.layers import LayerConfig
+from megapipe.config.layers import LayerConfig, has_narrow_values
 from megapipe.config.model import ATTENTIONS
 from megapipe.errors import ConfigError
 from megapipe.gpu.packed_attention import DocumentBorders
@@ -87,10 +87,6 @@ class LayerContext:
         """The microbatch and slice of training."""
         assert self.dropout_key is not None
         return self.dropout_key.microbatch, 0 if self.slice is None else self.slice.place.number
-
-    def keeping(self, kept: KeptAttention | None) -> LayerContext:
-        """Return the context with attention's results kept."""
-        return self if kept is None else replace(self, kept_attention=kept)
 
 
 @dataclass(eq=False)
@@ -160,7 +156,9 @@ class ContextBuilder:
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
                 seen = Visibility.of(place, microbatch.document_ids is not None, ring, **layer.limits)
                 has_sinks = layer.softmax_type != "vanilla"  # in blocks a sink is one more block
-                in_blocks = ring.ranks > 1 or of_slice is not None or (has_sinks and not explicit and kv_cache is None)
+                in_blocks = ring.ranks > 1 or of_slice is not None
+                is_one_block = has_sinks or has_narrow_values(layer)
+                in_blocks = in_blocks or (is_one_block and not explicit and kv_cache is None)
                 explicit = explicit or (has_sinks and not in_blocks)
                 if (explicit or in_blocks) and microbatch.borders is not None:
                     raise ValueError("attention that is written out, or in blocks, needs document_ids, not borders")

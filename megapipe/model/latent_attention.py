@@ -10,27 +10,26 @@ Up projections are column-parallel. Down projections and norms of latents are re
 each rank has its slice of the sequence, so that their gradients are partial, and r is gathered. Its gradient is a sum
 over the heads of all ranks.
 
-Fused kernels want values as wide as keys: v gets zero channels up to dn + dr, which are cut off the output. With
-context parallelism it gets them after it is exchanged.
+Core attention takes values narrower than keys: one block (`block_attention`), whose kernel gets zero channels if it
+wants them. Attention that is written out, and kernels of libraries, get v with zeros up to dn + dr.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megapipe.comm.collectives import WithAdjoint
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.model.attention import CoreAttention, SelfAttention, rotated
-from megapipe.model.context import rotate_pairs_
+from megapipe.model.attention import CoreAttention, SelfAttention
+from megapipe.model.context import LayerContext, rotate_pairs_
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.norm import norm_element
 from megapipe.model.recompute import KeptAttention
@@ -42,7 +41,6 @@ from megapipe.model.segments import (
     Elements,
     Operator,
     Remade,
-    Segment,
     again_if,
     linear,
     linear_element,
@@ -64,8 +62,9 @@ class LatentAttention(SelfAttention):
         self.recompute = factory.recompute
         self.groups, self.queries = config.num_attention_heads // tp.size, 1
         self.head_dim = config.kv_channels
-        self.value_dim = self.head_dim if factory.context is None else config.v_head_dim  # of v with its zeros
         self.core = CoreAttention(layer, factory, self.groups, self.queries, config.v_head_dim)
+        fused = factory.kernels.fused
+        self.heads = LatentHeads(self.groups, config.qk_head_dim, fused(heads_of_latents), fused(latent_gradients))
         heads, hidden, q_rank, kv_rank = (
             config.num_attention_heads,
             config.hidden_size,
@@ -127,8 +126,13 @@ class LatentAttention(SelfAttention):
             add = partial(summed, group=self.tp, scatter=self.sequence_parallel)
             whole = partial(gathered, group=self.tp) if self.sequence_parallel else lambda key: key.view_as(key)
             yield Operator("shared_key", lambda context, key: WithAdjoint.apply(key, whole, add), THIRD)
-        heads = LatentHeads(self.groups, config.qk_head_dim, self.head_dim, config.v_head_dim, self.value_dim)
-        yield Segment("heads", heads, lambda context, like: context.rotary)
+        yield Operator("heads", self._heads_of)
+
+    def _heads_of(self, context: LayerContext, q: Tensor, keys_values: Tensor, shared_key: Tensor) -> tuple[Any, ...]:
+        """Return q, k and v. Attention in blocks makes gradients that nothing else has."""
+        assert context.rotary is not None
+        q, k, v = _Heads.apply(q, keys_values, shared_key, *context.rotary, self.heads, bool(context.blocks))
+        return q.view(k.shape), k, v
 
 
 def _latent_norm(factory: LayerFactory, config: ResolvedModelConfig, size: int) -> nn.Module:
@@ -136,62 +140,83 @@ def _latent_norm(factory: LayerFactory, config: ResolvedModelConfig, size: int) 
     return factory.norm(size, config.latent_norm_epsilon) if config.qk_layernorm else nn.Identity()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LatentHeads:
-    """(q [s, b, n (dn + dr)], keys and values [s, b, n (dn + dv)], shared key [s, b, dr], cos, sin) -> rotated q, k of
-    all heads, both [s, b, n, 1, dn + dr], and v [s, b, n, 1, value_dim], perhaps with zeros up to k's width.
+    """(q [s, b, n (dn + dr)], keys and values [s, b, n (dn + dv)], shared key [s, b, dr], cos, sin) -> rotated q and k
+    of all heads, both [s, b, n, 1, dn + dr], and v [s, b, n, 1, dv]. q is overwritten.
+
+    forward, backward: `heads_of_latents` and `latent_gradients`, compiled on CUDA.
     """
 
     groups: int  # n
     plain: int  # dn
-    width: int  # dn + dr
-    values: int  # dv
-    value_dim: int
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
-    def __call__(
-        self, q: Tensor, keys_values: Tensor, shared_key: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = (*q.shape[:2], self.groups, 1)
-        if not torch.compiler.is_compiling():
-            q, k, v = (x.view(*heads, -1) for x in _Heads.apply(q, keys_values, shared_key, cos, sin, self))
-            return q, k, v
-        q, shared = q.view(*heads, -1), rotated(shared_key.view(*q.shape[:2], 1, 1, -1), cos, sin)
-        keys, v = keys_values.view(*heads, -1).split((self.plain, self.values), dim=-1)
-        q = torch.cat((q[..., : self.plain], rotated(q[..., self.plain :], cos, sin)), dim=-1)
-        k = torch.cat((keys, shared.expand(*heads, -1)), dim=-1)
-        return q, k, F.pad(v, (0, self.value_dim - self.values)).contiguous()
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the dn channels of each head of x [s, b, n ...], and those behind, as views [s, b, n, 1, ...]."""
+        heads = x.view(*x.shape[:2], self.groups, 1, -1)
+        return heads[..., : self.plain], heads[..., self.plain :]
+
+
+def heads_of_latents(
+    q: Tensor, shared_key: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q rotated, k and v. q: its channels to rotate, [s, b, n, 1, dr]. shared_key: [s, b, 1, 1, dr]. keys,
+    values: [s, b, n, 1, dn] and [s, b, n, 1, dv].
+    """
+    q, shared_key = (x.clone(memory_format=torch.contiguous_format) for x in (q, shared_key))
+    for each in (q, shared_key):
+        rotate_pairs_(each, cos, sin)
+    k = torch.cat((keys, shared_key.expand(*keys.shape[:-1], -1)), dim=-1)
+    return q, k, values.clone(memory_format=torch.contiguous_format)
+
+
+def latent_gradients(
+    q: Tensor, shared_key: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q before its rotation, of the shared key, and of keys and values side by side. Arguments
+    are gradients, as in `heads_of_latents`; shared_key: that of all heads, [s, b, n, 1, dr].
+    """
+    q, sin = q.clone(memory_format=torch.contiguous_format), -sin
+    total = shared_key.sum((2, 3), dtype=at_least_fp32(q.dtype), keepdim=True)
+    for each in (q, total):
+        rotate_pairs_(each, cos, sin)
+    return q, total.to(q.dtype), torch.cat((keys, values), dim=-1)
 
 
 class _Heads(Function):
-    """`LatentHeads` with q rotated in place. Saves nothing but rotary tables."""
+    """`LatentHeads`, with the rotated channels of q written back. Saves nothing but rotary tables.
+
+    owns: the gradient of q is not in use elsewhere, so that its rotated channels are written back, too.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, keys_values: Tensor, shared_key: Tensor, cos: Tensor, sin: Tensor, sizes: LatentHeads
+        ctx: Any,
+        q: Tensor,
+        keys_values: Tensor,
+        shared_key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: LatentHeads,
+        owns: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.tables, ctx.sizes = (cos, sin), sizes  # constants shared by all layers, not activations
+        ctx.tables, ctx.heads, ctx.owns = (cos, sin), heads, owns  # constants shared by all layers, not activations
         ctx.mark_dirty(q)
-        plain, heads = sizes.plain, (*q.shape[:2], sizes.groups, 1)
-        rotate_pairs_(q.view(*heads, sizes.width)[..., plain:], cos, sin)
-        shared = shared_key.clone().view(*q.shape[:2], 1, 1, -1)
-        rotate_pairs_(shared, cos, sin)
-        from_latent = keys_values.view(*heads, plain + sizes.values)
-        k, v = torch.empty_like(q).view(*heads, sizes.width), q.new_zeros(*heads, sizes.value_dim)
-        k[..., :plain] = from_latent[..., :plain]
-        k[..., plain:] = shared
-        v[..., : sizes.values] = from_latent[..., plain:]
-        return q, k.view_as(q), v.flatten(2)
+        _, rotated = heads.split(q)
+        shared = shared_key.unflatten(-1, (1, 1, -1))
+        turned, k, v = heads.forward(rotated, shared, *heads.split(keys_values), cos, sin)
+        rotated.copy_(turned)
+        return q, k, v
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
-        (cos, sin), sizes = ctx.tables, ctx.sizes
-        plain, heads = sizes.plain, (*grad_q.shape[:2], sizes.groups, 1)
-        # a copy, since hooks and other consumers may hold the gradient
-        grad_q = grad_q.clone(memory_format=torch.contiguous_format)
-        rotate_pairs_(grad_q.view(*heads, sizes.width)[..., plain:], cos, -sin)
-        grad_k, grad_v = grad_k.reshape(*heads, sizes.width), grad_v.reshape(*heads, sizes.value_dim)
-        grad_both = torch.cat((grad_k[..., :plain], grad_v[..., : sizes.values]), dim=-1).flatten(2)
-        shared = grad_k[..., plain:].sum((2, 3), dtype=at_least_fp32(grad_k.dtype), keepdim=True)
-        rotate_pairs_(shared, cos, -sin)
-        return grad_q, grad_both, shared.flatten(2).to(grad_k.dtype), None, None, None
+        heads: LatentHeads = ctx.heads
+        grad_q = grad_q.contiguous() if ctx.owns else grad_q.clone(memory_format=torch.contiguous_format)
+        _, rotated = heads.split(grad_q)
+        keys, shared = grad_k[..., : heads.plain], grad_k[..., heads.plain :]
+        turned, grad_shared, grad_both = heads.backward(rotated, shared, keys, grad_v, *ctx.tables)
+        rotated.copy_(turned)
+        return grad_q, grad_both.flatten(2), grad_shared.flatten(2), None, None, None, None

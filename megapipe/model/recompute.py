@@ -1,6 +1,7 @@
 """Activation recompute (Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198).
 
-- full: whole layers; only their input is saved, plus the results of attention with --recompute-keep-attention.
+- full: whole layers; only their input and the routing of experts is saved, plus the results of attention with
+  --recompute-keep-attention.
 - selective: `core_attn` (attention without its projections), `mla_up_proj` (from latents to heads; without core_attn
   the results of its kernel are kept), `mlp` (linear_fc1 and the activation), `layernorm` and
   `activation` (elementwise functions whose output is a linear's input: the linear recomputes it from tensors that are
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +60,36 @@ class KeptResults(Protocol):
 
     def reuse(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> Tensor:
         """Run the recompute fn(*inputs) with the kept results. tensors: as `record` returned."""
+
+
+class KeptTogether:
+    """The results of several `KeptResults` of one segment."""
+
+    def __init__(self, kinds: Sequence[KeptResults]) -> None:
+        self._kinds = kinds
+        self._counts: list[int] = []  # tensors of each
+
+    def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        tensors: list[Tensor] = []
+
+        def recorded(kept: KeptResults, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+            output, own = kept.record(run, inputs)
+            tensors.extend(own)
+            self._counts.append(len(own))
+            return output
+
+        for kept in self._kinds:
+            fn = partial(recorded, kept, fn)
+        return fn(*inputs), tuple(tensors)
+
+    def reuse(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> Tensor:
+        def reused(kept: KeptResults, run: Callable[..., Tensor], own: tuple[Tensor, ...], *inputs: Tensor) -> Tensor:
+            return kept.reuse(run, inputs, own)
+
+        left = iter(tensors)
+        for kept, count in zip(self._kinds, self._counts, strict=True):
+            fn = partial(reused, kept, fn, tuple(islice(left, count)))
+        return fn(*inputs)
 
 
 class RecomputedSegment:

@@ -22,12 +22,14 @@ key/value heads x head_dim, divided by tp (K: at least one head). "unless x": no
                             S2 fp32+ probabilities, S2 = b heads s^2; S2 fp32+ of tanh with a cap; with dropout S2 and
                             S2 bytes of mask, without it S2 in half types; T Q with grouped queries
     latent attention        replaces T (Q + 2 K) and T Q by t (q rank + kv rank + rotated) and their statistics,
-                            t (q rank + kv rank) normed, 3 T Q of q, k and v padded to the queries' width, T Q of padded
-                            output, and T V, V = heads x value channels
+                            t (q rank + kv rank) normed, T (2 Q + V) of q, k and v, and T V of the output, V = heads x
+                            value channels; by a library's kernel 3 T Q of q, k and v padded to the queries' width, and
+                            T Q of padded output besides T V
     documents, grouped      q, k and v with k and v repeated for each query head: 3 T Q instead of T (Q + 2 K), with
                             qk-norm in addition to T (Q + 2 K)
 A layer without attention or without an MLP has the rows of the other branch alone.
-Full recompute: t H per checkpoint, and with --recompute-keep-attention T Q and the log-sum-exp of each of its layers.
+Full recompute: t H per checkpoint, the routing of each of its layers with experts, and with
+--recompute-keep-attention T Q and the log-sum-exp of each of its layers.
 Multi-token prediction, for each module: 3 t H, the embeddings of the tokens ahead and the input of eh_proj, statistics
 of two norms, the rows of embedding and head again, and those of a layer.
 Embedding: t H bytes of dropout mask. Head: 2 t H and the statistics of the final norm, logits T V / tp (twice with a
@@ -42,6 +44,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,14 +56,14 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.gpu.kernels import TORCH, Kernels
 from megapipe.layers.table import WHOLE, CommChunks
-from megapipe.model.block import Block, Prediction
+from megapipe.model.block import Block, Prediction, keeping
 from megapipe.model.context import ContextBuilder, LayerContext, SharedTables
 from megapipe.model.context_parallel import ContextParallel
 from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.moe import MoE, Router
-from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups, recomputed_modules
+from megapipe.model.recompute import RecomputedSegment, layer_groups, recomputed_modules
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
@@ -325,20 +328,22 @@ class GPTStage(nn.Module):
         ]
         with nullcontext() if self._library is None else self._library.region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):
-                kept = KeptAttention() if is_checkpointed and layers[0] in self.keep_attention else None
-                run: Callable[[Tensor], Tensor] = partial(
-                    self._run_group, contexts={layer: contexts[layer].keeping(kept) for layer in layers}
-                )
+                blocks: list[Any] = [self.decoder.layers[str(layer)] for layer in layers]
+                own, kept = [contexts[layer] for layer in layers], None
+                if is_checkpointed:
+                    own, kept = keeping(blocks, own, layers[0] in self.keep_attention)
+                run: Callable[[Tensor], Tensor] = partial(_run_group, list(zip(blocks, own, strict=True)))
                 if is_checkpointed:
                     run = RecomputedSegment(run, kept)
                 if self.group_runner is None:
                     hidden = run(hidden)
                 else:
-                    parameters = (self.decoder.layers[str(layer)].parameters() for layer in layers)
+                    parameters = (block.parameters() for block in blocks)
                     hidden = self.group_runner(group, run, hidden, chain(*parameters, constants))
         return hidden
 
-    def _run_group(self, hidden: Tensor, contexts: Mapping[int, LayerContext]) -> Tensor:
-        for layer, context in contexts.items():
-            hidden = self.decoder.layers[str(layer)](hidden, context)
-        return hidden
+
+def _run_group(blocks: Iterable[tuple[Block, LayerContext]], hidden: Tensor) -> Tensor:
+    for block, context in blocks:
+        hidden = block(hidden, context)
+    return hidden

@@ -145,10 +145,8 @@ def group_keeps(group: LayerGroup, shape: RankShape) -> tuple[Kept, ...]:
     if not group.is_checkpoint:
         return tuple(tensor for layer in group.layers for tensor in layer_table(layer, shape).keeps)
     checkpoint = Kept("checkpoints", shape.own_tokens * group.layers[0].hidden_size, shape.element)
-    if not shape.recompute.recompute_keep_attention:
-        return (checkpoint,)
     kept = (tensor for layer in group.layers for tensor in layer_table(layer, without_recompute(shape)).keeps)
-    return checkpoint, *(tensor for tensor in kept if tensor.with_replay)
+    return checkpoint, *(tensor for tensor in kept if tensor.outlives_replay(shape.recompute))
 
 
 def bytes_by_name(tensors: Iterable[Kept]) -> Counter[str]:
@@ -318,7 +316,7 @@ def group_backward(group: LayerGroup, shape: RankShape) -> tuple[int, int]:
     for index, table in enumerate(tables):
         peak = max(peak, held + waits + walk_backward(table.parts)[0])
         waits += table.deferred_bytes if shape.splits_backward else 0
-        kept_on = (tensor for tensor in table.keeps if tensor.with_replay and shape.recompute.recompute_keep_attention)
+        kept_on = (tensor for tensor in table.keeps if group.is_checkpoint and tensor.outlives_replay(shape.recompute))
         held += total_bytes(kept_on) - table.kept_bytes
         if index == 0:
             held += shape.hidden_bytes(group.layers[0].hidden_size)

@@ -131,8 +131,7 @@ def _choice(layer: LayerSpec, whole: RankShape, recompute: RecomputeConfig) -> C
     everything, table, is_full = layer_table(layer, whole), layer_table(layer, shape), False
     if recompute.recompute_granularity == "full":
         is_full, kept = True, list(table.keeps[:1])
-        if recompute.recompute_keep_attention:
-            kept += [tensor for tensor in table.keeps if tensor.with_replay]
+        kept += [tensor for tensor in table.keeps if tensor.outlives_replay(recompute)]
     else:
         kept = list(table.keeps)
     elements = sum(tensor.elements for tensor in everything.keeps) - sum(tensor.elements for tensor in kept)

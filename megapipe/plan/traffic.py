@@ -83,14 +83,14 @@ def exchanged_bytes(plan: RunPlan, stage: int) -> Counter[str]:
 def layer_expert_bytes(plan: RunPlan, layer: LayerSpec, recompute: RecomputeConfig | None = None) -> dict[str, float]:
     """Return the bytes that the experts of one layer send over ep and over etp for one microbatch; {} without any.
 
-    recompute: of the layer; None: the plan's. Full recompute repeats the forward, recompute of `moe` all but the
+    recompute: of the layer; None: the plan's. Full recompute, and that of `moe`, repeat the forward but for the
     numbers of rows.
     """
     recompute = recompute or plan.shape.recompute
     shape = with_recompute(plan.shape, recompute)
-    whole, rows = int(recompute.recompute_granularity == "full"), int(shape.recomputes("moe"))
+    repeats = recompute.recompute_granularity == "full" or shape.recomputes("moe")
     sent = {} if layer.experts is None else layer.experts.sent_bytes(shape)
-    return {name: (1 + whole) * forward + (1 + rows) * back for name, (forward, back) in sent.items()}
+    return {name: forward + (1 + repeats) * back for name, (forward, back) in sent.items()}
 
 
 def stage_collectives(plan: RunPlan, stage: int, splits_backward: bool = False) -> float:

@@ -58,7 +58,7 @@ DEEPSEEK = COMMON | {
     "expert_model_parallel_size": 32,
     "global_batch_size": 32,
 }
-PRODUCTS = ("mm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attention")
+PRODUCTS = ("mm", "addmm", "_grouped_mm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention")
 # of a step, not of a layer's forward and backward: the optimizer, and the sums of what routers have recorded
 OF_STEPS = ("optimizer/", "data_parallel/store.py:begin_step", "train/step.py", "model/moe.py:take")
 
@@ -98,15 +98,15 @@ def test_a_layer_of_qwen3_30b_keeps_to_its_budget(run: Run) -> None:
 
 def test_a_layer_of_deepseek_v3_keeps_to_its_budget(run: Run) -> None:
     work = work_of(run, 32, DEEPSEEK, held=8)
-    # 3.8 GB of these reorder the rows that arrive, 4.3 are attention's
-    assert work.operations <= 100 and work.gigabytes <= 13.8 and work.waits == 1 and work.grouped == 4, work
+    # 3.8 GB of these reorder the rows that arrive, 3.3 are attention's
+    assert work.operations <= 100 and work.gigabytes <= 12.8 and work.waits == 1 and work.grouped == 4, work
 
 
 DROPPING = {"moe_expert_capacity_factor": 1.0}
 WAITS: dict[str, tuple[dict[str, Any], int]] = {
     "dropless": ({}, 1),
     "one expert after the other": ({"moe_grouped_gemm": False}, 1),
-    "full recompute": (FULL, 2),
+    "full recompute": (FULL, 1),
     "moe recomputed": (selective("moe"), 1),
     "gathered": ({"moe_token_dispatcher_type": "allgather"}, 1),
     "capacity": (DROPPING, 1),

@@ -85,17 +85,19 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def block_calls(blocks: FusedBlocks) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls of a forward and a backward of half of the queries, on CUDA tensors without values."""
+def block_calls(blocks: FusedBlocks, channels: int = SIZE) -> list[tuple[str, dict[str, Any]]]:
+    """Return the calls of a forward and a backward of half of the queries, on CUDA tensors without values. channels:
+    of values.
+    """
     half, calls = (QUERIES // 2, QUERIES), Calls()
     block = MaskedBlock(KeyBlock(half, (0, KEYS), "all"))
     rows = slice(*half)
     with MetaMode("cuda"), calls:
         q = torch.empty(QUERIES, 2, 2, HEADS, SIZE, dtype=torch.bfloat16, device="meta")
-        k, v = torch.empty(2, KEYS, 2, 2, 1, SIZE, dtype=torch.bfloat16, device="meta")
+        k, v = (torch.empty(KEYS, 2, 2, 1, n, dtype=torch.bfloat16, device="meta") for n in (SIZE, channels))
         output, lse = blocks.forward(q[rows], k, v, block, 0)
-        assert output.shape == (2, 2 * HEADS, QUERIES // 2, SIZE) and lse.shape == output.shape[:3]
-        result = torch.empty(QUERIES, 2, 2 * HEADS, SIZE, dtype=torch.bfloat16, device="meta")
+        assert output.shape == (2, 2 * HEADS, QUERIES // 2, channels) and lse.shape == output.shape[:3]
+        result = torch.empty(QUERIES, 2, 2 * HEADS, channels, dtype=torch.bfloat16, device="meta")
         whole = torch.empty(2, 2 * HEADS, QUERIES, device="meta")
         grads = blocks.backward(result[rows], q[rows], k, v, result[rows], whole[:, :, rows], block, 0)
         assert [grad.shape for grad in grads] == [q[rows].shape, k.shape, v.shape]
@@ -117,6 +119,16 @@ def test_a_block_runs_one_kernel_that_shares_keys(cudnn: bool) -> None:
     assert (returned["max_q"], returned["max_k"]) == (QUERIES // 2, KEYS)
 
 
+@pytest.mark.parametrize("cudnn", [True, False], ids=["cudnn", "flash"])
+def test_values_narrower_than_keys_get_zeros_unless_cudnn_takes_them(cudnn: bool) -> None:
+    calls = block_calls(FusedBlocks(1.0, cudnn), SIZE // 2)
+    assert len(calls) == 2
+    for _, arguments in calls:
+        width = SIZE // 2 if cudnn else SIZE
+        assert arguments["value"].shape[-1] == width and arguments["key"].shape[-1] == SIZE
+        assert all(arguments[name].shape[-1] == width for name in ("out", "grad_out") if name in arguments)
+
+
 def test_the_shape_of_the_log_sum_exp_is_what_cudnn_returns() -> None:
     x = torch.empty(2, 3, 5, 16, dtype=torch.bfloat16, device="meta")
     _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)
@@ -126,7 +138,7 @@ def test_the_shape_of_the_log_sum_exp_is_what_cudnn_returns() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_cudnn_is_not_preferred_on_a_cpu(dtype: torch.dtype) -> None:
     x = torch.empty(4, 1, 1, 1, 16, dtype=dtype)
-    assert not prefers_cudnn(x, x, 1.0)
+    assert not prefers_cudnn(x, x, x, 1.0)
 
 
 @pytest.fixture

@@ -95,7 +95,7 @@ def test_padded_rows_travel_like_counted_ones() -> None:
     assert even.ends.tolist() == counted.ends.tolist() == [4, 8, 12]
 
 
-def gradients_of_stage(change_router: bool, **recompute: Any) -> dict[str, Tensor]:
+def gradients_of_stage(change_router: bool, asked: RecomputeConfig) -> dict[str, Tensor]:
     """Run a microbatch through a stage; change_router: between the forward and the backward."""
     options = {"num_experts": 8, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     config = model_config(num_layers=2, **LLAMA | options | {"moe_ffn_hidden_size": 20, "moe_router_topk": 2})
@@ -104,7 +104,6 @@ def gradients_of_stage(change_router: bool, **recompute: Any) -> dict[str, Tenso
         spec.name: torch.randn(spec.shape, dtype=torch.float64, generator=drawn) * 0.1
         for spec in model_parameters(config, False)
     }
-    asked = RecomputeConfig("selective" if recompute else None, **recompute)
     stage = make_stage(config, weights, recompute=asked)
     output = stage(make_microbatch(config, dropout_key=DropoutKey(1, 2, 3)))
     if change_router:
@@ -115,10 +114,21 @@ def gradients_of_stage(change_router: bool, **recompute: Any) -> dict[str, Tenso
     return {name: parameter.grad for name, parameter in stage.named_parameters()}  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("modules", [("moe",), ("moe", "layernorm"), ("moe_act",)], ids="-".join)
-def test_a_recompute_sends_tokens_to_the_experts_of_the_forward(modules: tuple[str, ...]) -> None:
+RECOMPUTES = {
+    "-".join(modules): RecomputeConfig("selective", recompute_modules=modules)
+    for modules in (("moe",), ("moe", "layernorm"), ("moe_act",))
+}
+RECOMPUTES |= {
+    "full": RecomputeConfig("full", "uniform", 1),
+    "full, two layers": RecomputeConfig("full", "uniform", 2),
+    "full, two layers, attention kept": RecomputeConfig("full", "uniform", 2, recompute_keep_attention=True),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTES)
+def test_a_recompute_sends_tokens_to_the_experts_of_the_forward(name: str) -> None:
     """An update of the biases between a forward and its recompute changes nothing."""
-    found, wanted = gradients_of_stage(True, recompute_modules=modules), gradients_of_stage(False)
+    found, wanted = gradients_of_stage(True, RECOMPUTES[name]), gradients_of_stage(False, RecomputeConfig())
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert torch.equal(found[name], gradient), name

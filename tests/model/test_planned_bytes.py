@@ -296,11 +296,12 @@ OF_EXPERTS += [("layernorm",), ("layernorm", "moe_act"), ("core_attn", "layernor
 def test_experts_keep_the_bytes_in_the_plan_for_every_recompute_option(shape: str, dtype: str) -> None:
     config = model_config(num_layers=2, **EXPERT_SHAPES[shape])
     part = StageLayers(0, 2, True, True)
-    for modules in ((), *OF_EXPERTS):
-        recompute = RecomputeConfig("selective" if modules else None, recompute_modules=modules)
+    selective = [RecomputeConfig("selective", recompute_modules=modules) for modules in OF_EXPERTS]
+    full = [RECOMPUTES[name] for name in ("uniform1", "uniform2", "uniform2_kept")]
+    for recompute in (RecomputeConfig(), *selective, *full):
         count = counted(config, part, recompute, DTYPES[dtype])
         plan = planned(config, part, recompute, dtype)
-        assert sum(plan.values()) == count.forward, f"{modules}: {plan}\n" + "\n".join(count.storages)
+        assert sum(plan.values()) == count.forward, f"{recompute}: {plan}\n" + "\n".join(count.storages)
 
 
 OF_LATENTS = [("mla_up_proj",), ("mla_up_proj", "core_attn"), ("mla_up_proj", "layernorm"), ("mla_up_proj", "mlp")]
@@ -471,7 +472,7 @@ def test_tables_shared_by_microbatches_have_the_bytes_in_the_plan(shape: str) ->
         stage = make_stage(config, weights_of(config, torch.bfloat16), layers=part)
         microbatch = make_microbatch(config, dropout_key=DropoutKey(1, 2, 3))
         contexts = dict.fromkeys(stage.make_context(microbatch, torch.bfloat16).values())
-        tensors = [tensor for context in contexts for tensor in (context.mask, *(context.rotary or ()))]
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+        tensors = [tensor for context in contexts for tensor in (*context.masks, *(context.rotary or ()))]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         planned = shared_bytes(spec_of(config), (shape_of(config, "bf16", RecomputeConfig()),), part)
         assert sum(held.values()) == planned.total()
