@@ -11,6 +11,7 @@ import enum
 from typing import NamedTuple
 
 from megapipe.schedule.action import Action, Op
+from megapipe.schedule.placement import Placement
 
 
 class ValueKind(enum.Enum):
@@ -84,17 +85,35 @@ TRAVELS: dict[ValueKind, tuple[Op, Op, int]] = {
 }
 
 
+class Route(NamedTuple):
+    """The messages of one kind from one pp_rank to another; they arrive in the order in which they are sent.
+
+    All channels of a route share one in-order connection. Activations and gradients have routes of their own, since
+    ranks of a V or of DualPipe send both to the same neighbour, often at the same time.
+    """
+
+    sender: int
+    receiver: int
+    kind: ValueKind
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}s from pp_rank {self.sender} to {self.receiver}"
+
+
 class ChannelPath(NamedTuple):
     """An in-order path of activations or gradients over the boundary between stage `boundary` and `boundary` + 1.
 
-    Never keyed by a pair of ranks: with two ranks and several chunks the previous and the next rank are the same, and a
-    shared path would silently deliver the wrong tensor. `direction` separates the two paths of a two-direction
-    placement.
+    `direction` separates the two paths of a two-direction placement.
     """
 
     kind: ValueKind
     boundary: int
     direction: int = 0
+
+    def route(self, placement: Placement) -> Route:
+        """Return the route that the channel is part of; its two ends may be one rank."""
+        before, after = placement.directions[self.direction][self.boundary : self.boundary + 2]
+        return Route(before, after, self.kind) if self.kind is ValueKind.ACT else Route(after, before, self.kind)
 
     def __str__(self) -> str:
         source, target = self.boundary, self.boundary + 1

@@ -35,7 +35,7 @@ def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
       at the earliest at the start of the row: early enough to overlap with computation, and bounded, because a posted
       receive occupies a GPU until its peer sends. So at most receive_depth + 1 receives are posted per channel if
       messages are used in the order they were made. Otherwise a receive is posted no later than those made after it, so
-      that every channel stays first-in first-out.
+      that every route stays first-in first-out: all messages of one kind from one rank to another.
     - The two halves of an overlapped pair stay together: receives are posted before the pair, sends follow it.
     - REDUCE_GRAD follows the last B or W of each stage. Schedules with UPDATE get none: an UPDATE includes the
       reduction.
@@ -115,9 +115,10 @@ def _plan_receives(schedule: Schedule, sends: Sends, receive_depth: int) -> list
     }
     # [kind][consumer's stage x microbatches + microbatch] -> index in its row of the action that needs the message
     consumed_at = {kind: [max(map(len, schedule.rows))] * (schedule.num_stages * count) for kind in TRAVELS}
-    # (SEND, stage that makes it, direction) -> microbatches in the order they are made, for values that change rank
-    sent: defaultdict[tuple[Op, int, int], list[int]] = defaultdict(list)
-    for row in schedule.rows:
+    # (SEND, sender, receiver) -> (stage that makes it, microbatch) of values that change rank, in the order of sends
+    sent: defaultdict[tuple[Op, int, int], list[tuple[int, int]]] = defaultdict(list)
+    steps = {send: step for send, _, step in TRAVELS.values()}
+    for rank, row in enumerate(schedule.rows):
         for index, (stage, op, microbatch) in enumerate(row):
             assert microbatch is not None
             for kind in far[op]:
@@ -125,7 +126,7 @@ def _plan_receives(schedule: Schedule, sends: Sends, receive_depth: int) -> list
             direction = microbatch % len(directions)
             send = sends[op][direction][stage]
             if send is not None:
-                sent[send, stage, direction].append(microbatch)
+                sent[send, rank, directions[direction][stage + steps[send]]].append((stage, microbatch))
 
     # [rank]: slot of each half of an overlapped pair -> slot of its OVERLAP
     pair_heads: list[dict[int, int]] = [{} for _ in schedule.rows]
@@ -134,16 +135,14 @@ def _plan_receives(schedule: Schedule, sends: Sends, receive_depth: int) -> list
             heads.update({slot + half: slot for slot, a in enumerate(row) if a.op is Op.OVERLAP for half in (1, 2)})
     kind_of = {send: kind for kind, (send, _, _) in TRAVELS.items()}
     plans: list[dict[int, list[Action]]] = [{} for _ in schedule.rows]
-    for (send, stage, direction), microbatches in sent.items():
+    for (send, _, rank), messages in sent.items():
         kind = kind_of[send]
         _, receive, step = TRAVELS[kind]
-        to_stage = stage + step
-        rank = directions[direction][to_stage]
         posts, bound = [], len(schedule.rows[rank])
-        for microbatch in reversed(microbatches):  # a receive is posted no later than its successors
-            bound = min(bound, consumed_at[kind][to_stage * count + microbatch])
+        for stage, microbatch in reversed(messages):  # a receive is posted no later than its successors
+            bound = min(bound, consumed_at[kind][(stage + step) * count + microbatch])
             slot = max(0, bound - receive_depth)
-            posts.append((pair_heads[rank].get(slot, slot), Action(to_stage, receive, microbatch)))
+            posts.append((pair_heads[rank].get(slot, slot), Action(stage + step, receive, microbatch)))
         for slot, action in reversed(posts):
             plans[rank].setdefault(slot, []).append(action)
     return plans

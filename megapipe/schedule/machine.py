@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, SHARDING_OPS, Action, Op
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, ChannelPath, Value, ValueKind, channel_of
+from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, ChannelPath, Route, Value, ValueKind, channel_of
 from megapipe.schedule.schedule import Schedule
 
 NEVER = -1.0
@@ -39,6 +39,7 @@ class _Hop(NamedTuple):
     value: int  # the value on the sender's rank
     message: int  # the same value once it has been received
     channel: int  # index into ScheduleWalk.channels
+    route: int  # index into ScheduleWalk.free_at
     wire_seconds: float
 
 
@@ -82,7 +83,7 @@ class ScheduleWalk:
         self.depths = [sys.maxsize if send_depth is None else send_depth] * len(self.channels)
         self.sent = [0] * len(self.channels)
         self.posted = [0] * len(self.channels)
-        self.free_at = [0.0] * len(self.channels)
+        self.free_at = [0.0] * len(self.channels)  # by route
         # message id -> (time, ends of the rank, slot) of whichever of send and receive was first
         self.unmatched: dict[int, tuple[float, list[float], int]] = {}
         # stuck ranks, and what they wait for
@@ -143,7 +144,9 @@ class ScheduleWalk:
 
         The first and last stages have entries that no checked schedule uses.
         """
+        placement = self.schedule.placement
         index: dict[ChannelPath, int] = {}
+        routes: dict[Route | None, int] = {}
         hops: dict[Op, list[list[_Hop]]] = {}
         for kind, (send, receive, _) in TRAVELS.items():
             for op, ((_, offset),) in ((send, NEEDS[send]), (receive, MAKES[receive])):
@@ -153,7 +156,9 @@ class ScheduleWalk:
                     channel = channel_of(Action(stage, op, variant), self._num_directions)
                     wire_seconds = self._cost(stage + offset, send, variant)
                     number = index.setdefault(channel, len(index))
-                    hops[op][variant].append(_Hop(value, message, number, wire_seconds))
+                    is_there = 0 <= channel.boundary < self.schedule.num_stages - 1
+                    route = routes.setdefault(channel.route(placement) if is_there else None, len(routes))
+                    hops[op][variant].append(_Hop(value, message, number, route, wire_seconds))
         self.channels = list(index)
         return hops
 
@@ -202,7 +207,7 @@ class ScheduleWalk:
                     continue
                 break
             if op in hops:
-                value, message, channel, wire_seconds = hops[op][(microbatch or 0) % variants][stage]
+                value, message, channel, route, wire_seconds = hops[op][(microbatch or 0) % variants][stage]
                 if op in SEND_OPS:
                     if (at := times[value + key]) < 0:
                         waiting_for[value + key] = rank
@@ -218,7 +223,7 @@ class ScheduleWalk:
                     if channel in self.blocked_on:
                         self._unblock(channel, clock)
                 starts[position] = at = clock if clock > at else at  # an all-to-all may end after the computation
-                self.meet(message + key, channel, wire_seconds, (at, ends, position))
+                self.meet(message + key, route, wire_seconds, (at, ends, position))
                 continue
             self.positions[rank], self.clocks[rank] = position, clock
             execute = self._overlap if op is Op.OVERLAP else self._exchange if op in work else self._update_or_collect
@@ -246,19 +251,19 @@ class ScheduleWalk:
         self.clocks[sender] = max(self.clocks[sender], clock)
         self.ready.append(sender)
 
-    def meet(self, message: int, channel: int, wire_seconds: float, half: tuple[float, list[float], int]) -> None:
+    def meet(self, message: int, route: int, wire_seconds: float, half: tuple[float, list[float], int]) -> None:
         """Note the send or receive of a message, or end the message if its other half is noted in `unmatched`.
 
-        A message starts once both are there and the one before it on the channel is through. half: its time, ends of
-        its rank, and slot.
+        A message starts once both are there and the one before it on the route is through. half: its time, ends of its
+        rank, and slot.
         """
         other = self.unmatched.pop(message, None)
         if other is None:
             self.unmatched[message] = half
             return
         start = half[0] if half[0] > other[0] else other[0]
-        if wire_seconds and self.costs.overlap:
-            start = self.free_at[channel] = max(start, self.free_at[channel]) + wire_seconds
+        if self.costs.overlap:
+            start = self.free_at[route] = max(start, self.free_at[route]) + wire_seconds
         self.times[message] = end = start + self.costs.latency_seconds
         for _, ends, slot in (half, other):
             ends[slot] = end

@@ -5,7 +5,7 @@ Sharded weights are there when they are read; gathers and reductions come in one
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,14 +25,15 @@ from megapipe.schedule.action import (
     with_slices,
 )
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.dependencies import MAKES, NEEDS, SLICE_NEEDS, TRAVELS, ChannelPath, Value, channel_of
+from megapipe.schedule.dependencies import MAKES, NEEDS, SLICE_NEEDS, TRAVELS, ChannelPath, Route, Value, channel_of
 from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.lower import sends_of
 from megapipe.schedule.machine import ScheduleWalk
 from megapipe.schedule.schedule import Schedule, gc_paused, rows_text
 
 Place = tuple[int, int]  # (rank, slot)
-_Orders = dict[Op, list[list[list[int]]]]  # [SEND or RECV][direction][stage] -> microbatches in the order of the row
+# SEND or RECV -> (sender, receiver) -> (stage of the sender, microbatch) in the order of the row
+_Orders = dict[Op, defaultdict[tuple[int, int], list[tuple[int, int]]]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def validate(schedule: Schedule, send_depth: int | None = None, max_gathered: in
       the right rank.
     - The inputs of every action are made earlier on its rank or sent there.
     - On every stage the slices of a microbatch run forwards in order and backwards in reverse.
-    - Every channel receives in the order in which it sends.
+    - Every rank posts receives of one kind from another rank in the order in which that one sends, whatever the stage.
     - All ranks finish with asynchronous sends, with at most `send_depth` in flight per channel if given.
     - Every weight gradient is reduced once: no reduction has nothing to reduce, and the last follows all gradients.
     - With gathers (UNSHARD), the weights of a stage are gathered before every computation that reads them, also a W
@@ -135,10 +136,11 @@ def _fail(schedule: Schedule, message: str, *marks: Place) -> NoReturn:
 
 def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders]:
     """Check range, rank and duplicates; return [op][stage x num_microbatches + microbatch] -> done, and the orders."""
+    offsets = {op: step for send, receive, step in TRAVELS.values() for op, step in ((send, step), (receive, -step))}
     stages, count, directions = schedule.num_stages, schedule.num_units, schedule.placement.directions
     seen = {op: bytearray(stages * count) for op in Op}
     num_directions, reduction = len(directions), Op.REDUCE_GRAD
-    orders: _Orders = {op: [[[] for _ in range(stages)] for _ in directions] for op in SEND_OPS | RECV_OPS}
+    orders: _Orders = {op: defaultdict(list) for op in SEND_OPS | RECV_OPS}
     for rank, row in enumerate(schedule.rows):
         if Op.OVERLAP in schedule.ops or Op.UPDATE in schedule.ops:
             _check_pairs_and_updates(schedule, rank)
@@ -166,8 +168,12 @@ def _check_each_action(schedule: Schedule) -> tuple[dict[Op, bytearray], _Orders
             if flags[stage * count + microbatch]:
                 _fail(schedule, f"{action} was already done at slot {row.index(action)}", (rank, slot))
             flags[stage * count + microbatch] = 1
-            if op in orders:
-                orders[op][microbatch % num_directions][stage].append(microbatch)
+            if op in orders and 0 <= stage + offsets[op] < stages:
+                peer = directions[microbatch % num_directions][stage + offsets[op]]
+                if op in SEND_OPS:
+                    orders[op][rank, peer].append((stage, microbatch))
+                else:
+                    orders[op][peer, rank].append((stage + offsets[op], microbatch))
     return seen, orders
 
 
@@ -244,7 +250,7 @@ def _check_slices(schedule: Schedule) -> None:
 
 
 def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _Orders) -> None:
-    """Check that just the values that change rank have a SEND and a RECV, and that channels are first-in first-out."""
+    """Check that just the values that change rank have a SEND and a RECV, and that routes are first-in first-out."""
     stages, count, rank_of = schedule.num_stages, schedule.num_units, schedule.placement.rank_of
     expected = {op: bytearray(stages * count) for op in SEND_OPS | RECV_OPS}
     sends, num_directions = sends_of(schedule), len(schedule.placement.directions)
@@ -266,19 +272,16 @@ def _check_messages(schedule: Schedule, seen: Mapping[Op, bytearray], orders: _O
             if wanted[index]:
                 _fail(schedule, f"{action} is missing on rank {rank}", (rank, len(slots)))
             _fail(schedule, f"{action} has no peer: nothing crosses to another rank there", (rank, slots.index(action)))
-    for send, receive, step in TRAVELS.values():
-        for direction, sent in enumerate(orders[send]):
-            for stage in range(max(0, -step), stages - max(0, step)):
-                received = orders[receive][direction][stage + step]
-                if sent[stage] == received:
-                    continue
-                first, other = next(each for each in zip(sent[stage], received, strict=True) if each[0] != each[1])
-                ends = Action(stage + step, receive, other), Action(stage, send, first)
-                ranks = rank_of(stage + step, other), rank_of(stage, first)
-                marks = [(rank, schedule.rows[rank].index(end)) for rank, end in zip(ranks, ends, strict=True)]
-                channel = f"the channel ({channel_of(ends[1], num_directions)})"
-                order = f"microbatch {first} is sent where microbatch {other} is received"
-                _fail(schedule, f"{channel} is first-in first-out: {order}", *marks)
+    for kind, (send, receive, step) in TRAVELS.items():
+        for (sender, receiver), sent in orders[send].items():
+            received = orders[receive][sender, receiver]
+            if sent == received:
+                continue
+            first, other = next(each for each in zip(sent, received, strict=True) if each[0] != each[1])
+            ends = Action(other[0] + step, receive, other[1]), Action(first[0], send, first[1])
+            marks = [(rank, schedule.rows[rank].index(end)) for rank, end in zip((receiver, sender), ends, strict=True)]
+            order = f"{ends[1]} comes where {ends[0]} is posted; post receives in the order of the sends"
+            _fail(schedule, f"{Route(sender, receiver, kind)} are first-in first-out: {order}", *marks)
 
 
 def _check_reductions(schedule: Schedule) -> None:

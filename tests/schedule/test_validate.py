@@ -162,7 +162,7 @@ def test_a_channel_that_receives_in_another_order_is_rejected():
     first, second = (slot for slot, a in enumerate(rows[1]) if a.op is Op.RECV_F)
     rows[1][first], rows[1][second] = rows[1][second], rows[1][first]
     with pytest.raises(
-        ScheduleError, match="first-in first-out: microbatch 0 is sent where microbatch 1 is received"
+        ScheduleError, match="from pp_rank 0 to 1 are first-in first-out: 0SEND_F0 comes where 1RECV_F1 is posted"
     ) as caught:
         validate(Schedule("fifo", linear(2), 2, tuple(map(tuple, rows))))
     assert ">0SEND_F0<" in str(caught.value)
