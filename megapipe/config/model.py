@@ -399,6 +399,7 @@ class ModelConfig:
         "how tokens reach their experts: k rows of each by all-to-alls over ep, or all tokens of the ranks of ep by an "
         "all-gather, and the sums back (docs/experts.md)",
         choices=("alltoall", "allgather"),
+        read=lambda text: "alltoall" if text == "alltoall_seq" else text,  # of older versions: the same rows
         needs=EXPERTS,
     )
     moe_router_load_balancing_type: tuple[str, ...] = option(

@@ -70,7 +70,10 @@ class MoE(nn.Module):
                 f"--num-experts with tensor parallel size {tp.size} needs --sequence-parallel: without it every tp "
                 "rank would send the same tokens to the experts"
             )
+        has_shared = model.moe_shared_expert_intermediate_size is not None
         self.recompute = factory.recompute
+        if has_shared and "shared_experts" in factory.recompute:
+            self.recompute -= {"layernorm"}  # shared experts that run again keep the output of the norm before them
         self.router = Router(model, tp, factory.experts.dp, factory.experts.cp)
         self.experts = ExpertWeights(layer, factory)
         self.groups = factory.experts
@@ -452,7 +455,7 @@ class Choice:
         model, topk, num_experts = self.model, self.model.moe_router_topk, logits.shape[-1]
         is_softmax = model.moe_router_score_function == "softmax"
         whole = logits if is_softmax else logits.sigmoid()
-        if model.moe_router_pre_softmax:
+        if is_softmax and model.moe_router_pre_softmax:
             whole = logits.softmax(-1)
         scores = whole.flatten(0, 1)
         if chosen is None and model.moe_router_force_load_balancing:
@@ -490,8 +493,8 @@ class Choice:
             yield (squares if padding is None else squares.masked_fill(padding, 0.0)).sum()
         if "counts" in self.measures:
             shares = whole
-            if not model.moe_router_pre_softmax:
-                is_softmax = model.moe_router_score_function == "softmax"
+            is_softmax = model.moe_router_score_function == "softmax"
+            if not (is_softmax and model.moe_router_pre_softmax):
                 shares = logits.softmax(-1) if is_softmax else whole / whole.sum(-1, keepdim=True)
             best = shares.detach().sort(dim=-1, descending=True, stable=True).indices[..., : model.moe_router_topk]
             choices = torch.zeros_like(shares).scatter_(-1, best, 1.0)

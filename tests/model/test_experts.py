@@ -278,11 +278,6 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "no-dense": (1, again("mlp"), "mlp recomputes nothing: every layer has experts; use moe"),
     "no-dense-activation": (1, again("activation"), "activation recomputes nothing: .* use moe_act"),
     "inside": (1, again("moe", "moe_act"), "moe already recomputes moe_act inside it; leave moe_act out"),
-    "norm-and-shared": (
-        1,
-        again("layernorm", "shared_experts") | {"moe_shared_expert_intermediate_size": 8},
-        "layernorm with shared_experts: .*; use moe, or leave one of the two out",
-    ),
     "replay-in-parts": (
         2,
         again("moe", ep=2, overlap_moe_expert_parallel_comm=True),
@@ -299,6 +294,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "tp-without-sp": (2, {"tp": 2, "sequence_parallel": False}, "needs --sequence-parallel"),
     "groups": (1, {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "3 does not divide --num-experts 4"),
     "group-topk": (1, {"moe_router_num_groups": 2}, "needs --moe-router-group-topk"),
+    "groups-of-no-expert": (
+        1,
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 3},
+        "--moe-router-group-topk 3 is above --moe-router-topk 2",
+    ),
     "losses": (1, {"moe_aux_loss_coeff": (0.1, 0.2)}, "names 1 losses, --moe-aux-loss-coeff gives 2"),
     "losses-twice": (
         1,

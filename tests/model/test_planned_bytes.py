@@ -288,6 +288,7 @@ EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "padded": EXPERTS | {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
 }
 OF_EXPERTS = [("moe",), ("layernorm", "moe"), ("core_attn", "moe"), ("moe_act",), ("moe_act", "shared_experts")]
+OF_EXPERTS += [("layernorm", "shared_experts"), ("layernorm", "moe_act", "shared_experts")]
 OF_EXPERTS += [("layernorm",), ("layernorm", "moe_act"), ("core_attn", "layernorm", "moe_act", "activation")]
 
 

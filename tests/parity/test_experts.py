@@ -128,6 +128,15 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | SHARED
         | again("layernorm", "moe_act", "activation"),
     ),
+    "norms and shared experts again, 3 of 2 groups, softmax not before the choice, ep 2 pp 2 zero bubble": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h1", "moe_router_pre_softmax": True, "num_experts": 8}
+        | SIGMOID
+        | {"moe_router_topk": 3, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+        | EVERY_LOSS
+        | SHARED
+        | again("layernorm", "shared_experts"),
+    ),
     "norms and activations again, gathered, ep 4 of tp 2 dp 2, biases, norms around": (
         4,
         {"tp": 2, "ep": 4, "etp": 1, "add_bias_linear": True, "norm_position": "around", "hidden_dropout": 0.2}

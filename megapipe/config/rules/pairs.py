@@ -141,7 +141,7 @@ OPTIONS: dict[str, Option] = {
         and "--attention-impl flash with --reset-attention-mask"
     ),
     "fp8": lambda c: c.precision.fp8_format is not None and f"--fp8-format {c.precision.fp8_format}",
-    "CUDA graphs": lambda c: c.gpu.cuda_graph_impl != "none" and f"--cuda-graph-impl {c.gpu.cuda_graph_impl}",
+    "CUDA graphs": lambda c: c.gpu.cuda_graph_impl == "local" and "--cuda-graph-impl local",
     "compiled pointwise": lambda c: c.kernels.compile_pointwise and "--compile-pointwise",
     "activation offload": lambda c: (
         c.offload.cpu_offloading_num_layers > 0 and f"--cpu-offloading-num-layers {c.offload.cpu_offloading_num_layers}"

@@ -18,8 +18,7 @@ from megapipe.config.config import Config
 from megapipe.config.fields import shown as value_shown
 from megapipe.config.flags import REQUESTS, field_flags, normalised, read_command_line, takes_values
 from megapipe.config.load import LoadedConfig, load_config
-from megapipe.config.megatron_flags import REFUSED as REFUSED_KIND
-from megapipe.config.megatron_flags import megatron_flags
+from megapipe.config.megatron_flags import NOT_SUPPORTED, WITHOUT, megatron_flags
 from megapipe.config.options import number_in
 from megapipe.errors import ConfigError
 from megapipe.extras.migrate.shell_script import CLOSE, OPEN, Call, Decision, is_known, shown
@@ -138,7 +137,7 @@ def judge_flag(flag: str, values: Sequence[str]) -> Row:
     row = megatron_flags().get(name)
     if row is None:  # a request, such as --print-config
         return Row(flag, texts, SAME)
-    return Row(flag, texts, NO_EFFECT, "it is Megatron's default" if row.kind == REFUSED_KIND else row.note)
+    return Row(flag, texts, NO_EFFECT, "it is Megatron's default" if row.kind in WITHOUT else row.note)
 
 
 def missing_files(config: Config, folder: Path) -> Iterator[tuple[str, str]]:
@@ -247,7 +246,7 @@ def text_report(migration: Migration) -> Iterator[str]:
     yield f"{migration.source}{where}: {shown(call.script)} with {num_flags}"
     table = [("flag of the script", "here")]
     for row in judgement.rows:
-        note = row.note.removeprefix(row.text).removeprefix(" is a flag of Megatron that megapipe does not support")
+        note = row.note.removeprefix(row.text).removeprefix(f" {NOT_SUPPORTED}")
         outcome = f"{row.outcome}: {note.removeprefix(': ')}" if note else row.outcome
         if row.outcome == TAKEN_AS:
             outcome = f"{TAKEN_AS} {row.note}"
