@@ -1132,6 +1132,11 @@ def test_every_rule_is_broken_by_a_case() -> None:
             "before them, so only attention's norms are recomputed",
         ),
         (
+            "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+            "--moe-router-load-balancing-type sinkhorn balances each rank's tokens: results depend on "
+            "--tensor-model-parallel-size, --context-parallel-size and --micro-batch-size",
+        ),
+        (
             "--cuda-graph-impl transformer_engine",
             "--cuda-graph-impl transformer_engine: kernels are launched one by one; --cuda-graph-impl local records "
             "whole stages",

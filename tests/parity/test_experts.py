@@ -82,7 +82,19 @@ def again(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
+SINKHORN = {"moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": (0.0,)}
+ONE = SINKHORN | {"moe_router_topk": 1}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "sinkhorn, one rank": (1, ONE | {"micro_batch_size": 2}),
+    "sinkhorn, two experts, ep 2 of tp 2 dp 2, again": (
+        4,
+        {"tp": 2, "ep": 2, "etp": 1} | SINKHORN | ZERO | again("moe"),
+    ),
+    "sinkhorn, ep 2 pp 2 dualpipe-v, full recompute": (
+        4,
+        {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v", "moe_layer_freq": "2"} | ONE | FULL,
+    ),
+    "sinkhorn, gathered, ep 2 etp 2 pp 2": (8, {"tp": 2, "ep": 2, "pp": 2} | GATHERED | ONE | SHARED),
     "one rank": (1, {}),
     "experts again, bias, shared, ep 2 etp 2 pp 2 zero bubble": (
         8,
