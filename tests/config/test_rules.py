@@ -825,12 +825,6 @@ CASES = [
         "--fp8 hybrid --bf16 --multi-latent-attention --position-embedding-type rope --qk-pos-emb-head-dim 16",
     ),
     (
-        "graph_settings_need_graphs",
-        "--cuda-graph-warmup-steps 5",
-        ["needs --cuda-graph-impl local"],
-        f"{GRAPHS} --cuda-graph-warmup-steps 5",
-    ),
-    (
         "graphs_follow_steps_without_them",
         f"{GRAPHS} --cuda-graph-warmup-steps 0",
         ["give --cuda-graph-warmup-steps 1 or more"],
@@ -1135,6 +1129,10 @@ def test_every_rule_is_broken_by_a_case() -> None:
             "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
             "--moe-router-load-balancing-type sinkhorn balances each rank's tokens: results depend on "
             "--tensor-model-parallel-size, --context-parallel-size and --micro-batch-size",
+        ),
+        (
+            "--cuda-graph-warmup-steps 5",
+            "--cuda-graph-warmup-steps 5 without --cuda-graph-impl local: no graphs are recorded",
         ),
         (
             "--cuda-graph-impl transformer_engine",

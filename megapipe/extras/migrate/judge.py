@@ -20,6 +20,7 @@ from megapipe.config.flags import REQUESTS, field_flags, normalised, read_comman
 from megapipe.config.load import LoadedConfig, load_config
 from megapipe.config.megatron_flags import NOT_SUPPORTED, WITHOUT, megatron_flags
 from megapipe.config.options import number_in
+from megapipe.config.rules.check import remarks
 from megapipe.errors import ConfigError
 from megapipe.extras.migrate.shell_script import CLOSE, OPEN, Call, Decision, is_known, shown
 from megapipe.formatting import count_text, text_table
@@ -212,6 +213,11 @@ class Migration:
         rows = [row.note for row in self.judgement.rows if row.outcome in TO_CHANGE]
         return (*dict.fromkeys(rows), *self.judgement.problems, *self.grid_problems)
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a run says of options that are accepted, but not their own way."""
+        return () if self.judgement.loaded is None else tuple(remarks(self.judgement.loaded.config))
+
     def outside(self) -> dict[str, list[str]]:
         """Return what is set outside the script -> the flags that use it."""
         found: dict[str, list[str]] = {}
@@ -268,6 +274,7 @@ def text_report(migration: Migration) -> Iterator[str]:
     yield from headed("files that are not here", [f"{path} ({flag})" for flag, path in migration.missing])
     if any(row.flag.replace("_", "-") == "--load" for row in judgement.rows):
         yield "--load: a checkpoint of Megatron-LM is converted first: megapipe convert (docs/convert.md)"
+    yield from headed("a run says at its start", migration.remarks)
     yield from headed("to change", migration.to_change)
     verdict = "runs as it is" if migration.runs else "runs after these changes"
     but = " with files that are missing or named outside it" if migration.missing or migration.outside() else ""
@@ -299,6 +306,7 @@ def json_report(migration: Migration) -> dict[str, Any]:
         "not_followed": list(migration.notes),
         "ranks": migration.world,
         "missing_files": [{"flag": flag, "path": path} for flag, path in migration.missing],
+        "remarks": list(migration.remarks),
         "to_change": list(migration.to_change),
         "command": migration.command(),
     }
