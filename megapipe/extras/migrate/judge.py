@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, all_fields, value_of
 from megapipe.config.fields import shown as value_shown
+from megapipe.config.fields import value_text
 from megapipe.config.flags import REQUESTS, field_flags, normalised, read_command_line, takes_values
-from megapipe.config.load import LoadedConfig, load_config
+from megapipe.config.load import LoadedConfig, is_given, load_config
 from megapipe.config.megatron_flags import NOT_SUPPORTED, WITHOUT, megatron_flags
 from megapipe.config.options import number_in
 from megapipe.config.rules.check import remarks
@@ -280,6 +281,36 @@ def text_report(migration: Migration) -> Iterator[str]:
     but = " with files that are missing or named outside it" if migration.missing or migration.outside() else ""
     yield f"the script {verdict}{but if migration.runs else ''}; the command:"
     yield migration.command()
+
+
+def written(migration: Migration) -> str:
+    """Return the configuration as YAML that --config reads: what the script gives, with every decision as a comment.
+
+    Raises ConfigError if the flags cannot be read together.
+    """
+    judgement, loaded = migration.judgement, migration.judgement.loaded
+    if loaded is None or judgement.unchecked:
+        why = judgement.problems or (
+            f"the value of {name} is open: give --set NAME=VALUE" for name in judgement.unchecked
+        )
+        raise ConfigError("\n".join(f"--write: {line}" for line in dict.fromkeys(why)))
+    lines = [f"# from {migration.source}: {migration.world}"]
+    for row in judgement.rows:
+        if row.outcome in (*TO_CHANGE, NO_EFFECT, TAKEN_AS):
+            note = row.note.removeprefix(row.text).removeprefix(f" {NOT_SUPPORTED}").removeprefix(": ")
+            word = "left out" if row.outcome in TO_CHANGE else row.outcome
+            lines.append(f"# {row.text}: {word}" + (f": {note}" if note else ""))
+    lines += [f"# {each.condition} (line {each.line}): {each.outcome}" for each in migration.decisions]
+    lines += [f"# {text}" for text in (*migration.remarks, *migration.grid_problems)]
+    lines += [f"# set outside the script: {what} ({', '.join(flags)})" for what, flags in migration.outside().items()]
+    section = ""
+    for field in all_fields():
+        if is_given(loaded.origins[field.key]) or value_of(loaded.config, field) != field.default:
+            lines += [] if field.section == section else ["", f"{field.section}:"]
+            section = field.section
+            origin = loaded.origins[field.key].removeprefix("flag ")
+            lines.append(f"  {field.name}: {value_text(value_of(loaded.config, field))}  # {origin}")
+    return "\n".join(lines) + "\n"
 
 
 def headed(title: str, lines: list[str] | tuple[str, ...]) -> Iterator[str]:
