@@ -18,6 +18,7 @@ from megapipe.config.megatron_flags import (
     NEUTRAL,
     REFUSED,
     SUPPORTED,
+    TO_DROP,
     MegatronFlag,
     megatron_flags,
 )
@@ -66,6 +67,12 @@ def accepted_table(rows: Iterable[MegatronFlag]) -> str:
     return markdown_table(("flag", "values", "why"), cells)
 
 
+def refused_table(rows: Iterable[MegatronFlag]) -> str:
+    """Return the table of refused flags."""
+    cells = [(f"`{row.name}`", f"`{row.default}`" if row.default else "", row.note) for row in rows]
+    return markdown_table(("flag", "default", "instead"), cells)
+
+
 def flags_document() -> str:
     """Return the whole page."""
     parts = [
@@ -83,7 +90,6 @@ def flags_document() -> str:
     ]
     rows_of = {kind: [row for row in megatron_flags().values() if row.kind == kind] for kind in CLASSES}
     counts = ", ".join(f"{len(rows)} {kind}" for kind, rows in rows_of.items())
-    refused = [(f"`{row.name}`", f"`{row.default}`" if row.default else "", row.note) for row in rows_of[REFUSED]]
     parts += [
         "## Every flag of Megatron-LM at megatron-core 0.19.2\n",
         f"{len(megatron_flags())} flags, with those that only older versions have: {counts}. None is ignored.\n",
@@ -93,11 +99,11 @@ def flags_document() -> str:
         accepted_table(rows_of[ALREADY_SO]),
         "### Accepted: the flag changes no result here\n",
         accepted_table(rows_of[NEUTRAL]),
-        "### Refused, with what to do instead\n\nA refused flag is accepted if its value is Megatron's default.\n",
-        markdown_table(
-            ("flag", "default", "instead"),
-            refused,
-        ),
+        "### Refused, with what to do instead: the result differs without the flag\n\n"
+        "A refused flag is accepted if its value is Megatron's default, here and in the next table.\n",
+        refused_table(rows_of[REFUSED]),
+        "### Refused, to drop: no result changes without the flag\n",
+        refused_table(rows_of[TO_DROP]),
     ]
     return "\n".join(parts)
 

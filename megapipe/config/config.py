@@ -170,4 +170,17 @@ def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
         softmax_scale=model.attention_scale(),
         latent_norm_epsilon=model.latent_epsilon(),
+        **sinkhorn_scores(model),
     )
+
+
+def sinkhorn_scores(model: ModelConfig) -> dict[str, Any]:
+    """Return how the scores of experts become weights if --moe-router-load-balancing-type is sinkhorn, as in Megatron:
+    sigmoid of one chosen expert, softmax over all experts of several.
+    """
+    if not model.has_sinkhorn:
+        return {}
+    unread = dict.fromkeys(("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"))
+    several = model.moe_router_topk > 1
+    score = "softmax" if several else "sigmoid"
+    return unread | {"moe_router_score_function": score, "moe_router_pre_softmax": several}

@@ -13,7 +13,7 @@ from typing import Any
 
 from megapipe.config.config import all_fields, fields_by_key
 from megapipe.config.fields import expected_range, nearest_word, read_value, value_text
-from megapipe.config.megatron_flags import REFUSED, SUPPORTED, megatron_flags
+from megapipe.config.megatron_flags import SUPPORTED, WITHOUT, megatron_flags
 from megapipe.config.options import TAKES_VALUE, ConfigField, Flag, Need
 from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
@@ -257,9 +257,16 @@ def meant_flag(name: str) -> str:
     """Return the flag that an unknown one probably means; never a refused one, nor one that says the opposite."""
     if name in SYNONYMS:
         return SYNONYMS[name]
-    accepted = (row.name for row in megatron_flags().values() if row.kind != REFUSED)
+    accepted = (row.name for row in megatron_flags().values() if row.kind not in WITHOUT)
     meant = nearest_word(name, [*field_flags(), *REQUESTS, *accepted], cutoff=0.8)
-    return meant if is_negative(meant) == is_negative(name) else ""
+    return meant if is_negative(meant) == is_negative(name) and are_alike(meant, name) else ""
+
+
+def are_alike(name: str, other: str) -> bool:
+    """Return True unless two flags of as many words differ in one that is no misspelling: num-layers, noop-layers."""
+    pairs = list(zip(name.split("-"), other.split("-"), strict=False))
+    is_as_long = name.count("-") == other.count("-")
+    return not is_as_long or all(one == two or nearest_word(one, [two]) for one, two in pairs)
 
 
 def is_negative(name: str) -> bool:

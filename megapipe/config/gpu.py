@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megapipe.config.options import EXPERTS, Flag, Need, count, option
+from megapipe.config.options import EXPERTS, Flag, Need, option
 
 # kinds of process groups that have their own communicators; the world's is created before them
 NCCL_GROUPS = (
@@ -12,7 +12,8 @@ NCCL_GROUPS = (
     *("model", "embedding", "kv", "etp", "ep", "ep_places", "ep_nodes"),
     *("expert_replicas", "expert_shards", "expert_instances"),
 )
-GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",))
+OTHER_GRAPHS = ("transformer_engine", "full_iteration")  # Megatron's: of layers' parts, of a whole step
+GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",), without="no graphs are recorded")
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,14 @@ class GpuConfig:
     )
     cuda_graph_impl: str = option(
         "none",
-        "local: record forward and backward of every stage once and launch each as one CUDA graph; see docs/gpu.md",
-        choices=("none", "local"),
+        "local: record forward and backward of every stage once and launch each as one CUDA graph; see docs/gpu.md; "
+        "Megatron's other kinds record nothing here",
+        choices=("none", "local", *OTHER_GRAPHS),
         more_flags=(Flag("--enable-cuda-graph", "local"),),
     )
-    cuda_graph_warmup_steps: int = count(3, "steps that run before the graphs are recorded", "steps", needs=GRAPHS)
+    cuda_graph_warmup_steps: int = option(
+        3, "steps that run before the graphs are recorded", "steps", at_least=0, needs=GRAPHS
+    )
     nvtx_ranges: bool = option(False, "name every action (3B7) and phase for Nsight Systems")
     record_memory_history: bool = option(
         False, "record the CUDA allocator's history to --memory-snapshot-path when memory runs out and at the end"

@@ -7,7 +7,10 @@ megatron_differences.csv has the flags that deliberately have another default or
 supported         sets a field of ours (the note is the field)
 already so here   accepted: megapipe always does what it asks for; the note says how
 neutral           accepted: it changes no result here, only speed, logs or what is not used; the note says why
-refused           an error with the note: what to do instead. Accepted if its value is Megatron's default.
+refused           an error with the note: what to do instead. Without the flag the result would be another one.
+to drop           an error with the note: what is not there. Without the flag no result changes.
+
+A flag of the last two classes is accepted if its value is Megatron's default.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ SUPPORTED = "supported"
 ALREADY_SO = "already so here"
 NEUTRAL = "neutral"
 REFUSED = "refused"
-CLASSES = (SUPPORTED, ALREADY_SO, NEUTRAL, REFUSED)
+TO_DROP = "to drop"
+CLASSES = (SUPPORTED, ALREADY_SO, NEUTRAL, REFUSED, TO_DROP)
+WITHOUT = {REFUSED: "the result differs without it", TO_DROP: "drop it, no result changes"}  # such a flag
+NOT_SUPPORTED = "is a flag of Megatron that megapipe does not support"
 NUMBERS = {"int": int, "float": float}  # instead of values, in the column accepts
 
 
@@ -54,10 +60,11 @@ class MegatronFlag:
         text = " ".join(given)
         number = number_in(text)
         is_same = text.lower() == self.default.lower() or (number is not None and number == number_in(self.default))
-        if (self.default and is_same) or (self.kind != REFUSED and self._is_accepted(given)):
+        if (self.default and is_same) or (self.kind not in WITHOUT and self._is_accepted(given)):
             return shown
-        if self.kind == REFUSED:
-            raise ConfigError(f"{shown} is a flag of Megatron that megapipe does not support: {self.note}")
+        if self.kind in WITHOUT:
+            rule = f"{NOT_SUPPORTED}: {WITHOUT[self.kind]}"
+            raise ConfigError(f"{shown} {rule}; {self.note}")
         if self.accepts[0] in NUMBERS:
             raise ConfigError(f"{shown}: expected {EXPECTED[NUMBERS[self.accepts[0]]]}")
         raise ConfigError(f"{shown}: megapipe accepts {one_of(self.accepts)}; {self.note}")

@@ -84,7 +84,7 @@ ATTENTIONS = Registry(
     "attention kind", "--attention-kind", {"softmax": AttentionKind(), "chunked": AttentionKind(has_chunks=True)}
 )
 EXPERT_SCORES = ("softmax", "sigmoid")
-LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 
@@ -401,6 +401,7 @@ class ModelConfig:
         "of it, and from there k rows (flex); or all tokens of the ranks of ep by an all-gather, and the sums back "
         "(docs/experts.md)",
         choices=("alltoall", "flex", "allgather"),
+        read=lambda text: "alltoall" if text == "alltoall_seq" else text,  # of older versions: the same rows
         needs=EXPERTS,
     )
     moe_combine_in_node: bool = option(
@@ -412,7 +413,7 @@ class ModelConfig:
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),
         "losses that balance the experts' load: over a microbatch, each sequence (seq_aux_loss) or the microbatches of "
-        "the global batch so far (global_aux_loss)",
+        "the global batch so far (global_aux_loss); sinkhorn: a choice that balances the tokens of each rank, no loss",
         choices=LOAD_BALANCING,
         needs=EXPERTS,
     )
@@ -465,6 +466,11 @@ class ModelConfig:
         """The load balancing losses with their coefficients, without those of coefficient 0."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
         return {name: coefficient for name, coefficient in pairs if coefficient and name != "none"}
+
+    @property
+    def has_sinkhorn(self) -> bool:
+        """True if training chooses experts so that each of them gets as many of a rank's tokens."""
+        return self.moe_router_load_balancing_type == ("sinkhorn",)
 
     def head_size(self) -> int:
         """Return the width of one query head: kv-channels, or hidden-size / num-attention-heads; with latent attention

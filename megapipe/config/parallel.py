@@ -25,6 +25,7 @@ CP = Need(
     without="every rank has whole sequences",
 )
 FULL = Need("recompute.recompute_granularity", "--recompute-granularity full", ("full",))
+METHOD = replace(FULL, without="only full recompute reads it")
 SELECTIVE = Need("recompute.recompute_granularity", "--recompute-granularity selective", ("selective",))
 SLICES = Need("parallel.pipe_sp_splits", "--pipe-sp-splits N of at least 2", above=1)
 OFFLOADING = Need("offload.cpu_offloading_num_layers", "--cpu-offloading-num-layers N")
@@ -289,7 +290,7 @@ class RecomputeConfig:
         None,
         "full: uniform keeps the input of every group of N layers; block recomputes the first N layers of each chunk",
         choices=("uniform", "block"),
-        needs=FULL,
+        needs=METHOD,
         more_flags=(
             Flag(
                 "--activations-checkpoint-method",
@@ -303,7 +304,7 @@ class RecomputeConfig:
         None,
         "full: N of the method",
         "layers",
-        needs=FULL,
+        needs=METHOD,
         more_flags=(Flag("--activations-checkpoint-num-layers"),),
     )
     recompute_keep_attention: bool = option(

@@ -227,6 +227,8 @@ class MoETable:
         Recompute of the layer (`moe`) keeps its input and the routing. Recompute of the activation (`moe_act`) makes
         the second product's input from the first one's result; of `shared_experts` as that of an MLP.
         """
+        if self.shared is not None and shape.recomputes("shared_experts"):
+            shape = shape.without("layernorm")  # they keep the output of the norm before them
         hidden, splits = shape.hidden_bytes(self.model.hidden_size), shape.splits_backward
         before, after = self.norms
         has_dropout, redoes = self.model.hidden_dropout > 0, shape.recomputes("moe")

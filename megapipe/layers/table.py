@@ -125,6 +125,11 @@ class RankShape:
         chosen = self.recompute.recompute_modules if self.recompute.recompute_granularity == "selective" else ()
         return any(module in chosen for module in modules)
 
+    def without(self, module: str) -> RankShape:
+        """Return the shape with recompute of all chosen modules but this one."""
+        modules = tuple(name for name in self.recompute.recompute_modules if name != module)
+        return replace(self, recompute=replace(self.recompute, recompute_modules=modules))
+
 
 def ring_bytes(num_bytes: float, ranks: int) -> float:
     """Return the bytes that each rank sends when a ring gathers, or reduces and scatters, a buffer of num_bytes."""

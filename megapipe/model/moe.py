@@ -73,7 +73,10 @@ class MoE(nn.Module):
                 f"--num-experts with tensor parallel size {tp.size} needs --sequence-parallel: without it every tp "
                 "rank would send the same tokens to the experts"
             )
+        has_shared = model.moe_shared_expert_intermediate_size is not None
         self.recompute = factory.recompute
+        if has_shared and "shared_experts" in factory.recompute:
+            self.recompute -= {"layernorm"}  # shared experts that run again keep the output of the norm before them
         self.router = Router(model, tp, factory.experts.dp, factory.experts.cp)
         self.experts = ExpertWeights(layer, factory)
         self.groups = factory.experts
@@ -361,7 +364,11 @@ class Router(nn.Module):
         """Return the operands of `Choice`."""
         kept = context.kept_routing
         given = kept.routing.chosen if kept is not None and kept.is_reused and kept.routing is not None else None
-        return given, self.expert_bias, self.padding(context, logits.shape[0] * logits.shape[1])
+        padding = self.padding(context, logits.shape[0] * logits.shape[1])
+        chooses = given is None and not self.model.moe_router_force_load_balancing
+        if chooses and self.model.has_sinkhorn and context.dropout_key is not None:
+            given = balanced_choice(logits, self.model.moe_router_topk, padding)
+        return given, self.expert_bias, padding
 
     def _losses(
         self, measured: dict[str, Tensor], shape: torch.Size, context: LayerContext
@@ -451,7 +458,7 @@ class Router(nn.Module):
 
 @dataclass(frozen=True)
 class Choice:
-    """(logits [s, b, experts], a recompute's choice or None, the experts' bias or None, padding [s, b] or None) ->
+    """(logits [s, b, experts], an earlier choice or None, the experts' bias or None, padding [s, b] or None) ->
     weights [t, k], experts [t, k] and what it measures.
 
     measures: `squares`, the sum of the squared logsumexp of the logits; of each sequence `counts`, the tokens that
@@ -468,7 +475,7 @@ class Choice:
         model, topk, num_experts = self.model, self.model.moe_router_topk, logits.shape[-1]
         is_softmax = model.moe_router_score_function == "softmax"
         whole = logits if is_softmax else logits.sigmoid()
-        if model.moe_router_pre_softmax:
+        if is_softmax and model.moe_router_pre_softmax:
             whole = logits.softmax(-1)
         scores = whole.flatten(0, 1)
         if chosen is None and model.moe_router_force_load_balancing:
@@ -506,8 +513,8 @@ class Choice:
             yield (squares if padding is None else squares.masked_fill(padding, 0.0)).sum()
         if "counts" in self.measures:
             shares = whole
-            if not model.moe_router_pre_softmax:
-                is_softmax = model.moe_router_score_function == "softmax"
+            is_softmax = model.moe_router_score_function == "softmax"
+            if not (is_softmax and model.moe_router_pre_softmax):
                 shares = logits.softmax(-1) if is_softmax else whole / whole.sum(-1, keepdim=True)
             best = shares.detach().sort(dim=-1, descending=True, stable=True).indices[..., : model.moe_router_topk]
             choices = torch.zeros_like(shares).scatter_(-1, best, 1.0)
@@ -515,6 +522,32 @@ class Choice:
                 choices, shares = (each.masked_fill(padding[..., None], 0.0) for each in (choices, shares))
             yield choices.sum(0)
             yield shares.sum(0)
+
+
+SINKHORN_TOLERANCE, SINKHORN_EPSILON = 1e-4, 1e-8  # of Megatron: on the mean change of the experts' factors
+
+
+@torch.no_grad()
+def balanced_choice(logits: Tensor, topk: int, padding: Tensor | None) -> Tensor:
+    """Return the experts [t, k] int64 of this rank's tokens, t = s b, so that each expert gets about as many.
+
+    Sinkhorn's iteration, as in Megatron: factors of tokens and of experts with which the rows of exp(logits) sum to
+    1 / t and its columns to 1 / experts (Lewis et al. 2021, arXiv:2103.16716; Clark et al. 2022, arXiv:2202.01169).
+    The host waits for the end of each iteration. logits: [s, b, experts]; padding [s, b] takes no share.
+    """
+    shares, num_tokens = logits.flatten(0, 1).exp(), float(logits.shape[0] * logits.shape[1])
+    if padding is not None:
+        shares = shares.masked_fill(padding.reshape(-1, 1), 0.0)
+        num_tokens = max(1.0, float((~padding).sum()))
+    of_experts, is_done = torch.ones_like(shares[0]), False
+    while not is_done:
+        of_tokens = (1 / num_tokens) / ((of_experts * shares).sum(1) + SINKHORN_EPSILON)
+        before, columns = of_experts, (of_tokens[:, None] * shares).sum(0)
+        of_experts = (1 / shares.shape[1]) / (columns + SINKHORN_EPSILON)
+        # a dry run has no values
+        is_done = shares.is_meta or not bool((before - of_experts).abs().mean() > SINKHORN_TOLERANCE)
+    balanced = of_experts * shares * of_tokens[:, None]
+    return balanced.sort(dim=-1, descending=True, stable=True).indices[:, :topk].contiguous()
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,10 @@ GRIDS |= {
         4,
         EXPERTS_OF_TP2 | {"recompute_granularity": "selective", "recompute_modules": modules},
     )
-    for modules in (("moe",), ("moe", "layernorm", "core_attn"), ("moe_act", "shared_experts"), ("mlp", "moe"))
+    for modules in (
+        *(("moe",), ("moe", "layernorm", "core_attn"), ("moe_act", "shared_experts"), ("mlp", "moe")),
+        ("layernorm", "shared_experts"),
+    )
 }
 GATHERED = EXPERTS | {"moe_token_dispatcher_type": "allgather", "moe_router_force_load_balancing": False}
 GRIDS |= {

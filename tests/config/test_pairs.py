@@ -29,6 +29,7 @@ EXAMPLES = {
     "sharded weights": "--data-parallel-sharding-strategy optim_grads_params",
     "experts": EXPERTS,
     "capacity of experts": f"{EXPERTS} --moe-expert-capacity-factor 1.5",
+    "sinkhorn": f"{EXPERTS} --moe-router-load-balancing-type sinkhorn",
     "overlapped all-to-alls": f"{EXPERTS} --overlap-moe-expert-parallel-comm {PIPELINE} --pipeline-schedule dualpipe-v",
     "latent attention": LATENT,
     "multi-token prediction": "--mtp-num-layers 1",

@@ -110,12 +110,6 @@ CASES = [
         "--position-embedding-type rope --no-rope-freq [1]*3+[0]",
     ),
     (
-        "no_balancing_loss_has_no_coefficient",
-        "--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
-        ["--moe-aux-loss-coeff 0.1 with --moe-router-load-balancing-type none, which has no loss"],
-        "--num-experts 4 --moe-router-load-balancing-type none",
-    ),
-    (
         "a_tokenizer_reads_its_files_only",
         "--tokenizer-type ByteTokenizer --tokenizer-model folder",
         ["--tokenizer-type ByteTokenizer does not read --tokenizer-model; leave it out"],
@@ -359,8 +353,8 @@ CASES = [
     ),
     (
         "recompute_is_whole",
-        "--recompute-num-layers 1",
-        ["--recompute-num-layers", "needs --recompute-granularity full"],
+        "--recompute-granularity selective --recompute-num-layers 1",
+        ["--recompute-num-layers 1 belongs to --recompute-granularity full"],
         "--recompute-granularity selective",
     ),
     (
@@ -512,12 +506,6 @@ CASES = [
         "--multi-latent-attention --position-embedding-type rope --group-query-attention --num-query-groups 1",
         ["--num-query-groups 1", "has its own keys and values"],
         "--multi-latent-attention --position-embedding-type rope",
-    ),
-    (
-        "heads_of_latent_attention_have_their_own_sizes",
-        "--multi-latent-attention --position-embedding-type rope --kv-channels 100",
-        ["--kv-channels 100", "heads have 192 channels"],
-        "--multi-latent-attention --position-embedding-type rope --kv-channels 128",
     ),
     (
         "values_are_at_most_as_wide_as_keys",
@@ -837,10 +825,10 @@ CASES = [
         "--fp8 hybrid --bf16 --multi-latent-attention --position-embedding-type rope --qk-pos-emb-head-dim 16",
     ),
     (
-        "graph_settings_need_graphs",
-        "--cuda-graph-warmup-steps 5",
-        ["needs --cuda-graph-impl local"],
-        f"{GRAPHS} --cuda-graph-warmup-steps 5",
+        "graphs_follow_steps_without_them",
+        f"{GRAPHS} --cuda-graph-warmup-steps 0",
+        ["give --cuda-graph-warmup-steps 1 or more"],
+        "--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 0",
     ),
     ("graphs_record_a_gpu", f"{GRAPHS} --device cpu", ["--device is cpu", "leave one of the two out"], GRAPHS),
     (
@@ -1112,6 +1100,45 @@ def test_every_rule_is_broken_by_a_case() -> None:
         ("--sgd-momentum 0.5", "--sgd-momentum 0.5 without --optimizer sgd: only SGD reads it"),
         ("--split 90,5,5", '--split "90,5,5" without --data-path: nothing else is divided'),
         ("--no-manual-gc-eval", "--no-manual-gc-eval without --manual-gc: Python decides when garbage is collected"),
+        (
+            "--recompute-method uniform --recompute-num-layers 1",
+            "--recompute-method uniform and --recompute-num-layers 1 without --recompute-granularity full: only full "
+            "recompute reads it",
+        ),
+        (
+            "--multi-latent-attention --position-embedding-type rope --kv-channels 100",
+            "--kv-channels 100 has no effect with --multi-latent-attention: heads have 192 channels, --qk-head-dim and "
+            "--qk-pos-emb-head-dim together",
+        ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+            "--moe-aux-loss-coeff 0.1 has no effect with --moe-router-load-balancing-type none",
+        ),
+        (
+            "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax",
+            "--moe-router-pre-softmax has no effect with --moe-router-score-function sigmoid: scores of experts do not "
+            "depend on each other",
+        ),
+        (
+            "--num-experts 4 --moe-shared-expert-intermediate-size 64 --recompute-granularity selective "
+            "--recompute-modules layernorm shared_experts",
+            "--recompute-modules layernorm shared_experts: shared experts that run again keep the output of the norm "
+            "before them, so only attention's norms are recomputed",
+        ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+            "--moe-router-load-balancing-type sinkhorn balances each rank's tokens: results depend on "
+            "--tensor-model-parallel-size, --context-parallel-size and --micro-batch-size",
+        ),
+        (
+            "--cuda-graph-warmup-steps 5",
+            "--cuda-graph-warmup-steps 5 without --cuda-graph-impl local: no graphs are recorded",
+        ),
+        (
+            "--cuda-graph-impl transformer_engine",
+            "--cuda-graph-impl transformer_engine: kernels are launched one by one; --cuda-graph-impl local records "
+            "whole stages",
+        ),
         ("--cp-comm-type a2a", "--cp-comm-type a2a without --context-parallel-size N: every rank has whole sequences"),
         ("--wandb-exp-name run", "--wandb-exp-name run without --wandb-project: nothing is sent to Weights & Biases"),
         (

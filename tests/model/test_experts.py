@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
@@ -23,7 +25,7 @@ from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.layers.model import model_parameters
 from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes
-from megapipe.model.moe import Choice, Router
+from megapipe.model.moe import OUTSIDE, Choice, Router, balanced_choice
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, RowGroups
@@ -288,11 +290,6 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "no-dense": (1, again("mlp"), "mlp recomputes nothing: every layer has experts; use moe"),
     "no-dense-activation": (1, again("activation"), "activation recomputes nothing: .* use moe_act"),
     "inside": (1, again("moe", "moe_act"), "moe already recomputes moe_act inside it; leave moe_act out"),
-    "norm-and-shared": (
-        1,
-        again("layernorm", "shared_experts") | {"moe_shared_expert_intermediate_size": 8},
-        "layernorm with shared_experts: .*; use moe, or leave one of the two out",
-    ),
     "replay-in-parts": (
         2,
         again("moe", ep=2, overlap_moe_expert_parallel_comm=True),
@@ -309,6 +306,27 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "tp-without-sp": (2, {"tp": 2, "sequence_parallel": False}, "needs --sequence-parallel"),
     "groups": (1, {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "3 does not divide --num-experts 4"),
     "group-topk": (1, {"moe_router_num_groups": 2}, "needs --moe-router-group-topk"),
+    "groups-of-no-expert": (
+        1,
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 3},
+        "--moe-router-group-topk 3 is above --moe-router-topk 2",
+    ),
+    "sinkhorn-loss": (
+        1,
+        {"moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": (0.1,)},
+        "sinkhorn with --moe-aux-loss-coeff above 0",
+    ),
+    "sinkhorn-capacity": (
+        1,
+        {"moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": (0.0,)}
+        | {"moe_expert_capacity_factor": 1.0},
+        "sinkhorn with --moe-expert-capacity-factor",
+    ),
+    "sinkhorn-and-others": (
+        1,
+        {"moe_router_load_balancing_type": ("sinkhorn", "aux_loss"), "moe_aux_loss_coeff": (0.0, 0.0)},
+        "sinkhorn cannot be combined with others",
+    ),
     "losses": (1, {"moe_aux_loss_coeff": (0.1, 0.2)}, "names 1 losses, --moe-aux-loss-coeff gives 2"),
     "losses-twice": (
         1,
@@ -347,10 +365,60 @@ def test_what_cannot_run_is_refused_in_one_message(name: str) -> None:
     assert len(str(caught.value).splitlines()) == 1, caught.value
 
 
-@pytest.mark.parametrize("name", ["sinkhorn", "quantile_balancing"])
-def test_other_kinds_of_balancing_are_refused_by_name(name: str) -> None:
-    flags = ["--num-experts", "4", "--moe-router-load-balancing-type", name]
-    with pytest.raises(ConfigError, match=f"--moe-router-load-balancing-type.*{name}.*global_aux_loss"):
+def sinkhorn_of_megatron(logits: Tensor, topk: int) -> list[set[int]]:
+    """Return the experts of each token as Megatron-Core 0.19.2 chooses them, one number at a time in fp32.
+
+    Its `sinkhorn` on exp(logits) [t, experts]: factors of tokens 1 / t / (sum + 1e-8), then of experts, until these
+    change by at most 1e-4 on average; then the k largest products.
+    """
+    costs = logits.exp().tolist()
+    num_tokens, num_experts = len(costs), len(costs[0])
+    of_experts, change = [1.0] * num_experts, 1.0
+    while change > 1e-4:
+        sums = [sum(f * cost for f, cost in zip(of_experts, row, strict=True)) for row in costs]
+        of_tokens = [1 / num_tokens / (total + 1e-8) for total in sums]
+        columns = [sum(of_tokens[t] * costs[t][e] for t in range(num_tokens)) for e in range(num_experts)]
+        new = [1 / num_experts / (total + 1e-8) for total in columns]
+        change = sum(abs(a - b) for a, b in zip(of_experts, new, strict=True)) / num_experts
+        of_experts = new
+    products = [[of_experts[e] * costs[t][e] * of_tokens[t] for e in range(num_experts)] for t in range(num_tokens)]
+    return [set(sorted(range(num_experts), key=lambda e: -row[e])[:topk]) for row in products]
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3])
+def test_sinkhorn_chooses_the_experts_of_megatrons_formula(topk: int) -> None:
+    drawn = torch.Generator().manual_seed(topk)
+    logits = 2.0 * torch.randn(24, 2, 6, generator=drawn) + torch.linspace(-2.0, 2.0, 6)  # uneven without balancing
+    chosen = balanced_choice(logits, topk, None)
+    assert [set(row) for row in chosen.tolist()] == sinkhorn_of_megatron(logits.flatten(0, 1), topk)
+    plain = F.one_hot(logits.flatten(0, 1).topk(topk).indices, 6).sum((0, 1))
+    assert F.one_hot(chosen, 6).sum((0, 1)).max() < plain.max()
+    padding = torch.arange(24)[:, None] >= torch.tensor([24, 17])
+    real = ~padding.flatten()
+    padded = balanced_choice(logits, topk, padding)[real]
+    assert [set(row) for row in padded.tolist()] == sinkhorn_of_megatron(logits.flatten(0, 1)[real], topk)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_weighs_by_plain_scores_and_evaluates_without_balancing(topk: int) -> None:
+    options = {"moe_router_load_balancing_type": ("sinkhorn",), "moe_router_topk": topk}
+    drawn = torch.Generator().manual_seed(3)
+    weight, x = (torch.randn(*shape, 16, generator=drawn) for shape in ((6,), (8, 2)))
+    made = router(weight, moe_aux_loss_coeff=(0.0,), moe_z_loss_coeff=None, **options)
+    logits = F.linear(x, weight).flatten(0, 1)
+    scores = logits.sigmoid() if topk == 1 else logits.softmax(-1)
+    trained = replace(OUTSIDE, dropout_key=DropoutKey(1, 2, 3))
+    for context, wanted in ((OUTSIDE, logits.topk(topk).indices), (trained, None)):
+        weights, chosen = made(x, context)
+        if wanted is None:
+            wanted = balanced_choice(logits.view(8, 2, 6), topk, None)
+        assert torch.equal(chosen.sort(-1).values, wanted.sort(-1).values)
+        torch.testing.assert_close(weights, scores.gather(1, chosen))
+
+
+def test_another_kind_of_balancing_is_refused_by_name() -> None:
+    flags = ["--num-experts", "4", "--moe-router-load-balancing-type", "quantile_balancing"]
+    with pytest.raises(ConfigError, match=r"--moe-router-load-balancing-type.*quantile_balancing.*global_aux_loss"):
         load_config(flags)
 
 

@@ -272,6 +272,8 @@ EXPERTS: dict[str, Any] = LLAMA | {"num_experts": 4, "moe_ffn_hidden_size": 20}
 EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "plain": EXPERTS,
     "scores of all": EXPERTS | {"moe_router_pre_softmax": True},
+    "sinkhorn, one": EXPERTS | {"moe_router_load_balancing_type": ("sinkhorn",), "moe_router_topk": 1},
+    "sinkhorn, two": EXPERTS | {"moe_router_load_balancing_type": ("sinkhorn",), "moe_z_loss_coeff": 0.1},
     "scaled": EXPERTS | {"moe_router_topk_scaling_factor": 2.5},
     "sigmoid scaled": EXPERTS | {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
     "losses": EXPERTS | {"moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.1},
@@ -288,6 +290,7 @@ EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "padded": EXPERTS | {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
 }
 OF_EXPERTS = [("moe",), ("layernorm", "moe"), ("core_attn", "moe"), ("moe_act",), ("moe_act", "shared_experts")]
+OF_EXPERTS += [("layernorm", "shared_experts"), ("layernorm", "moe_act", "shared_experts")]
 OF_EXPERTS += [("layernorm",), ("layernorm", "moe_act"), ("core_attn", "layernorm", "moe_act", "activation")]
 
 

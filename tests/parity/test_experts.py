@@ -82,7 +82,19 @@ def again(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
+SINKHORN = {"moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": (0.0,)}
+ONE = SINKHORN | {"moe_router_topk": 1}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
+    "sinkhorn, one rank": (1, ONE | {"micro_batch_size": 2}),
+    "sinkhorn, two experts, ep 2 of tp 2 dp 2, again": (
+        4,
+        {"tp": 2, "ep": 2, "etp": 1} | SINKHORN | ZERO | again("moe"),
+    ),
+    "sinkhorn, ep 2 pp 2 dualpipe-v, full recompute": (
+        4,
+        {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v", "moe_layer_freq": "2"} | ONE | FULL,
+    ),
+    "sinkhorn, gathered, ep 2 etp 2 pp 2": (8, {"tp": 2, "ep": 2, "pp": 2} | GATHERED | ONE | SHARED),
     "one rank": (1, {}),
     "experts again, bias, shared, ep 2 etp 2 pp 2 zero bubble": (
         8,
@@ -127,6 +139,15 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | ZERO
         | SHARED
         | again("layernorm", "moe_act", "activation"),
+    ),
+    "norms and shared experts again, 3 of 2 groups, softmax not before the choice, ep 2 pp 2 zero bubble": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h1", "moe_router_pre_softmax": True, "num_experts": 8}
+        | SIGMOID
+        | {"moe_router_topk": 3, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+        | EVERY_LOSS
+        | SHARED
+        | again("layernorm", "shared_experts"),
     ),
     "norms and activations again, gathered, ep 4 of tp 2 dp 2, biases, norms around": (
         4,

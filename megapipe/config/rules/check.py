@@ -58,6 +58,8 @@ def remarks(config: Config) -> Iterator[str]:
         if need.without:
             yield f"{' and '.join(flags)} without {need.flag}: {need.without}"
     yield from gpu.own_kernels(config)
+    yield from model.without_effect(config)
+    yield from experts.remarks(config)
     yield from gpu.unused_history(config)
 
 

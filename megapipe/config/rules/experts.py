@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megapipe.config.config import Config
 from megapipe.config.layers import LayerConfig, kinds_of, of_each_kind
-from megapipe.config.problems import use_divisors, use_multiples
+from megapipe.config.problems import chosen, use_divisors, use_multiples
+from megapipe.config.rules.pairs import EITHER
 
 
 @of_each_kind
@@ -18,11 +19,9 @@ def choice(config: Config, layer: LayerConfig) -> Iterator[str]:
     is_softmax, taken = layer.moe_router_score_function == "softmax", layer.moe_router_group_topk
     if topk > experts:
         yield f"--moe-router-topk {topk} is above --num-experts {experts}; use at most {experts}"
-    if topk == 1 and is_softmax and not layer.moe_router_pre_softmax:
+    if topk == 1 and is_softmax and not layer.moe_router_pre_softmax and not layer.has_sinkhorn:
         rule = "the softmax over one chosen expert is 1 for any score, so that the router would not learn"
         yield f"--moe-router-topk 1: {rule}; add --moe-router-pre-softmax"
-    if layer.moe_router_pre_softmax and not is_softmax:
-        yield "--moe-router-pre-softmax belongs to --moe-router-score-function softmax; leave one of the two out"
     if layer.moe_router_enable_expert_bias and is_softmax:
         rule = "the bias is added to scores that do not depend on each other"
         yield f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: {rule}"
@@ -35,9 +34,9 @@ def choice(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"--moe-router-num-groups {groups} does not divide --num-experts {experts}; {ways}"
     elif taken > groups:
         yield f"--moe-router-group-topk {taken} is above --moe-router-num-groups {groups}; use at most {groups}"
-    elif topk % taken:
-        rule = "a group's score is the sum of its topk / group-topk best experts"
-        yield f"--moe-router-group-topk {taken} does not divide --moe-router-topk {topk}: {rule}"
+    elif taken > topk:
+        rule = "a group's score is the sum of its topk // group-topk best experts, of which there would be none"
+        yield f"--moe-router-group-topk {taken} is above --moe-router-topk {topk}: {rule}; use at most {topk}"
     elif topk > taken * (experts // groups):
         held = f"{taken} of {groups} groups hold {taken * (experts // groups)} experts"
         yield f"--moe-router-topk {topk}: {held}; raise --moe-router-group-topk"
@@ -80,11 +79,17 @@ def balance(config: Config) -> Iterator[str]:
         yield f"{flag} names {len(types)} losses, --moe-aux-loss-coeff gives {len(coefficients)}; give one for each"
     if len(types) > len(set(types)):
         yield f"{flag} {' '.join(types)}: a loss is named twice; add its coefficients"
-    if types == ("none",) and any(coefficients):
-        given = " ".join(f"{coefficient:g}" for coefficient in coefficients)
-        yield f"--moe-aux-loss-coeff {given} with {flag} none, which has no loss; leave one of the two out"
-    if "none" in types and len(types) > 1:
-        yield f"{flag} {' '.join(types)}: none cannot be combined with others; leave it out"
+    for alone in {"none", "sinkhorn"}.intersection(types):
+        if len(types) > 1:
+            yield f"{flag} {' '.join(types)}: {alone} cannot be combined with others; leave it out"
+    if not model.has_sinkhorn:
+        return
+    reasons = chosen(
+        ("--moe-aux-loss-coeff above 0: the choice of experts is balanced, without a loss", any(coefficients)),
+        ("--moe-expert-capacity-factor: rows are dropped by weights", model.moe_expert_capacity_factor is not None),
+        ("--moe-router-enable-expert-bias: the choice reads no bias", model.moe_router_enable_expert_bias),
+    )
+    yield from (f"{flag} sinkhorn with {reason}; {EITHER}" for reason in reasons)
 
 
 def dispatcher(config: Config) -> Iterator[str]:
@@ -134,10 +139,6 @@ def recompute(config: Config) -> Iterator[str]:
     if inside and "moe" in modules:
         left_out = inside[0] if len(inside) == 1 else "both"
         yield f"--recompute-modules moe already recomputes {' and '.join(inside)} inside it; leave {left_out} out"
-    is_normed = any(layer.norm_position != "after" for layer in mixtures)
-    if {"layernorm", "shared_experts"} <= set(modules) and is_normed:
-        rule = "shared experts that run again keep the output of the norm before them"
-        yield f"--recompute-modules layernorm with shared_experts: {rule}; use moe, or leave one of the two out"
 
 
 def overlap(config: Config) -> Iterator[str]:
@@ -147,6 +148,37 @@ def overlap(config: Config) -> Iterator[str]:
         return
     if parallel.expert_model_parallel_size == 1:
         yield f"{flag} with --expert-model-parallel-size 1: there is no all-to-all; use 2 or more, or leave it out"
+
+
+def remarks(config: Config) -> Iterator[str]:
+    """Yield a remark for options that are accepted, as in Megatron, though another one takes their effect, and for a
+    result that depends on the grid.
+    """
+    model, asked = config.model, config.recompute
+    if model.num_experts is None:
+        return
+    score, coefficients = model.moe_router_score_function, model.moe_aux_loss_coeff
+    if model.has_sinkhorn:
+        sizes = "--tensor-model-parallel-size, --context-parallel-size and --micro-batch-size"
+        yield f"--moe-router-load-balancing-type sinkhorn balances each rank's tokens: results depend on {sizes}"
+        unread = chosen(
+            (f"--moe-router-score-function {score}", score != "softmax"),
+            ("--moe-router-pre-softmax", model.moe_router_pre_softmax),
+            ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor is not None),
+            ("--moe-router-num-groups", model.moe_router_num_groups is not None),
+        )
+        yield from (f"{flag} has no effect with --moe-router-load-balancing-type sinkhorn" for flag in unread)
+    elif model.moe_router_pre_softmax and score != "softmax":
+        rule = "scores of experts do not depend on each other"
+        yield f"--moe-router-pre-softmax has no effect with --moe-router-score-function {score}: {rule}"
+    if model.moe_router_load_balancing_type == ("none",) and any(coefficients):
+        given = " ".join(f"{coefficient:g}" for coefficient in coefficients)
+        yield f"--moe-aux-loss-coeff {given} has no effect with --moe-router-load-balancing-type none"
+    modules = asked.recompute_modules if asked.recompute_granularity == "selective" else ()
+    has_shared = model.moe_shared_expert_intermediate_size is not None
+    if {"layernorm", "shared_experts"} <= set(modules) and has_shared:
+        rule = "shared experts that run again keep the output of the norm before them"
+        yield f"--recompute-modules layernorm shared_experts: {rule}, so only attention's norms are recomputed"
 
 
 RULES = (choice, division, balance, dispatcher, recompute, overlap)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megapipe.config.config import Config
+from megapipe.config.gpu import OTHER_GRAPHS
 from megapipe.config.layers import HALF_TYPES, LayerConfig, of_each_kind
 from megapipe.config.model import ACTIVATIONS, NORMALIZATIONS
 from megapipe.config.problems import chosen
@@ -44,8 +45,8 @@ ATTENTION_LACKING = {
 }
 # option of kernels -> its value for megapipe's own, what these compute, and what libraries lack
 OWN_KERNELS = {
-    "transformer_impl": ("local", "megapipe's own linears and norms compute", LACKING),
-    "attention_impl": ("sdpa", "torch's kernels compute attention", ATTENTION_LACKING),
+    "kernels.transformer_impl": ("local", "megapipe's own linears and norms compute", LACKING),
+    "kernels.attention_impl": ("sdpa", "torch's kernels compute attention", ATTENTION_LACKING),
 }
 ONE_OF_TWO = "leave one of the two out"
 ANY_UPDATE = ("auto", "torch")  # values of --optimizer-impl with which any optimizer works
@@ -138,23 +139,30 @@ def with_own_kernels(config: Config) -> Config:
     --transformer-impl and --attention-impl say which kernels compute, not which function; `own_kernels` names what is
     lacking.
     """
-    own: dict[str, Any] = {option: OWN_KERNELS[option][0] for option, _ in _lacking(config)}
-    return dataclasses.replace(config, kernels=dataclasses.replace(config.kernels, **own)) if own else config
+    for key, own, _ in _lacking(config):
+        section, _, option = key.partition(".")
+        changed: Any = dataclasses.replace(getattr(config, section), **{option: own})
+        config = dataclasses.replace(config, **{section: changed})
+    return config
 
 
 def own_kernels(config: Config) -> list[str]:
     """Return a remark for each choice that the chosen libraries cannot do."""
-    return [remark for _, remark in _lacking(config)]
+    return [remark for _, _, remark in _lacking(config)]
 
 
-def _lacking(config: Config) -> list[tuple[str, str]]:
-    """Return options of kernels, each with a remark, for the choices that their libraries cannot do."""
+def _lacking(config: Config) -> list[tuple[str, str, str]]:
+    """Return options of kernels, with megapipe's own value and a remark, for what their libraries cannot do."""
     found = []
-    for option, (own, instead, lacking) in OWN_KERNELS.items():
+    for key, (own, instead, lacking) in OWN_KERNELS.items():
+        option = key.partition(".")[2]
         library = getattr(config.kernels, option)
         flag = f"--{option.replace('_', '-')} {library}"
         reasons = [(words_of(config, name), reason) for name, reason in lacking.items() if library != own]
-        found += [(option, f"{flag} with {words}: {reason}, so {instead}") for words, reason in reasons if words]
+        found += [(key, own, f"{flag} with {words}: {reason}, so {instead}") for words, reason in reasons if words]
+    if config.gpu.cuda_graph_impl in OTHER_GRAPHS:
+        way = f"kernels are launched one by one; {GRAPHS} records whole stages"
+        found.append(("gpu.cuda_graph_impl", "none", f"--cuda-graph-impl {config.gpu.cuda_graph_impl}: {way}"))
     return found
 
 
@@ -222,7 +230,7 @@ def fp8_sizes(config: Config, layer: LayerConfig) -> Iterator[str]:
 def cuda_graphs(config: Config) -> Iterator[str]:
     """Yield what CUDA graphs rule out: a replay launches what was recorded, so the host cannot decide anything."""
     model, parallel, precision = config.model, config.parallel, config.precision
-    if config.gpu.cuda_graph_impl == "none":
+    if config.gpu.cuda_graph_impl != "local":
         return
     if config.training.device == "cpu":
         yield f"{GRAPHS}: CUDA graphs need a GPU, but --device is cpu; {ONE_OF_TWO}"
@@ -236,6 +244,8 @@ def cuda_graphs(config: Config) -> Iterator[str]:
         reasons.append(f"{' and '.join(dropout)} would drop the same elements in every step; {way}")
     if precision.dtype == "fp16" and precision.loss_scale is None:
         reasons.append("--fp16 adapts its loss scale during training; use --bf16, or a fixed --loss-scale")
+    if config.gpu.cuda_graph_warmup_steps == 0:
+        reasons.append("kernels are set up in steps before it; give --cuda-graph-warmup-steps 1 or more")
     delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
     if delayed and config.gpu.cuda_graph_warmup_steps < 2:
         reasons.append("delayed fp8 scales exist from the second step on; give --cuda-graph-warmup-steps 2 or more")

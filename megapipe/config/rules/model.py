@@ -92,9 +92,6 @@ def latent_attention(config: Config) -> Iterator[str]:
     if model.num_query_groups not in (None, model.num_attention_heads):
         rule = f"each of the {model.num_attention_heads} heads has its own keys and values"
         yield f"{flag} with --num-query-groups {model.num_query_groups}: {rule}; leave it out"
-    if model.kv_channels not in (None, width, values, model.qk_head_dim):
-        rule = f"heads have {width} channels, --qk-head-dim and --qk-pos-emb-head-dim together"
-        yield f"{flag} with --kv-channels {model.kv_channels}: {rule}; leave it out"
     if values > width:
         yield f"--v-head-dim {values} is above the {width} channels of query heads; use at most {width}"
     kinds = kinds_of(model)
@@ -102,6 +99,16 @@ def latent_attention(config: Config) -> Iterator[str]:
     differing = [name for name in names if len({getattr(kind, name) for kind in kinds if kind.has_attention}) > 1]
     if differing:
         yield f"{flag}: layers cannot differ in {one_of(differing)}; give all layers the model's"
+
+
+def without_effect(config: Config) -> list[str]:
+    """Return a remark for a width of heads that latent attention does not read, as in Megatron."""
+    model = config.model
+    width, channels = model.head_size(), model.kv_channels
+    if not model.multi_latent_attention or channels in (None, width, model.v_head_dim, model.qk_head_dim):
+        return []
+    rule = f"heads have {width} channels, --qk-head-dim and --qk-pos-emb-head-dim together"
+    return [f"--kv-channels {channels} has no effect with --multi-latent-attention: {rule}"]
 
 
 @of_each_kind
@@ -248,6 +255,9 @@ def recompute(config: Config) -> Iterator[str]:
     if is_full and missing:
         yield f"--recompute-granularity full also needs {' and '.join(missing)}"
     elif asked.recompute_granularity == "selective":
+        if asked.recompute_num_layers is not None:
+            layers = f"--recompute-num-layers {asked.recompute_num_layers}"
+            yield f"{layers} belongs to --recompute-granularity full, not selective; leave it out"
         if len(set(modules)) != len(modules):
             yield f"--recompute-modules {' '.join(modules)} names a module twice"
         elif not modules:

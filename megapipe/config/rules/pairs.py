@@ -111,6 +111,7 @@ OPTIONS: dict[str, Option] = {
         c.model.moe_expert_capacity_factor is not None
         and f"--moe-expert-capacity-factor {c.model.moe_expert_capacity_factor:g}"
     ),
+    "sinkhorn": lambda c: c.model.has_sinkhorn and "--moe-router-load-balancing-type sinkhorn",
     "overlapped all-to-alls": lambda c: (
         c.model.num_experts is not None
         and c.parallel.overlap_moe_expert_parallel_comm
@@ -141,7 +142,7 @@ OPTIONS: dict[str, Option] = {
         and "--attention-impl flash with --reset-attention-mask"
     ),
     "fp8": lambda c: c.precision.fp8_format is not None and f"--fp8-format {c.precision.fp8_format}",
-    "CUDA graphs": lambda c: c.gpu.cuda_graph_impl != "none" and f"--cuda-graph-impl {c.gpu.cuda_graph_impl}",
+    "CUDA graphs": lambda c: c.gpu.cuda_graph_impl == "local" and "--cuda-graph-impl local",
     "compiled pointwise": lambda c: c.kernels.compile_pointwise and "--compile-pointwise",
     "activation offload": lambda c: (
         c.offload.cpu_offloading_num_layers > 0 and f"--cpu-offloading-num-layers {c.offload.cpu_offloading_num_layers}"
@@ -169,6 +170,7 @@ OPTIONS: dict[str, Option] = {
 
 REFUSED: tuple[Refusal, ...] = (
     Refusal("slices", ("capacity of experts",), CONTRADICTION, "an expert's capacity is that of a whole microbatch"),
+    Refusal("slices", ("sinkhorn",), CONTRADICTION, "it balances the tokens of a whole microbatch"),
     Refusal("slices", ("attention of an extension",), NOT_BUILT, "it would see the keys of one slice only"),
     Refusal("slices", ("CUDA graphs",), NOT_BUILT, "each slice has other shapes, and so would need its own graph"),
     Refusal("slices", ("compiled pointwise",), NOT_BUILT, "each length of a slice would be compiled again"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +21,10 @@ from megapipe.extras.migrate.judge import (
     missing_files,
     text_report,
     world_of,
+    written,
 )
 from megapipe.extras.migrate.shell_script import SCRIPT_NAME, Call, Reading, read_script
+from megapipe.extras.migrate.yaml_script import read_yaml
 from megapipe.plan.batch import batch_schedule
 from megapipe.plan.resolve import resolve
 
@@ -29,6 +32,7 @@ SOME_VOCABULARY = 50_257  # of GPT-2, where only a tokenizer defines it: only wh
 OPTIONS = (
     option("--set", "a variable of the script's environment", metavar="NAME=VALUE", action="append", default=[]),
     option("--ranks", "check for N ranks, not those of the launcher", type=int, above=0),
+    option("--write", "write the configuration here as YAML, with every decision as a comment", metavar="FILE"),
     option("--json", "print everything as JSON", action="store_true"),
 )
 
@@ -40,6 +44,7 @@ def main(own: argparse.Namespace) -> int:
       megapipe migrate train_llama3.sh
       megapipe migrate train_gpt3.sh --set TP=8 --set PP=4 ARGUMENTS OF THE SCRIPT
       megapipe migrate -- --num-layers 32 --hidden-size 4096 ...
+      megapipe migrate DeepSeek-V3.yaml --set TP=1 --set PP=16
       cat common.sh train.sh | megapipe migrate -
 
     Variables, arrays, arithmetic and conditions of the script are followed. What only a run shows ($(hostname), a
@@ -71,6 +76,12 @@ def main(own: argparse.Namespace) -> int:
             why = f"{error.strerror}; give the script, or -- and arguments"
             raise ConfigError(f"{path} cannot be read: {why}") from None
         migration = reported(text, words[0], words[1:], given, own.ranks)
+    if own.write is not None:
+        text = written(migration)
+        try:
+            Path(own.write).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--write {own.write}: cannot be written: {error.strerror}") from None
     print(json.dumps(json_report(migration), indent=2) if own.json else "\n".join(text_report(migration)))
     return 0 if migration.runs else 1
 
@@ -79,6 +90,8 @@ def reported(
     text: str, source: str, words: Sequence[str] = (), given: Sequence[tuple[str, str]] = (), ranks: int | None = None
 ) -> Migration:
     """Return the report of the text of a script. words: its arguments; given: variables of its environment."""
+    if source.endswith((".yaml", ".yml")):
+        return report_of(source, read_yaml(text, Path(source), dict(given)), ranks)
     reading = read_script(text, source, words, given)
     if not reading.calls:
         why = "".join(f"; {note}" for note in reading.notes)
@@ -106,9 +119,11 @@ def grid(judgement: Judgement, world: World) -> tuple[str, tuple[str, ...]]:
         return f"{world.size or 'not stated'} by the launcher; the grid is not checked", ()
     config = judgement.loaded.config
     parallel = config.parallel
-    least = (  # ranks of one data-parallel replica
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
+    tp, experts = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    of_experts = 1 if config.model.num_experts is None else experts * (parallel.expert_tensor_parallel_size or tp)
+    replica = tp * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+    # ranks of one data-parallel replica, or of as many as hold all experts
+    least = math.lcm(tp * parallel.context_parallel_size, of_experts) * parallel.pipeline_model_parallel_size
     size = world.size or least
     said = f"{size} by the launcher" if world.size else f"not stated by the launcher; checked on {size}, the least"
     training, rampup = config.training, config.training.rampup_batch_size
@@ -117,7 +132,7 @@ def grid(judgement: Judgement, world: World) -> tuple[str, tuple[str, ...]]:
     model = dataclasses.replace(config.model, vocab_size=config.model.vocab_size or SOME_VOCABULARY)
     try:
         plan = resolve(dataclasses.replace(config, model=model, training=constant), size, world.ranks_per_node)
-        batch_schedule(training.global_batch_size, training.micro_batch_size, plan.topology.dp, rampup, least)
+        batch_schedule(training.global_batch_size, training.micro_batch_size, plan.topology.dp, rampup, replica)
     except MegapipeError as error:
         return said, tuple(str(error).splitlines())
     axes = plan.topology

@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, all_fields, value_of
 from megapipe.config.fields import shown as value_shown
+from megapipe.config.fields import value_text
 from megapipe.config.flags import REQUESTS, field_flags, normalised, read_command_line, takes_values
-from megapipe.config.load import LoadedConfig, load_config
-from megapipe.config.megatron_flags import REFUSED as REFUSED_KIND
-from megapipe.config.megatron_flags import megatron_flags
+from megapipe.config.load import LoadedConfig, is_given, load_config
+from megapipe.config.megatron_flags import NOT_SUPPORTED, WITHOUT, megatron_flags
 from megapipe.config.options import number_in
+from megapipe.config.rules.check import remarks
 from megapipe.errors import ConfigError
 from megapipe.extras.migrate.shell_script import CLOSE, OPEN, Call, Decision, is_known, shown
 from megapipe.formatting import count_text, text_table
@@ -138,7 +139,7 @@ def judge_flag(flag: str, values: Sequence[str]) -> Row:
     row = megatron_flags().get(name)
     if row is None:  # a request, such as --print-config
         return Row(flag, texts, SAME)
-    return Row(flag, texts, NO_EFFECT, "it is Megatron's default" if row.kind == REFUSED_KIND else row.note)
+    return Row(flag, texts, NO_EFFECT, "it is Megatron's default" if row.kind in WITHOUT else row.note)
 
 
 def missing_files(config: Config, folder: Path) -> Iterator[tuple[str, str]]:
@@ -213,6 +214,11 @@ class Migration:
         rows = [row.note for row in self.judgement.rows if row.outcome in TO_CHANGE]
         return (*dict.fromkeys(rows), *self.judgement.problems, *self.grid_problems)
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a run says of options that are accepted, but not their own way."""
+        return () if self.judgement.loaded is None else tuple(remarks(self.judgement.loaded.config))
+
     def outside(self) -> dict[str, list[str]]:
         """Return what is set outside the script -> the flags that use it."""
         found: dict[str, list[str]] = {}
@@ -247,7 +253,7 @@ def text_report(migration: Migration) -> Iterator[str]:
     yield f"{migration.source}{where}: {shown(call.script)} with {num_flags}"
     table = [("flag of the script", "here")]
     for row in judgement.rows:
-        note = row.note.removeprefix(row.text).removeprefix(" is a flag of Megatron that megapipe does not support")
+        note = row.note.removeprefix(row.text).removeprefix(f" {NOT_SUPPORTED}")
         outcome = f"{row.outcome}: {note.removeprefix(': ')}" if note else row.outcome
         if row.outcome == TAKEN_AS:
             outcome = f"{TAKEN_AS} {row.note}"
@@ -269,11 +275,42 @@ def text_report(migration: Migration) -> Iterator[str]:
     yield from headed("files that are not here", [f"{path} ({flag})" for flag, path in migration.missing])
     if any(row.flag.replace("_", "-") == "--load" for row in judgement.rows):
         yield "--load: a checkpoint of Megatron-LM is converted first: megapipe convert (docs/convert.md)"
+    yield from headed("a run says at its start", migration.remarks)
     yield from headed("to change", migration.to_change)
     verdict = "runs as it is" if migration.runs else "runs after these changes"
     but = " with files that are missing or named outside it" if migration.missing or migration.outside() else ""
     yield f"the script {verdict}{but if migration.runs else ''}; the command:"
     yield migration.command()
+
+
+def written(migration: Migration) -> str:
+    """Return the configuration as YAML that --config reads: what the script gives, with every decision as a comment.
+
+    Raises ConfigError if the flags cannot be read together.
+    """
+    judgement, loaded = migration.judgement, migration.judgement.loaded
+    if loaded is None or judgement.unchecked:
+        why = judgement.problems or (
+            f"the value of {name} is open: give --set NAME=VALUE" for name in judgement.unchecked
+        )
+        raise ConfigError("\n".join(f"--write: {line}" for line in dict.fromkeys(why)))
+    lines = [f"# from {migration.source}: {migration.world}"]
+    for row in judgement.rows:
+        if row.outcome in (*TO_CHANGE, NO_EFFECT, TAKEN_AS):
+            note = row.note.removeprefix(row.text).removeprefix(f" {NOT_SUPPORTED}").removeprefix(": ")
+            word = "left out" if row.outcome in TO_CHANGE else row.outcome
+            lines.append(f"# {row.text}: {word}" + (f": {note}" if note else ""))
+    lines += [f"# {each.condition} (line {each.line}): {each.outcome}" for each in migration.decisions]
+    lines += [f"# {text}" for text in (*migration.remarks, *migration.grid_problems)]
+    lines += [f"# set outside the script: {what} ({', '.join(flags)})" for what, flags in migration.outside().items()]
+    section = ""
+    for field in all_fields():
+        if is_given(loaded.origins[field.key]) or value_of(loaded.config, field) != field.default:
+            lines += [] if field.section == section else ["", f"{field.section}:"]
+            section = field.section
+            origin = loaded.origins[field.key].removeprefix("flag ")
+            lines.append(f"  {field.name}: {value_text(value_of(loaded.config, field))}  # {origin}")
+    return "\n".join(lines) + "\n"
 
 
 def headed(title: str, lines: list[str] | tuple[str, ...]) -> Iterator[str]:
@@ -300,6 +337,7 @@ def json_report(migration: Migration) -> dict[str, Any]:
         "not_followed": list(migration.notes),
         "ranks": migration.world,
         "missing_files": [{"flag": flag, "path": path} for flag, path in migration.missing],
+        "remarks": list(migration.remarks),
         "to_change": list(migration.to_change),
         "command": migration.command(),
     }

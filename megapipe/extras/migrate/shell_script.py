@@ -1,13 +1,15 @@
 """A walk through a launch script up to its calls of pretrain_gpt.py. No command of the script is executed.
 
-Read are quotes, arrays, pipes, `&&`, `||`, `if`, `for`, functions and `{ ...; }`, without redirections. All else is
-refused with its line; the user then lets bash expand the script and gives the command that it prints.
+Read are quotes, arrays, pipes, `&&`, `||`, `if`, `for`, functions, here-documents and `{ ...; }`, without other
+redirections. All else is refused with its line; the user then lets bash expand the script and gives the command that it
+prints.
 
-Assignments, `if`, `for` over known words, functions, `eval` and `bash -c` are followed; all other commands are only
-looked at for the call. A value that only a running shell would know (`$(hostname)`, a variable that nothing sets)
-becomes a placeholder: its source text between the marks OPEN and CLOSE. It is never split into words, and what depends
-on it stays open too. A condition that depends on the machine (a file, another program) is taken as false, and an unset
-variable in a condition as empty. `exit` is ignored, since it usually guards against a wrong environment.
+Assignments, `if`, `for` over known words, functions, `eval`, `bash -c` and strings and here-documents that name
+pretrain_gpt.py are followed; all other commands are only looked at for the call. A value that only a running shell
+would know (`$(hostname)`, a variable that nothing sets) becomes a placeholder: its source text between the marks OPEN
+and CLOSE. It is never split into words, and what depends on it stays open too. A condition that depends on the machine
+(a file, another program) is taken as false, and an unset variable in a condition as empty. `exit` is ignored, since it
+usually guards against a wrong environment.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from megapipe.formatting import count_text
 
 # -------------------------------------------------------------------------------------------------------------- syntax
 
+DOCUMENT = "\ue004"  # before the text of a here-document, which is a word; a ' follows if nothing in it is expanded
 OPEN, CLOSE = "\ue000", "\ue001"  # marks around a value that is not known without executing something
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 PIECES_IN_QUOTES = {"$((": "))", "$(": ")", "${": "}", "`": "`", '"': '"', OPEN: CLOSE}  # opening -> closing mark
@@ -114,6 +117,7 @@ def tokens_of(text: str, line: int = 1) -> list[Token]:
     Raises ConfigError with the line.
     """
     found: list[Token] = []
+    documents: dict[int, int] = {}  # the end of a line -> that of its here-documents
     at, in_brackets = 0, False  # in [[ ]], where < and > compare
     while at < len(text):
         redirection = None if in_brackets else REDIRECTION.match(text, at)
@@ -122,12 +126,21 @@ def tokens_of(text: str, line: int = 1) -> list[Token]:
                 end = skipped.end()
             elif redirection:
                 end = word_end(text, redirection.end())
-                if redirection[1] == "<<" or end == redirection.end():
-                    is_document = redirection[1] == "<<"
-                    what = "a here-document (<<) is not read" if is_document else f"{redirection[0]} needs a file"
-                    raise refusal(line, what)
+                if end == redirection.end():
+                    raise refusal(line, f"{redirection[0]} needs a file")
+                if redirection[1] == "<<":
+                    of_line = f"{text}\n".index("\n", end)
+                    word, start = text[redirection.end() : end], documents.get(of_line, of_line) + 1
+                    mark = re.escape(re.sub(r"^-|['\"\\]", "", word))
+                    tabs = "\t*" if word[0] == "-" else ""
+                    document = re.compile(rf"(.*?)^{tabs}{mark}$", re.DOTALL | re.MULTILINE).match(text, start)
+                    if not document:
+                        raise refusal(line, f"the here-document {word} has no end")
+                    documents[of_line] = document.end()
+                    is_plain = "'" if set("'\"\\") & set(word) else ""
+                    found.append(Token(DOCUMENT + is_plain + document[1], at, line, is_word=True))
             elif (found_operator := OPERATOR.match(text, at)) and not text.startswith("((", at):
-                end = found_operator.end()
+                end = documents.get(at, found_operator.end())
                 found.append(Token(SAME_AS.get(found_operator[0], found_operator[0]), at, line))
             elif function := FUNCTION.match(text, at):
                 end = function.end()
@@ -232,6 +245,7 @@ DECLARING = ("export", "declare", "local", "readonly", "typeset")
 READING = ("read", "readarray", "mapfile")
 REFUSED = ("break", "continue", "return", "shift", "let", "getopts", "set --", "printf -v")
 SHELLS = ("bash", "sh", "zsh", "/bin/bash", "/bin/sh", "/usr/bin/bash")
+SUBMITTING = {*SHELLS, "sbatch", "srun", "salloc", "qsub"}
 SHOWING = ("echo", "printf", "cat", "cp", "ls", "grep", "sed", "chmod", "ln", "rm", "mv")
 OF_THE_SHELL = ("$", "?", "!", "-", "RANDOM", "PWD", "HOSTNAME", "SECONDS", "BASH_SOURCE", "LINENO")
 OF_SLURM = {  # option of sbatch -> variables that it sets
@@ -251,7 +265,8 @@ ELEMENT = re.compile(r"[A-Za-z_]\w*\[.*\]\+?=", re.DOTALL)
 FILE_NAMES = re.compile(r"[*?]|\{[^{}]*(,|\.\.)[^{}]*\}")  # words that bash replaces by file names or several words
 CHANGES = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)")
 ARITHMETIC = re.compile(r"(?!.*\d[A-Za-z_])[\w\s()+*/%<>=!&|-]{,1000}", re.DOTALL | re.ASCII)
-SCRIPT_NAME = re.compile(r"(?:.*/)?(pretrain_\w+\.py)")
+SCRIPT_NAME = re.compile(r"(?:\S*/)?(pretrain_\w+\.py)")
+NAMED = re.compile(r"(?s)(?=.*\s)(?:.*[\s/])?pretrain_\w+\.py(?:\s|$)")  # a command among other words
 
 
 def divided(left: int, right: int) -> int:
@@ -336,19 +351,16 @@ def read_script(
     text: str, name: str = "script.sh", arguments: Sequence[str] = (), given: Sequence[tuple[str, str]] = ()
 ) -> Reading:
     """Walk through the text of a script. given: variables of its environment. Raises ConfigError."""
-    text = re.sub(f"[{OPEN}{CLOSE}{BREAK}{QUOTED}\0]", "", text).replace("\r\n", "\n")
+    text = re.sub(f"[{OPEN}{CLOSE}{BREAK}{QUOTED}{DOCUMENT}\0]", "", text).replace("\r\n", "\n")
     walk = Walk(script=name)
-    # `#SBATCH` lines give the variables that SLURM sets
-    options = re.findall(r"^#SBATCH\s+--?([\w-]+)(?:[= ]\s*)(\d{1,9})\b", text, re.MULTILINE)
-    numbers = {{"N": "nodes", "n": "ntasks"}.get(name, name): int(number) for name, number in options}
-    if {"nodes", "ntasks-per-node"} <= numbers.keys():
-        numbers.setdefault("ntasks", numbers["nodes"] * numbers["ntasks-per-node"])
-    for option, names in OF_SLURM.items():
-        if option in numbers:
-            walk.variables |= {name: [str(numbers[option])] for name in names}
+    walk.set_by_slurm(text)
     walk.variables |= {key: [value] for key, value in given}
     try:
         walk.follow(text, steps_of(text), arguments)
+        for variable, values in [] if walk.calls else list(walk.variables.items()):
+            if NAMED.search(" ".join(values)):
+                walk.notes.append(f"${variable} is taken as a command that the script runs")
+                walk.follow_text(" ".join(values), 0)
     except RecursionError:
         raise ConfigError(f"{name} nests expansions or commands too deeply to be read") from None
     except UnreadableError as error:
@@ -382,6 +394,23 @@ class Walk(Reading):
         self.work += amount
         if self.work > MOST_WORK:
             raise ConfigError("the script takes too many steps to be followed; give its arguments instead")
+
+    def set_by_slurm(self, text: str) -> None:
+        """Set the variables that SLURM sets for the `#SBATCH` lines of a script."""
+        options = re.findall(r"^#SBATCH\s+--?([\w-]+)(?:[= ]\s*)(\d{1,9})\b", text, re.MULTILINE)
+        numbers = {{"N": "nodes", "n": "ntasks"}.get(name, name): int(number) for name, number in options}
+        if {"nodes", "ntasks-per-node"} <= numbers.keys():
+            numbers.setdefault("ntasks", numbers["nodes"] * numbers["ntasks-per-node"])
+        for option in OF_SLURM.keys() & numbers.keys():
+            self.variables |= {name: [str(numbers[option])] for name in OF_SLURM[option]}
+
+    def follow_text(self, text: str, line: int) -> None:
+        """Follow a string or here-document that names a training script; one that is no script is noted."""
+        try:
+            self.set_by_slurm(text)
+            self.follow(text, steps_of(text, line), self.arguments)
+        except ConfigError as error:
+            self.notes.append(f"a text in the script is not read: {error}")
 
     def follow(self, text: str, steps: Sequence[Step], arguments: Sequence[str]) -> bool | None:
         """Follow steps of a text: a script, the body of a function, the words of `eval` or `bash -c`."""
@@ -547,7 +576,12 @@ class Walk(Reading):
 
     def expanded(self, words: list[str]) -> bool | None:
         """Follow an expanded command."""
-        head = words[0]
+        documents = [word[1:] for word in words if word.startswith(DOCUMENT)]
+        words = [word for word in words if not word.startswith(DOCUMENT)]
+        head = words[0] if words else ":"
+        for text in documents:
+            if NAMED.search(shown(text)) or set(words) & SUBMITTING:  # `sbatch <<EOF`; `cat` into a file that is run
+                self.follow_text(text, self.line + 1)
         if refused := {head, " ".join(words[:2])}.intersection(REFUSED):
             raise self.refused(refused.pop())
         if head in ("true", ":", "false"):
@@ -570,7 +604,10 @@ class Walk(Reading):
                 text = options[flag + 1]
                 return self.follow(text, steps_of(text, self.line), options[flag + 3 :])
             script = next((at for at, word in enumerate(words) if SCRIPT_NAME.fullmatch(shown(word))), None)
-            if script is not None:
+            if script is None:  # `ssh host "cd x; torchrun pretrain_gpt.py ..."`
+                for text in (word for word in words if NAMED.search(shown(word))):
+                    self.follow_text(text, self.line)
+            else:
                 before, after = tuple(words[:script]), tuple(words[script + 1 :])
                 names = frozenset(self.outer | self.all_used())
                 self.calls.append(Call(self.line, before, words[script], after, names))
@@ -604,9 +641,21 @@ class Walk(Reading):
 
     def fields(self, word: str) -> list[str]:
         """Return the words that a word becomes: expansions outside quotes are split at blanks."""
+        if word.startswith(DOCUMENT):
+            return [DOCUMENT + (word[2:] if word[1:2] == "'" else self.document(word[1:]))]
         if FILE_NAMES.search("".join(piece if len(piece) == 1 else "_" for piece in pieces_of(word))):
             return [placeholder(self.text(word))]
         return [text.replace(QUOTED, "") for text in self.expand(word, splits=True).split(BREAK) if text]
+
+    def document(self, text: str) -> str:
+        """Return the text of a here-document expanded; quotation marks stand for themselves."""
+        found, at = [], 0
+        while at < len(text):
+            is_mark = text[at] == '"' or text.startswith('\\"', at)
+            end = at + 1 if is_mark else piece_end(text, at, in_quotes=True)
+            found.append(text[at] if is_mark else self.piece(text[at:end], True, False))
+            at = end
+        return plain("".join(found))
 
     def text(self, word: str, in_quotes: bool = False) -> str:
         """Return a word expanded without splitting, as in an assignment."""

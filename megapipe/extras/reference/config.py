@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 GATED_ACTIVATIONS = ("swiglu", "geglu_tanh", "quick_geglu")
-BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+BALANCE_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 NAMES = {
     "position_embedding_type": ("learned_absolute", "rope", "none"),
     "rope_scaling_type": ("none", "linear", "llama3", "yarn"),
@@ -104,7 +104,7 @@ class ReferenceConfig:
     moe_router_bias_update_rate: float = 1e-3
     moe_expert_capacity_factor: float | None = None
     moe_token_drop_policy: str = "probs"
-    # positions of each slice of the sequence that has its own capacity; empty: one slice
+    # positions of each slice of the sequence that has its own capacity, or is balanced by sinkhorn; empty: one slice
     moe_capacity_slices: tuple[tuple[int, ...], ...] = ()
     moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
     moe_aux_loss_coeff: tuple[float, ...] = (0.0,)

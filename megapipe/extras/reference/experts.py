@@ -141,6 +141,8 @@ class MoE(nn.Module):
         if config.moe_router_enable_expert_bias and self.expert_bias is None:
             self.expert_bias = torch.zeros(config.num_experts or 0, device=hidden.device)
         chosen = self._best(scores.detach() + (0.0 if self.expert_bias is None else self.expert_bias))
+        if "sinkhorn" in config.moe_router_load_balancing_type and self.training:
+            chosen = self._balanced(logits.detach(), real)
         self.chosen = chosen
         if not self.sets.collects:
             self.load = self.load + F.one_hot(chosen[real], config.num_experts or 0).sum((0, 1))
@@ -207,6 +209,23 @@ class MoE(nn.Module):
             scores = per_group.masked_fill(lost[..., None], -torch.inf).flatten(-2)
         return ordered(scores)[1][..., : config.moe_router_topk]
 
+    def _balanced(self, logits: Tensor, real: Tensor) -> Tensor:
+        """Return the k best experts of each token [b, s, k] by shares that sum to 1 / tokens over experts, and to
+        1 / experts over the tokens of a slice of the sequence.
+        """
+        config, num_experts = self.config, logits.shape[-1]
+        shares = logits.exp() * real[..., None]
+        for positions in config.moe_capacity_slices or (tuple(range(logits.shape[1])),):
+            held = torch.tensor(positions, device=logits.device)
+            costs, count = shares[:, held], max(1, int(real[:, held].sum()))
+            factors, change = torch.ones_like(costs[0, 0]), 1.0
+            while change > 1e-4:
+                of_tokens = 1 / count / ((factors * costs).sum(-1, keepdim=True) + 1e-8)
+                sums = (of_tokens * costs).sum((0, 1))
+                change, factors = float((factors - (new := 1 / num_experts / (sums + 1e-8))).abs().mean()), new
+            shares[:, held] = factors * costs * of_tokens
+        return ordered(shares)[1][..., : config.moe_router_topk]
+
     def _losses(self, logits: Tensor, scores: Tensor, real: Tensor) -> Tensor | float:
         """Return coefficient x experts / (k T^2) x sum of n_i p_i, and the z loss.
 
@@ -228,7 +247,7 @@ class MoE(nn.Module):
                 counts = torch.stack(self.seen[: last * sets.size]).sum(0) / last
                 total = float(torch.stack(self.seen[(last - 1) * sets.size : last * sets.size]).sum()) / topk
                 loss = loss + coefficient * (balance_loss(shares[real], counts, total) * sets.size / topk)
-            elif name != "none":
+            elif name not in ("sinkhorn", "none"):
                 by_sequence = [one[held] for one, held in zip(shares, real, strict=True)]
                 parts = by_sequence if name == "seq_aux_loss" else [shares[real]]
                 for one in parts:  # [T, experts]

@@ -234,10 +234,10 @@ def reference_config(config: ResolvedConfig) -> ReferenceConfig:
     model, *layers = sections
     training = {name: getattr(config.training, name) for name in FROM_TRAINING}
     tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
-    # a rank's capacity is that of its tp slice of its part of the sequence
+    # a rank's capacity, and what sinkhorn balances, is that of its tp slice of its part of the sequence
     parts = (SequencePart(rank, cp).positions(config.model.seq_length) for rank in range(cp))
     slices: tuple[tuple[int, ...], ...] = ()
-    if config.model.moe_expert_capacity_factor is not None:
+    if config.model.moe_expert_capacity_factor is not None or config.model.has_sinkhorn:
         slices = tuple(tuple(held.tolist()) for part in parts for held in np.split(part, tp))
     return ReferenceConfig(**model, **training, moe_capacity_slices=slices, layers=tuple(layers))
 

@@ -125,7 +125,7 @@ ARGS: dict[str, Any] = {
     ("given", "message"),
     [
         ({"moe_router_score_function": "sqrtsoftplus"}, "moe_router_score_function sqrtsoftplus"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type sinkhorn"),
+        ({"moe_router_load_balancing_type": "quantile_balancing"}, "type quantile_balancing"),
         ({"moe_latent_size": 4}, "moe_latent_size 4"),
         ({"mtp_num_layers": 1}, "mtp_num_layers 1"),
     ],

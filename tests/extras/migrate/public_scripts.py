@@ -64,10 +64,10 @@ def public_scripts() -> list[PublicScript]:
     return found
 
 
-def functional_tests() -> dict[str, list[str]]:
-    """Return name -> arguments of NVIDIA's dense functional tests."""
+def functional_tests(file: str = "functional_tests.txt") -> dict[str, list[str]]:
+    """Return name -> arguments of NVIDIA's functional tests: the dense ones, or those of another file."""
     found: dict[str, dict[str, list[str]]] = {}
-    for line in (FOLDER / "functional_tests.txt").read_text(encoding="utf-8").splitlines():
+    for line in (FOLDER / file).read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             continue
         name, _, text = line.partition(" = ")
@@ -84,6 +84,28 @@ def functional_tests() -> dict[str, list[str]]:
                 last.append(word)
         found[name] = flags
     return {name: [word for flag, values in flags.items() for word in (flag, *values)] for name, flags in found.items()}
+
+
+@dataclass(frozen=True)
+class FunctionalTest:
+    """One of NVIDIA's functional tests with experts."""
+
+    ranks: int
+    arguments: tuple[str, ...]  # paths are variables
+
+    def migration(self) -> Migration:
+        """Return what `megapipe migrate` says of it on its own number of ranks."""
+        words = [word if word.startswith("$") else f"'{word}'" for word in self.arguments]
+        return reported(f"torchrun --nproc_per_node {self.ranks} pretrain_gpt.py {' '.join(words)}", "test")
+
+
+def functional_tests_of_experts() -> dict[str, FunctionalTest]:
+    """Return NVIDIA's functional tests with experts, by name."""
+    found = {}
+    for name, (flag, ranks, *arguments) in functional_tests("functional_tests_of_experts.txt").items():
+        assert flag == "--ranks"
+        found[name] = FunctionalTest(int(ranks), tuple(arguments))
+    return found
 
 
 def to_change(migration: Migration) -> str:

@@ -27,7 +27,7 @@ def arguments(script: str, *words: str) -> list[str]:
 
 def in_bash(script: str, *words: str) -> list[str]:
     """Return what bash passes to the command that the script calls, with no environment."""
-    show = 'torchrun() { shift; [ $# -eq 0 ] || printf "%s\\0" "$@"; }\n'
+    show = 'torchrun() { shift; [ $# -eq 0 ] || printf "%s\\0" "$@"; }\nexport -f torchrun\n'
     command = ["bash", "--noprofile", "--norc", "-c", show + script, "run.sh", *words]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=20, env={"PATH": "/usr/bin:/bin"})
     assert ended.returncode == 0, ended.stderr
@@ -35,6 +35,10 @@ def in_bash(script: str, *words: str) -> list[str]:
 
 
 LIKE_BASH = {
+    "a here-document": "A='1 2'\nbash <<EOF\nB=3\nRUN $A \\$B \"x $A\" 'q r' ${Z:-d} \\\\ a\\\"b\nEOF\n",
+    "a here-document in quotes": "A=4\nbash -x <<'EOF'\nA=5\nRUN $A \"$A b\"\nEOF\nA=6",
+    "here-documents of one line": ": <<-A <<B; RUN 1\n\ta\n\tA\nx\nB\nC=1",
+    "a string for another shell": 'C=\'RUN --a "b c"\'\nexport C\nbash -c "cd /; $C"',
     "variables in one string": 'A=4\nARGS="--num-layers $A \\\n  --lr 1e-3 "\nRUN $ARGS --bf16',
     "arrays with comments": "X=( --a 1 # one\n  # --b 2\n  --c ${N:-3}\n)\nX+=( --d )\nRUN ${X[@]}",
     "an array in quotes keeps its words": 'X=(--split "99, 1" "")\nRUN "${X[@]}" "${X[*]}"',
@@ -243,7 +247,7 @@ def test_a_broken_script_is_refused_with_its_line(script: str, line: int, what: 
 
 REFUSED = {
     "case $M in 7b) L=32;; esac": "case is not read",
-    "cat <<EOF\nL=1\nEOF": "a here-document (<<) is not read",
+    "cat <<EOF\nL=1": "the here-document EOF has no end",
     "(L=1)": "a command in parentheses is not read",
     "if (( A > 1 )); then L=1; fi": "a command in parentheses is not read",
     "function f { L=1; }": "function is not read",
@@ -318,6 +322,44 @@ def test_what_a_command_reads_is_unknown_and_what_another_loop_assigns_too() -> 
     reading = read_script(script)
     assert reading.calls[0].arguments == tuple(f"{OPEN}${name}{CLOSE}" for name in "ABCD")
     assert [each.outcome for each in reading.decisions] == ["skipped: it depends on running it"]
+
+
+def test_a_job_in_a_here_document_starts_what_its_variables_hold() -> None:
+    script = r"""
+        CMD="python pretrain_gpt.py --num-layers 4"
+        sbatch <<EOF
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+srun bash -c \\\${CMD}
+EOF
+    """
+    reading = read_script(script)
+    (found,) = reading.calls
+    assert (found.launcher, found.arguments, found.line) == (("python",), ("--num-layers", "4"), 6)
+    assert reading.variables["SLURM_NTASKS"] == ["16"]
+
+
+@pytest.mark.parametrize(
+    ("script", "note"),
+    [
+        ("CMD='torchrun pretrain_gpt.py --a 1'\necho $CMD", "$CMD is taken as a command that the script runs"),
+        ("ssh host 'cd x; torchrun pretrain_gpt.py --a 1'", ""),
+        ("cat > run.sh <<'EOF'\ntorchrun pretrain_gpt.py --a 1\nEOF\nsbatch run.sh", ""),
+    ],
+    ids=["a variable", "another host", "a file"],
+)
+def test_a_command_in_a_text_is_found(script: str, note: str) -> None:
+    reading = read_script(script)
+    assert [call.arguments for call in reading.calls] == [("--a", "1")]
+    assert reading.notes == ([note] if note else [])
+
+
+def test_a_text_that_is_no_script_is_noted() -> None:
+    reading = read_script("python - <<EOF\nopen('pretrain_gpt.py ')\nEOF\npython -c 'f(pretrain_gpt.py )'")
+    assert not reading.calls
+    assert [note.split(": ")[:2] for note in reading.notes] == [
+        ["a text in the script is not read", f"line {line}"] for line in (2, 4)
+    ]
 
 
 def test_conditions_before_an_eval_are_named() -> None:

@@ -1,0 +1,212 @@
+"""YAML of launchers around Megatron-LM, and the configuration that `megapipe migrate --write` makes of a script."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megapipe.config.load import load_config
+from megapipe.errors import ConfigError
+from megapipe.extras.cli.migrate import main, reported
+from megapipe.extras.migrate.judge import TO_CHANGE, Migration
+from megapipe.extras.migrate.shell_script import shown
+from tests.extras.migrate.public_scripts import functional_tests_of_experts
+
+MODEL_ARGS = """
+ENV_VARS:
+  NCCL_NVLS_ENABLE: 0
+MODEL_ARGS:
+  --num-layers: 4
+  --hidden-size: 64
+  --num-attention-heads: 8
+  --seq-length: ${SEQ_LEN}
+  --max-position-embeddings: 32
+  --micro-batch-size: 1
+  --global-batch-size: 16
+  --train-iters: 5
+  --lr: 1e-3
+  --bf16: true
+  --sequence-parallel: false
+  --mock-data: true
+  --vocab-size: 96
+  --num-experts: 8
+  --expert-model-parallel-size: ${EP:-8}
+  --moe-layer-freq: ([0]*1+[1]*3)
+  --moe-permute-fusion: true
+  --recompute-granularity: selective
+  --recompute-modules: "[moe_act layernorm]"
+  --save: ${OUTPUT}/checkpoints
+"""
+
+
+def arguments(migration: Migration) -> list[str]:
+    return [shown(word) for word in migration.call.arguments]
+
+
+def test_flags_as_keys_are_read_with_their_variables() -> None:
+    found = reported(MODEL_ARGS, "model.yaml", given=[("SEQ_LEN", "32")])
+    assert found.runs, found.to_change
+    words = arguments(found)
+    assert "--sequence-parallel" not in words and "--bf16" in words
+    assert words[words.index("--recompute-modules") + 1 :][:2] == ["moe_act", "layernorm"]
+    assert words[words.index("--expert-model-parallel-size") + 1] == "8"
+    assert found.outside() == {"${OUTPUT}/checkpoints": ["--save"]}
+    assert found.world == "not stated by the launcher; checked on 8, the least: tp 1 x pp 1 x dp 8"
+    assert reported(MODEL_ARGS, "model.yaml").judgement.unchecked == ("--seq-length",)
+
+
+PRIMUS = {
+    "primus/configs/models/megatron/base.yaml": """
+        add_bias_linear: true
+        swiglu: false
+        num_query_groups: null
+        q_lora_rank: 24
+        rotary_scaling_factor: 40.0
+        some_kernel: fast
+        fp8_amax_history_len: 1024
+        hidden_dropout: 0.1
+        norm_epsilon: 1.0e-05
+        """,
+    "primus/configs/models/megatron/mixture.yaml": """
+        extends:
+          - base.yaml
+        num_layers: 4
+        hidden_size: 64
+        num_attention_heads: 8
+        add_bias_linear: false
+        swiglu: true
+        num_experts: 8
+        gradient_accumulation_fusion: false
+        """,
+    "primus/configs/modules/megatron/trainer.yaml": "bf16: true\nseq_length: 64\nlr: 1.0e-3\nsequence_parallel: 1\n",
+    "examples/mixture.yaml": """
+        exp_name: mixture
+        modules:
+          pre_trainer:
+            framework: megatron
+            config: trainer.yaml
+            model: ${PRIMUS_MODEL:mixture}.yaml
+            overrides:
+              seq_length: ${LENGTH:32}
+              max_position_embeddings: 32
+              micro_batch_size: 1
+              global_batch_size: 16
+              train_iters: 5
+              mock_data: true
+              vocab_size: 96
+              expert_model_parallel_size: 4
+              use_turbo_grouped_gemm: true
+              load: null
+              manual_gc: false
+        """,
+}
+
+
+def test_names_of_primus_are_read_through_the_files_that_they_extend(tmp_path: Path) -> None:
+    for name, text in PRIMUS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    path = tmp_path / "examples/mixture.yaml"
+    found = reported(path.read_text(), str(path))
+    assert found.runs, found.to_change
+    words = arguments(found)
+    assert words[words.index("--seq-length") + 1] == "32"
+    assert {"--disable-bias-linear", "--swiglu", "--bf16", "--sequence-parallel"} <= set(words)
+    assert "--no-gradient-accumulation-fusion" in words
+    # without effect: latent attention and fp8 are not chosen, and what is Megatron's default
+    gone = {"--q-lora-rank", "--rotary-scaling-factor", "--fp8-amax-history-len", "--hidden-dropout", "--some-kernel"}
+    assert not gone & set(words)
+    assert found.notes == ("use_turbo_grouped_gemm: true is left out: it is no setting of Megatron-LM's",)
+    own = reported(path.read_text().replace("manual_gc: false", "own_kernels: fast"), str(path))
+    assert [row.text for row in own.judgement.rows if row.outcome in TO_CHANGE] == ["--own-kernels fast"]
+
+
+BRIDGE = """
+_target_: megatron.bridge.training.config.ConfigContainer
+mixed_precision: bf16_mixed
+model:
+  _target_: megatron.bridge.models.GPTModelProvider
+  activation_func: {_target_: torch.nn.functional.silu, _call_: false}
+  gated_linear_unit: true
+  num_layers: 4
+  hidden_size: 64
+  num_attention_heads: 8
+  num_query_groups: 4
+  add_bias_linear: false
+  share_embeddings_and_output_weights: false
+  layernorm_epsilon: 1.0e-06
+  normalization: RMSNorm
+  position_embedding_type: rope
+  num_moe_experts: 8
+  expert_model_parallel_size: 4
+  seq_length: 32
+  vocab_size: 96
+  some_new_option: 3
+  moe_permute_fusion: true
+ddp:
+  data_parallel_sharding_strategy: no_shard
+  overlap_grad_reduce: true
+  use_megatron_fsdp: false
+train: {micro_batch_size: 1, global_batch_size: 16, train_iters: 5}
+optimizer: {lr: 0.001, optimizer: adam}
+dataset: {mock: true}
+rng: {seed: 7}
+"""
+
+
+def test_names_of_megatron_bridge_are_read_in_their_sections() -> None:
+    found = reported(BRIDGE, "run_config.yaml")
+    assert found.runs, found.to_change
+    assert found.judgement.loaded is not None
+    config = found.judgement.loaded.config
+    model = config.model
+    assert (model.num_experts, model.activation, model.norm_epsilon, model.num_query_groups) == (8, "swiglu", 1e-6, 4)
+    assert (model.untie_embeddings_and_output_weights, model.add_bias_linear) == (True, False)
+    assert (config.training.seed, config.precision.dtype, config.data.mock_data) == (7, "bf16", True)
+    assert found.notes == ("model.some_new_option: 3 has no flag in Megatron-LM",)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "run.yaml: not readable as YAML"),
+        ("- 1", "run.yaml: expected a mapping"),
+        ("num_layers: 4", "run.yaml: a YAML file of a launcher has MODEL_ARGS"),
+        ("modules: {x: {framework: maxtext}}", "run.yaml: no module has `framework: megatron`"),
+    ],
+)
+def test_another_file_is_refused_in_one_message(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        reported(text, "run.yaml")
+    assert str(caught.value).startswith(message)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8", "gpt3_moe_mcore_te_ep8_resume_torch_dist_muon"],
+)
+def test_the_written_configuration_is_that_of_the_flags(name: str, tmp_path: Path) -> None:
+    words = list(functional_tests_of_experts()[name].arguments)
+    assert main(["--ranks", "8", "--write", str(tmp_path / "run.yaml"), "--", *words]) == 0
+    written = load_config(["--config", str(tmp_path / "run.yaml")])
+    assert written.config == load_config(words).config
+    text = (tmp_path / "run.yaml").read_text()
+    assert "# --use-mcore-models: no effect here: this is the only implementation\n" in text
+
+
+def test_what_is_left_out_of_the_written_configuration_is_a_comment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.yaml").write_text(MODEL_ARGS.replace("--vocab-size", "--moe-latent-size: 8\n  --vocab-size"))
+    asked = ["--set", "SEQ_LEN=32", "--write", str(tmp_path / "run.yaml"), "--json", str(tmp_path / "model.yaml")]
+    assert main(asked) == 1
+    text = (tmp_path / "run.yaml").read_text()
+    assert "# --moe-latent-size 8: left out: the result differs without it; experts see the whole hidden size" in text
+    assert "# set outside the script: ${OUTPUT}/checkpoints (--save)\n" in text
+    assert load_config(["--config", str(tmp_path / "run.yaml")]).config.model.num_experts == 8
+    assert json.loads(capsys.readouterr().out)["flags"][0]["flag"] == "--num-layers"
+    assert main([*asked[2:]]) == 2
+    assert "--write: the value of --seq-length is open: give --set NAME=VALUE" in capsys.readouterr().err
