@@ -101,8 +101,10 @@ class Options(TypedDict, total=False):
     moe_token_drop_policy: Literal["probs", "position"]
     moe_pad_expert_input_to_capacity: bool
     no_moe_pad_expert_input_to_capacity: bool
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"]
-    moe_router_load_balancing_type: Sequence[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]] | str | None
+    moe_token_dispatcher_type: str
+    moe_combine_in_node: bool
+    no_moe_combine_in_node: bool
+    moe_router_load_balancing_type: Sequence[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]] | str | None
     moe_aux_loss_coeff: Sequence[float] | str | None
     moe_z_loss_coeff: float | None
     mtp_num_layers: int | None
@@ -425,10 +427,10 @@ class Options(TypedDict, total=False):
     # gpu
     nccl_settings: Sequence[str | PathLike[str]] | None
     nccl_communicator_config_path: str | PathLike[str] | None
-    high_priority_stream_groups: Sequence[Literal["tp", "cp", "cp_a2a", "cp_p2p", "pp", "dp", "dp_cp", "replicas", "shards", "instances", "model", "embedding", "kv", "etp", "ep", "expert_replicas", "expert_shards", "expert_instances"]] | str | None
+    high_priority_stream_groups: Sequence[Literal["tp", "cp", "cp_a2a", "cp_p2p", "pp", "dp", "dp_cp", "replicas", "shards", "instances", "model", "embedding", "kv", "etp", "ep", "ep_places", "ep_nodes", "expert_replicas", "expert_shards", "expert_instances"]] | str | None
     gemm_sm_carveout: int
     tuned: str | PathLike[str] | None
-    cuda_graph_impl: Literal["none", "local"]
+    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"]
     enable_cuda_graph: bool
     cuda_graph_warmup_steps: int
     nvtx_ranges: bool
