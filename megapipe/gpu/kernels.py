@@ -168,10 +168,7 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
         optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}{why}"
     experts: tuple[str, ...] = ()
     if config.model.num_experts is not None:
-        how = f"one GEMM after the other: {why_not_grouped(config)}"
-        how = "torch's grouped GEMM, weight gradients one by one in fp32" if kernels.groups_experts else how
-        how = how if kernels.fp8 is None else f"in fp8 one GEMM after the other, else {how}"
-        experts = (f"experts    {how} (--moe-grouped-gemm)",)
+        experts = (f"experts    {_describe_experts(kernels, config, device)} (--moe-grouped-gemm)",)
     return (
         f"linears    {linears} (--transformer-impl {asked.transformer_impl}); {fp8}",
         f"norms      {norms}; pointwise functions {pointwise} (--compile-pointwise)",
@@ -181,6 +178,13 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
         *experts,
         f"optimizer  {optimizer} (--optimizer-impl {asked.optimizer_impl})",
     )
+
+
+def _describe_experts(kernels: Kernels, config: Config, device: torch.device) -> str:
+    how = f"one GEMM after the other: {why_not_grouped(config)}"
+    how = "torch's grouped GEMM, weight gradients one by one in fp32" if kernels.groups_experts else how
+    has_own_line = kernels.fp8 is not None and kernels.fp8.fp8_recipe == "mxfp8" and device.type == "cuda"
+    return how if kernels.fp8 is None or has_own_line else f"in fp8 one GEMM after the other, else {how}"
 
 
 def _why_not_compiled(device: torch.device) -> str:

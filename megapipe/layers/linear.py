@@ -160,7 +160,7 @@ def fp8_group_bytes(gemm: Gemm, rows: int, groups: int, shape: RankShape) -> tup
     and an input gradient besides its result. 0 for others.
 
     By tensor, gradient and inputs are cast whole, and transposed and multiplied group by group; blocks of the rows of a
-    group are cast when it is multiplied.
+    group are cast when it is multiplied. Input gradients in blocks of 32 may be one grouped product on CUDA.
     """
     if not gemm.is_fp8:
         return 0, 0
@@ -175,7 +175,9 @@ def fp8_group_bytes(gemm: Gemm, rows: int, groups: int, shape: RankShape) -> tup
         if is_emulated:
             raised = own.raised + matrix.raised + WIDE * of_group * gemm.inputs
         casts = max(outer.made + inner.kept, outer.kept + inner.made)
-        return max(casts, multiplied), max(own.made, own.kept + raised)
+        # a grouped product, where torch has one, takes all rows at once
+        whole = Cast.of(rows, gemm.outputs, shape).made if shape.fp8_block == MICRO_BLOCK and shape.is_cuda else 0
+        return max(casts, multiplied), max(own.made, own.kept + raised, whole)
     if is_emulated:
         multiplied = max(multiplied, operands + 2 * product)
     gradient, inputs = Cast.of(rows, gemm.outputs, shape), Cast.of(rows, gemm.inputs, shape)

@@ -200,7 +200,7 @@ def layer_seconds(
         computed = attention, core_backward, again.get("attention", 0.0)
         forward["cp"], inputs["cp"], again["cp"] = _context_seconds(layer.attention, shape, links, computed)
     if mixture is not None:
-        inputs["ep"] = (2 if shape.recomputes("moe") else 1) * rows_seconds
+        inputs["ep"] = (2 if shape.recomputes("moe") or again.pop("ep", 0.0) else 1) * rows_seconds
     weights = {
         "gemm": gemm,
         "pointwise": casts_of(Op.W),

@@ -20,8 +20,10 @@ experts, the experts, and eh_proj of multi-token prediction, whose modules count
 routers, core attention, the output layer and the gate of shared experts stay in the model's dtype or wider.
 
 By tensor the rows of all experts of a rank have one scale, as have their weights and their output gradients; blocks
-never hold rows or weights of two experts. Each expert's products are GEMMs of their own: torch's grouped kernel has no
-blocks of 128. Where rows are the summed dim, zeros fill an expert's rows up to a multiple of 16, the least that the
+never hold rows or weights of two experts. In e4m3 blocks of 32 the forward and the input gradient of all experts are
+one kernel each, where torch has it; else, and for weight gradients, which its kernel returns in bf16 only, each
+expert's products are GEMMs of their own: torch's grouped kernels have no blocks of 128 and no scale of a tensor.
+Where rows are the summed dim, zeros fill an expert's rows up to a multiple of 16, the least that the
 matrix units take, or of a block.
 
 Each rank casts the operands of its GEMMs: a gathered x is complete, so all tp ranks cast it alike; of W, and of
@@ -174,10 +176,13 @@ class Fp8Gemms(Gemms):
         rows: x in 8 bits; None if it has no rows.
         """
         width = weight.shape[0] // len(groups.counts) if transpose else weight.shape[1]
-        output = x.new_empty(x.shape[0], width)
         if rows is None:
-            return output
+            return x.new_empty(x.shape[0], width)
         cast = self.cast_weight(weight)[0 if transpose else 1]
+        whole = rows.grouped_product(cast, groups)
+        if whole is not None:
+            return whole
+        output = x.new_empty(x.shape[0], width)
         for group, own in groups.slices():
             fp8_matmul(rows.rows(own), cast.matrix(group), output.dtype, fast=fast, out=output[own])
         return output

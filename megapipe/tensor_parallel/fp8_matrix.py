@@ -1,14 +1,17 @@
 """Matrices in 8 bits, with one scale (`Fp8Tensor`) or one for each block of 128 (`Fp8Blocks`) or 32 (`MxBlocks`), and
 their product.
 
-On GPUs the products are torch._scaled_mm and, of blocks, torch.nn.functional.scaled_mm. On CPUs the rounded operands
-are multiplied in fp32, which differs only in the order of sums (the scales of blocks are powers of two, with which
-fp32 multiplies exactly); this is slow and meant for tests.
+On GPUs the products are torch._scaled_mm and, of blocks, torch.nn.functional.scaled_mm; for groups of rows in blocks of
+32 torch.nn.functional.scaled_grouped_mm, where torch was built with its kernel. On CPUs the rounded operands are
+multiplied in fp32, which differs only in the order of sums (the scales of blocks are powers of two, with which fp32
+multiplies exactly); this is slow and meant for tests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -16,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megapipe.dtypes import BLOCK, MICRO_BLOCK, SCALES_MULTIPLE, SCALES_TILE, micro_scales
+from megapipe.tensor_parallel.gemms import RowGroups
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW_MULTIPLE = 16  # of the summed dim of a GEMM
@@ -31,6 +35,11 @@ class Fp8Rows(Protocol):
     def columns(self, rows: slice) -> Fp8Tensor:
         """Return these rows as [k, m], an operand of a product that sums over them, with zeros behind them."""
 
+    def grouped_product(self, matrices: Fp8Tensor, groups: RowGroups) -> Tensor | None:
+        """Return the products [rows, n] of each group's rows with its matrix [n, k] transposed in one kernel; None if
+        there is none.
+        """
+
 
 @dataclass(frozen=True)
 class Fp8Tensor:
@@ -44,6 +53,10 @@ class Fp8Tensor:
     def rows(self, rows: slice) -> Fp8Tensor:
         """Return some rows."""
         return Fp8Tensor(self.values[rows], self.scale_inverse)
+
+    def grouped_product(self, matrices: Fp8Tensor, groups: RowGroups) -> Tensor | None:
+        """Return None: torch's grouped kernels have no scale of a tensor."""
+        return None
 
     def columns(self, rows: slice) -> Fp8Tensor:
         """Return these rows of [n, k] as [k, m], filled with zeros to a multiple of ROW_MULTIPLE."""
@@ -168,6 +181,67 @@ class MxBlocks(Fp8Blocks):
             bias=bias,
             output_dtype=dtype,
         )
+
+    def product_of_groups(self, matrices: MxBlocks, ends: Tensor) -> Tensor:
+        """Return the products [m, n] in bf16 of the rows of each group with its matrix [n, k] transposed, on a GPU.
+
+        self: rows [m, k] in e4m3, with scales as `grouped_tiles` returns them. ends: the last row of each group + 1.
+        """
+        scaling, swizzle = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
+        return functional.scaled_grouped_mm(  # type: ignore[attr-defined, no-any-return]
+            self.values,
+            matrices.values.mT,
+            self.scale_inverse.view(torch.float8_e8m0fnu),
+            scaling,
+            matrices.scale_inverse.view(torch.float8_e8m0fnu),
+            scaling,
+            swizzle,
+            swizzle,
+            offs=ends,
+            output_dtype=torch.bfloat16,
+        )
+
+
+@cache
+def why_no_grouped_product(device: torch.device) -> str | None:
+    """Return why torch has no product of groups in blocks of 32 on this device, tried once; None if it has.
+
+    Its kernel is one of another library, with which torch may have been built.
+    """
+    if device.type != "cuda":
+        return f"{device.type} has no kernel for it"
+    if not hasattr(functional, "scaled_grouped_mm"):
+        return f"torch {torch.__version__} has no scaled_grouped_mm"
+    height, width = SCALES_TILE
+    values = torch.zeros(height, width * MICRO_BLOCK, dtype=E4M3, device=device)
+    scales = torch.full((height, width), ONE, dtype=torch.uint8, device=device)
+    ends = torch.full((1,), height, dtype=torch.int32, device=device)
+    try:
+        MxBlocks(values, scales).product_of_groups(MxBlocks(values[None], scales.view(1, -1)), ends)
+    except (RuntimeError, ValueError) as error:
+        return f"torch {torch.__version__} has none here: {str(error).splitlines()[0]}"
+    return None
+
+
+def tile_places(scales: Tensor, ends: Tensor) -> Tensor:
+    """Return the place of each row of scales [rows, blocks] where every group begins at a tile. ends: the last row of
+    each group + 1.
+    """
+    spare = -torch.diff(ends, prepend=ends.new_zeros(1)) % SCALES_TILE[0]
+    rows = torch.arange(scales.shape[0], dtype=ends.dtype, device=scales.device)
+    return rows + (spare.cumsum(0) - spare)[torch.searchsorted(ends, rows, right=True)]
+
+
+def grouped_tiles(scales: Tensor, places: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return scales [rows, blocks] as scaled_grouped_mm reads them: tiles as in `MxBlocks`, a group's first row at the
+    start of a tile; [rows of whole tiles, blocks of whole tiles]. places: `tile_places`. counts: rows of each group.
+    """
+    height, width = SCALES_TILE
+    filled = scales.new_full(
+        (sum(count + -count % height for count in counts), scales.shape[1] + -scales.shape[1] % width), ONE
+    )
+    filled[:, : scales.shape[1]].index_copy_(0, places, scales)
+    return rows_as_tiles(filled).view(filled.shape)
 
 
 def rows_as_tiles(scales: Tensor) -> Tensor:

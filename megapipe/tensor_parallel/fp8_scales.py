@@ -7,7 +7,8 @@ is that of 128 elements along the summed dim or, of weights, of 128 x 128, and s
 the microscaling format (mxfp8) amax is that of 32 elements along the summed dim, of weights too.
 
 A recipe is one of these classes, and the class of the matrices that it makes, which knows their product. One of two
-levels, as NVFP4 (a scale of 16 elements times one of the tensor), finds the outer scale in `common`.
+levels, as NVFP4 (a scale of 16 elements times one of the tensor), finds the outer scale in `common`; torch's products
+take both scales as a list, those of groups (`grouped_product`) too.
 
 On CUDA a cast is compiled, with its transpose and (delayed) its amax: as a chain of kernels it would move more bytes
 than fp8 saves.
@@ -28,7 +29,19 @@ from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
 from megapipe.dtypes import BLOCK, MICRO_BLOCK, SCALES_MULTIPLE, blocks_of
-from megapipe.tensor_parallel.fp8_matrix import Fp8Blocks, Fp8Rows, Fp8Tensor, MxBlocks, rows_as_tiles
+from megapipe.tensor_parallel.fp8_matrix import (
+    E4M3,
+    ROW_MULTIPLE,
+    Fp8Blocks,
+    Fp8Rows,
+    Fp8Tensor,
+    MxBlocks,
+    grouped_tiles,
+    rows_as_tiles,
+    tile_places,
+    why_no_grouped_product,
+)
+from megapipe.tensor_parallel.gemms import RowGroups
 
 EXPONENT_BITS = 0x7F800000  # of fp32
 LARGEST_SCALE = 2.0**126  # its inverse is the smallest normal number of fp32
@@ -316,6 +329,10 @@ class BlockScales:
         """Cast the rows of each group when they are used: no block holds rows of two."""
         return _RowsByBlocks(x, self)
 
+    def grouped_product(self, x: Tensor, matrices: Fp8Tensor, groups: RowGroups) -> Tensor | None:
+        """Return the products of the rows x of groups in one kernel, as `Fp8Rows.grouped_product`."""
+        return None
+
     def common(self, x: Tensor, group: Group | None) -> None:
         """Return None: blocks are scaled alike in a part of a tensor."""
 
@@ -335,6 +352,16 @@ class MxScales(BlockScales):
     def _both(self, matrices: Tensor) -> list[Fp8Tensor]:
         return self._made(self._function, matrices, True, True)
 
+    def grouped_product(self, x: Tensor, matrices: Fp8Tensor, groups: RowGroups) -> Tensor | None:
+        dtype, margin = self._options
+        takes = x.dtype == torch.bfloat16 and dtype == E4M3 and matrices.values.shape[1] % ROW_MULTIPLE == 0
+        if groups.ends is None or x.is_meta or not takes or why_no_grouped_product(x.device) is not None:
+            return None
+        assert isinstance(matrices, MxBlocks)
+        values, scales = self._kernel(self._function, dtype, True, False, margin)(x)
+        tiles = grouped_tiles(scales, self._kernel(tile_places)(scales, groups.ends), groups.counts)
+        return MxBlocks(values, tiles).product_of_groups(matrices, groups.ends)
+
 
 @dataclass(frozen=True)
 class _RowsByBlocks:
@@ -348,3 +375,6 @@ class _RowsByBlocks:
 
     def columns(self, rows: slice) -> Fp8Tensor:
         return self.scales.cast(self.x[rows], rows=False, columns=True)[0]
+
+    def grouped_product(self, matrices: Fp8Tensor, groups: RowGroups) -> Tensor | None:
+        return self.scales.grouped_product(self.x, matrices, groups)

@@ -19,7 +19,7 @@ from megapipe.comm.nccl import NcclSettings, channels_of_messages
 from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
-from megapipe.config.layers import is_explicit, layer_configs
+from megapipe.config.layers import has_narrow_values, is_explicit, layer_configs
 from megapipe.config.tuned import read_tuned
 from megapipe.dtypes import DTYPES, FP8_BLOCKS
 from megapipe.environment import Environment, replace_for_libraries, set_for_libraries, value_for_libraries
@@ -44,6 +44,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.lifetimes import Moves
 from megapipe.schedule.schedule import Schedule
 from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
+from megapipe.tensor_parallel.fp8_matrix import why_no_grouped_product
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 
 FLIGHT_RECORDER_FOLDER = "nccl"
@@ -387,11 +388,17 @@ def active_kernels(plan: RunPlan, kernels: Kernels, device: torch.device) -> tup
         )
         for masked in sorted({layer.window_size is not None or config.data.reset_attention_mask for layer in plain}):
             mask = torch.zeros(1, 1, FEW_TOKENS, FEW_TOKENS, dtype=dtype, device=device) if masked else None
-            choice = torch._fused_sdp_choice(q, k, k, mask, 0.0, not masked, enable_gqa=queries > 1)
+            # only kernels without a mask get values narrower than keys
+            v = k[..., : plain[0].v_head_dim] if has_narrow_values(plain[0]) and not masked else k
+            choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, not masked, enable_gqa=queries > 1)
             name = ATTENTION_KERNELS.get(SDPBackend(choice), SDPBackend(choice).name)
             parts.append(f"{name}{' under a mask' * masked}")
         lines.append(f"           on this GPU: {', '.join(parts)}")
     if kernels.layers is None and dtype in (torch.bfloat16, torch.float16):
         adds = kernels.norms is not None or gemm_adds_to_fp32(device, dtype)
         lines.append(f"gradients  of weights are added to fp32 {'inside' if adds else 'by a kernel after'} their GEMMs")
+    if model.num_experts is not None and kernels.fp8 is not None and kernels.fp8.fp8_recipe == "mxfp8":
+        why = why_no_grouped_product(device) if kernels.groups_experts else "not asked for"
+        how = "torch's grouped GEMM for e4m3, weight gradients one by one" if why is None else why
+        lines.append(f"experts    in fp8 {'' if why is None else 'one GEMM after the other: '}{how}")
     return tuple(lines)

@@ -119,6 +119,9 @@ OF_CACHE = {
     "layers that differ": UNLIKE | {"num_layers": 6},
     "sinks": LLAMA | {"softmax_type": "learnable", "window_size": 4},
     "chunks": LLAMA | {"attention_kind": "chunked", "window_size": 5},
+    "values narrower than keys": LLAMA
+    | {"multi_latent_attention": True, "num_query_groups": 4, "kv_lora_rank": 7, "qk_head_dim": 6}
+    | {"qk_pos_emb_head_dim": 4, "v_head_dim": 8},
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,19 @@ from torch import Tensor, nn
 import megapipe.tensor_parallel.fp8 as fp8
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
+from megapipe.extras.streams.shapes import grouped_product_of_blocks
 from megapipe.gpu.kernels import compiled
 from megapipe.tensor_parallel import fp8_scales
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
-from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2, Fp8Blocks, MxBlocks, rows_as_tiles, tiles_as_rows
+from megapipe.tensor_parallel.fp8_matrix import (
+    E4M3,
+    E5M2,
+    Fp8Blocks,
+    MxBlocks,
+    rows_as_tiles,
+    tiles_as_rows,
+    why_no_grouped_product,
+)
 from megapipe.tensor_parallel.fp8_scales import BlockScales, MxScales, block_scale
 from megapipe.tensor_parallel.gemms import RowGroups
 from megapipe.tensor_parallel.gradients import GradientSlot
@@ -302,6 +312,80 @@ def test_the_layouts_are_those_that_torchs_kernel_asks_for(
     assert columns.product(other, torch.float32, None, False, None).shape == (384, 512)
     filled = rows if precision is MX else -(-rows // 4) * 4
     assert seen == [(filled, 640), (filled, 384), (384, 512)]
+
+
+def test_the_grouped_operator_has_the_signature_that_groups_rely_on() -> None:
+    schema = torch.ops.aten._scaled_grouped_mm_v2.default._schema
+    names = "self mat2 scale_a recipe_a swizzle_a scale_b recipe_b swizzle_b offs bias out_dtype contraction_dim"
+    assert [argument.name for argument in schema.arguments] == [*names.split(), "use_fast_accum"]
+
+
+def grouped_on_cpu(calls: list[int], *given: Any, offs: Tensor, output_dtype: torch.dtype) -> Tensor:
+    """Stand in for scaled_grouped_mm: groups one by one, each scale from its place in memory.
+
+    Places are those of FBGEMM's kernel (set_grouped_gemm_args_kernel in mx8mx8bf16_grouped): the scales of a group of
+    rows begin at a multiple of 128 rows, those of a matrix at a multiple of its tiles.
+    """
+    a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b = given
+    enums = [[each.value] for each in (recipe_a, swizzle_a, recipe_b, swizzle_b)]
+    shaped = grouped_product_of_blocks(
+        a, b, [scale_a], enums[0], enums[1], [scale_b], enums[2], enums[3], offs, None, output_dtype
+    )
+    calls.append(len(offs))
+    tiles = -(-a.shape[1] // 128)
+
+    def scaled(values: Tensor, scales: Tensor) -> Tensor:
+        r, c = torch.meshgrid(torch.arange(len(values)), torch.arange(values.shape[1] // 32), indexing="ij")
+        places = 512 * (r // 128 * tiles + c // 4) + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+        return values.float() * scales.flatten().float()[places].repeat_interleave(32, 1)
+
+    start = skipped = 0
+    result = torch.full(shaped.shape, torch.nan, dtype=output_dtype)
+    for group, end in enumerate(offs.tolist()):
+        rows = scaled(a[start:end], scale_a[skipped:])
+        result[start:end] = torch.mm(rows, scaled(b[group].t(), scale_b[group]).t())
+        start, skipped = end, skipped + -(-(end - start) // 128) * 128
+    return result
+
+
+@pytest.mark.parametrize("inputs_first", [False, True], ids=["out_in", "in_out"])
+@pytest.mark.parametrize("counts", [(3, 0, 130, 128), (0, 0, 5, 0), (256, 1, 0, 127)], ids=str)
+def test_a_grouped_product_of_micro_blocks_equals_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...], inputs_first: bool
+) -> None:
+    torch.manual_seed(0)
+    inputs, outputs, calls = 144, 336, list[int]()  # 144 is no multiple of 32, 336 none of 128
+    matrices = spread(4, *((inputs, outputs) if inputs_first else (outputs, inputs))).bfloat16()
+    x, dy = (spread(sum(counts), size).bfloat16() for size in (inputs, outputs))
+    monkeypatch.setattr(fp8_scales, "why_no_grouped_product", lambda device: None)
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", partial(grouped_on_cpu, calls))
+    ends = torch.tensor(counts).cumsum(0).int()
+    found = []
+    for each in (None, ends):
+        gemms, groups = Fp8Gemms(MX, num_matrices=4), RowGroups(counts, inputs_first, each)
+        weight = matrices.flatten(0, 1)
+        found.append((gemms.forward_groups(x, weight, groups), gemms.input_gradient_groups(dy, weight, groups)))
+    assert calls == [4, 4]
+    for one_by_one, grouped in zip(*found, strict=True):
+        assert torch.equal(one_by_one, grouped)
+
+
+@pytest.mark.parametrize("precision", [MX_HYBRID, BLOCKWISE, PrecisionConfig(fp8_format="e4m3")], ids=str)
+def test_other_formats_multiply_one_group_after_the_other(
+    monkeypatch: pytest.MonkeyPatch, precision: PrecisionConfig
+) -> None:
+    calls = list[int]()
+    monkeypatch.setattr(fp8_scales, "why_no_grouped_product", lambda device: None)
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", partial(grouped_on_cpu, calls))
+    groups = RowGroups((3, 5), False, torch.tensor([3, 8], dtype=torch.int32))
+    gemms = Fp8Gemms(precision, num_matrices=2)
+    weight = torch.randn(2 * 64, 32).bfloat16()
+    assert gemms.input_gradient_groups(torch.randn(8, 64).bfloat16(), weight, groups).shape == (8, 32)
+    assert not calls
+
+
+def test_cpus_have_no_grouped_product_of_micro_blocks() -> None:
+    assert why_no_grouped_product(torch.device("cpu")) == "cpu has no kernel for it"
 
 
 def test_micro_scales_stand_in_the_tiles_that_cublas_reads() -> None:

@@ -42,6 +42,42 @@ def test_the_kernels_are_those_that_torch_picks(
     assert module.active_kernels(windows, Kernels(), META)[0].endswith("under a mask")
 
 
+@pytest.mark.parametrize(
+    ("groups", "why", "said"),
+    [
+        (True, None, "in fp8 torch's grouped GEMM for e4m3, weight gradients one by one"),
+        (True, "torch has none here", "in fp8 one GEMM after the other: torch has none here"),
+        (False, None, "in fp8 one GEMM after the other: not asked for"),
+    ],
+)
+def test_the_start_says_how_experts_multiply_in_micro_blocks(
+    groups: bool, why: str | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *tensors, **flags: int(SDPBackend.MATH.value))
+    monkeypatch.setattr(module, "gemm_adds_to_fp32", lambda device, dtype: True)
+    monkeypatch.setattr(module, "why_no_grouped_product", lambda device: why)
+    words = "--bf16 --attention-dropout 0 --num-experts 4 --moe-ffn-hidden-size 32 --fp8-format e4m3 --fp8-recipe mxfp8"
+    plan = plan_for([*WORDS, "--train-iters", "1", *words.split(), "--disable-bias-linear"], 1)
+    kernels = Kernels(fp8=plan.config.precision, groups_experts=groups)
+    assert module.active_kernels(plan, kernels, META)[-1] == f"experts    {said}"
+
+
+def test_the_kernel_of_latent_attention_is_that_of_its_narrow_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+
+    def choose(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object, **flags: object) -> int:
+        widths.append(v.shape[-1])
+        return int(SDPBackend.CUDNN_ATTENTION.value)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    words = "--attention-dropout 0 --multi-latent-attention --kv-lora-rank 8 --qk-head-dim 8"
+    words += " --qk-pos-emb-head-dim 4 --v-head-dim 6 --position-embedding-type rope"
+    for more, width in (("", 6), ("--window-size 4", 12)):
+        plan = plan_for([*WORDS, "--train-iters", "1", *words.split(), *more.split()], 1)
+        module.active_kernels(plan, Kernels(), META)
+        assert widths.pop() == width
+
+
 LLAMA_8B = (
     "--hidden-size 4096 --num-layers 32 --num-attention-heads 32 --seq-length 8192 --vocab-size 32000 --bf16 "
     "--device cuda --micro-batch-size 1 --train-iters 1 --lr 1e-4 --mock-data --hidden-dropout 0"

@@ -46,6 +46,8 @@ class ShapesOnly(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._scaled_mm_v2.default and args[3] != [F.ScalingType.BlockWise1x32.value]:
             return product_of_blocks(*args, **kwargs or {})
+        if func is torch.ops.aten._scaled_grouped_mm_v2.default:
+            return grouped_product_of_blocks(*args, **kwargs or {})
         if func is torch.ops.aten._scaled_mm.out:  # torch has no such function for tensors without values
             result: Tensor = kwargs.pop("out")
             product: Any = super().dispatch(torch.ops.aten._scaled_mm.default, types, args, kwargs)
@@ -81,6 +83,39 @@ def product_of_blocks(
         assert scale.stride() == strides or (shape[1] == 1 and scale.stride() == (1, 1)), (scale.stride(), strides)
     assert a.is_contiguous() and b.t().is_contiguous() and a.shape[1] % 16 == b.shape[1] % 16 == 0
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+
+
+def grouped_product_of_blocks(
+    a: Tensor,
+    b: Tensor,
+    scale_a: list[Tensor],
+    recipe_a: list[int],
+    swizzle_a: list[int],
+    scale_b: list[Tensor],
+    recipe_b: list[int],
+    swizzle_b: list[int],
+    offs: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    *options: Any,
+) -> Tensor:
+    """Return a [m, k] times b [groups, k, n] in blocks of 32 by CUDA's rules (ATen/native/cuda/GroupedBlas.cpp; the
+    scales of each group of rows start at a tile, which torch cannot check).
+    """
+    (rows, size), (groups, inner, width) = a.shape, b.shape
+    tiles = -(-size // 128) * 4
+    assert recipe_a == recipe_b == [F.ScalingType.BlockWise1x32.value], (recipe_a, recipe_b)
+    assert swizzle_a == swizzle_b == [F.SwizzleType.SWIZZLE_32_4_4.value], (swizzle_a, swizzle_b)
+    assert a.dtype == b.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16 and bias is None
+    assert inner == size and size % 16 == width % 16 == 0 and a.is_contiguous() and b.mT.is_contiguous()
+    for (scale,), shape in (
+        (scale_a, (scale_a[0].shape[0], tiles)),
+        (scale_b, (groups, tiles * (-(-width // 128) * 128))),
+    ):
+        assert scale.dtype == torch.float8_e8m0fnu and scale.is_contiguous() and scale.shape == shape, scale.shape
+    assert scale_a[0].shape[0] >= rows and scale_a[0].shape[0] % 128 == 0
+    assert offs.shape == (groups,) and offs.dtype == torch.int32
+    return a.new_empty(rows, width, dtype=dtype)
 
 
 class Answers(TorchFunctionMode):
