@@ -478,6 +478,12 @@ CASES = [
         "--num-experts 4 --moe-router-group-topk 2 --moe-router-num-groups 4 --disable-bias-linear",
     ),
     (
+        "results_are_added_in_a_node_by_flex",
+        "--num-experts 4 --moe-combine-in-node --disable-bias-linear",
+        ["--moe-combine-in-node needs --moe-token-dispatcher-type flex"],
+        "--num-experts 4 --moe-combine-in-node --moe-token-dispatcher-type flex --disable-bias-linear",
+    ),
+    (
         "rows_are_dropped_beyond_a_capacity",
         "--num-experts 4 --moe-token-drop-policy position --disable-bias-linear",
         ["needs --moe-expert-capacity-factor"],
