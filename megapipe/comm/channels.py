@@ -1,12 +1,11 @@
 """Messages between pipeline ranks: one `Channel` per stage boundary, kind and direction, each first-in first-out.
 
-Even in plain 1F1B two peers order their sends and receives differently, and with pp = 2 and several chunks the previous
-and the next rank are the same. One in-order connection per pair of ranks would hang or deliver the wrong tensor, so
-every (boundary, kind, direction) is ordered separately. The direction is 0 except for DualPipe's odd microbatches,
-which run through the ranks in reverse (direction 1).
+The direction is 0 except for DualPipe's odd microbatches, which run through the ranks in reverse (direction 1). All
+channels of one kind from one rank to another are a route (`schedule.dependencies`). Even in plain 1F1B two peers order
+their sends and receives differently, but on every route a valid schedule posts receives in the order of the sends.
 
     gloo   one connection per pair of ranks; a tag on each tensor: channel, fingerprint of its shapes, running number
-    NCCL   one communicator per channel, of two ranks and one direction (stream order keeps messages in order)
+    NCCL   one communicator per route, of two ranks (stream order keeps messages in order)
 
 Both ends declare what a message contains. The sender's declaration travels ahead of the first message of its kind
 (slices of a sequence differ in length); the receiver compares it with its own and raises an error if they differ (gloo
@@ -31,6 +30,7 @@ from megapipe.comm.groups import Group, HostCopies, backend_of, communication_er
 from megapipe.comm.message_fp8 import decode, encode, encoded_bytes
 from megapipe.errors import CommunicationError, ScheduleError
 from megapipe.monitor.heartbeat import Wait
+from megapipe.schedule.dependencies import ChannelPath, Route, ValueKind
 from megapipe.schedule.placement import Placement
 
 KINDS = ("activation", "gradient")  # over boundary s: from stage s to s + 1; from stage s + 1 to s
@@ -158,13 +158,14 @@ class PendingReceive:
 class Channel:
     """One direction of one stage boundary, as seen from one of its two ranks.
 
-    Messages are matched in the order of `send` and `post_receive`.
+    Messages are matched in the order of `send` and `post_receive`; over NCCL in that of all channels of the route.
     """
 
     boundary: int  # boundary s is between stages s and s + 1
     kind: str  # 'activation' or 'gradient'
     direction: int  # 1 for DualPipe's odd microbatches, else 0
     index: int  # the channel's number in the pipeline, equal on both ends
+    route: Route
     sends: bool  # True on the sending end
     group: Group
     peer: int  # global rank of the other end
@@ -347,6 +348,8 @@ class Channels(dict[ChannelKey, Channel]):
     ) -> Channels:
         """Create the channels of this rank's pipeline `pp`; called by all ranks of the world (NCCL connects them here).
 
+        Over NCCL the channels of a route share a communicator: at most 4 on a rank of a loop with any number of chunks,
+        8 on one of a V or of DualPipe, which sends and receives both kinds at both neighbours.
         placement: which pp_rank holds which stage. A boundary inside one rank has no channel. max_in_flight and
         in_fp8: see Channel. Raises ScheduleError if the placement is for another number of ranks or has more boundaries
         than tags can number.
@@ -358,49 +361,63 @@ class Channels(dict[ChannelKey, Channel]):
         if placement.num_stages - 1 > most:
             raise ScheduleError(f"{placement.num_stages} stages: channels can number at most {most} boundaries")
         uses_nccl = backend_of(pp) == "nccl"
+        handles: dict[Route, Any] = {}
         channels = cls()
-        keys = product(range(placement.num_stages - 1), enumerate(placement.directions), KINDS)
-        for index, (boundary, (direction, rank_of_stage), kind) in enumerate(keys):
-            sender, receiver = rank_of_stage[boundary], rank_of_stage[boundary + 1]
-            if kind == "gradient":
-                sender, receiver = receiver, sender
+        keys = product(range(placement.num_stages - 1), range(len(placement.directions)), KINDS)
+        for index, (boundary, direction, kind) in enumerate(keys):
+            route = ChannelPath(ValueKind(kind), boundary, direction).route(placement)
+            sender, receiver, _ = route
             if sender == receiver:
                 continue
-            key, handle = (boundary, kind, direction), pp.handle
-            if uses_nccl:  # a communicator of two ranks in every pipeline of the world, created by all ranks
-                name = f"pp channel {boundary} {kind} {direction}"
-                for pipeline in pp.siblings:
-                    ranks = (pipeline[min(sender, receiver)], pipeline[max(sender, receiver)])
-                    made = new_handle(ranks, name, "nccl", pp.timeout_seconds, "pp", pp.nccl)
-                    if pipeline == pp.ranks:
-                        handle = made
+            if route not in handles:
+                handles[route] = _communicator(pp, route) if uses_nccl else pp.handle
             if pp.rank not in (sender, receiver):
                 continue
             peer = receiver if pp.rank == sender else sender
-            channels[key] = Channel(
-                *key,
+            channels[boundary, kind, direction] = Channel(
+                boundary,
+                kind,
+                direction,
                 index=index,
+                route=route,
                 sends=pp.rank == sender,
                 group=pp,
                 peer=pp.ranks[peer],
-                handle=handle,
+                handle=handles[route],
                 handle_peer=int(peer > pp.rank) if uses_nccl else peer,
                 device=torch.device(device),
                 max_in_flight=max_in_flight,
                 in_fp8=in_fp8,
             )
         if uses_nccl:
-            # in one order on all ranks: the first messages would connect in an order that may deadlock. Pairs of
-            # ranks in two rounds, as in the order of the boundaries each would wait for the one before
-            for channel in sorted(channels.values(), key=Channel.connection_round):
-                channel.connect()
+            channels.connect()
             torch.cuda.synchronize()
         return channels
+
+    def connect(self) -> None:
+        """Connect every route, in one order on all ranks: the first messages would do it in one that may deadlock.
+
+        Pairs of ranks take turns in two rounds; in the order of the boundaries each would wait for the one before.
+        """
+        first_of_route: dict[Route, Channel] = {}
+        for channel in self.values():
+            first_of_route.setdefault(channel.route, channel)
+        for channel in sorted(first_of_route.values(), key=Channel.connection_round):
+            channel.connect()
 
     def drain(self) -> None:
         """Wait for all sends of all channels."""
         for channel in self.values():
             channel.drain()
+
+
+def _communicator(pp: Group, route: Route) -> Any:
+    """Create the communicator of a route in every pipeline of the world and return this pipeline's; called by all."""
+    handles = {}
+    for pipeline in pp.siblings:
+        ends = tuple(sorted((pipeline[route.sender], pipeline[route.receiver])))
+        handles[pipeline] = new_handle(ends, f"pp {route}", "nccl", pp.timeout_seconds, "pp", pp.nccl)
+    return handles[pp.ranks]
 
 
 def _encode(text: str) -> bytes:

@@ -10,7 +10,7 @@ takes 2.8 GB here, 3.3 GB in a user's measurement (github.com/NVIDIA/nccl/issues
 
     ring       collectives: one channel end to the next rank, one from the one before, for every channel
     exchange   all-to-alls: such ends to and from every rank of the node
-    messages   of a pipeline's channel: a sender's or a receiver's ends; of a context-parallel ring: both
+    messages   of a pipeline's route: a sender's or a receiver's ends; of a context-parallel ring: both
 """
 
 from __future__ import annotations
@@ -92,14 +92,13 @@ def _both_ways(group: tuple[bool, tuple[int, ...]]) -> int:
 
 
 def _pipeline(plan: RunPlan, rank: int) -> int:
-    """Return the bytes of the communicators between stages: one for each boundary, kind and direction."""
+    """Return the bytes of the communicators between stages: one for each route (`schedule.dependencies`)."""
     pipeline, total = plan.topology.group_of("pp", rank), 0
-    for rank_of_stage in plan.placement.directions:
-        for before, after in pairwise(rank_of_stage):
-            first, second = pipeline[before], pipeline[after]
-            if first == second or rank not in (first, second):
-                continue
-            crosses = len(plan.topology.nodes_of((first, second))) > 1
-            # activations one way, gradients the other: this rank is the sender of one and the receiver of the other
-            total += 2 * SHARED if crosses else CHANNELS_IN_NODE * (SENDER + RECEIVER)
+    for before, after in {ends for rank_of_stage in plan.placement.directions for ends in pairwise(rank_of_stage)}:
+        first, second = pipeline[before], pipeline[after]
+        if first == second or rank not in (first, second):
+            continue
+        crosses = len(plan.topology.nodes_of((first, second))) > 1
+        # activations one way, gradients the other: this rank is the sender of one and the receiver of the other
+        total += 2 * SHARED if crosses else CHANNELS_IN_NODE * (SENDER + RECEIVER)
     return total

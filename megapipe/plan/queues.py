@@ -29,7 +29,7 @@ from megapipe.schedule.action import (
     Action,
     Op,
 )
-from megapipe.schedule.dependencies import NEEDS, TRAVELS, ChannelPath, ValueKind, channel_of
+from megapipe.schedule.dependencies import NEEDS, TRAVELS, ChannelPath, Route, ValueKind, channel_of
 from megapipe.schedule.lifetimes import NO_MOVES, Moves, Unit
 from megapipe.schedule.lower import without_pairs
 from megapipe.schedule.parts import Part, Parts
@@ -39,7 +39,7 @@ DEFAULT_CONNECTIONS = 8  # CUDA's, if CUDA_DEVICE_MAX_CONNECTIONS is unset
 MOST_CONNECTIONS = 32
 POOL_STREAMS, POOL_PRIORITIES = 32, 4  # torch's pool: so many streams of each priority; communicators take them in turn
 HIGH = POOL_PRIORITIES - 1  # pool of NCCL's streams with is_high_priority_stream
-# names of streams; those of messages are channels, of DualPipe's stages ints
+# names of streams; those of messages are routes, of DualPipe's stages ints
 CURRENT, TP, DP, TO_HOST, TO_DEVICE = "current", "tp", "dp", "to host", "to device"
 CP, EP, COUNTS, GATHER, DELIVERY = "cp", "ep", "ep counts", "gather", "delivery"
 COLLECTIVES = (TP, DP, CP, EP, GATHER, DELIVERY, "to ")  # beginnings of names of streams that do not compute
@@ -49,7 +49,7 @@ SECONDS = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.UPDATE: 0.0}  # of com
 BY_USE, BY_POOL = "use", "pool"
 MAPPINGS = (BY_USE, BY_POOL)
 
-Stream = str | int | ChannelPath
+Stream = str | int | Route
 
 
 class Enqueued(NamedTuple):
@@ -224,7 +224,8 @@ class _RankProgram:
             program.wait(stream, sends.popleft(), name)
         seconds, message = self.traffic.message_seconds, (channel, self.numbers[channel])
         self.numbers[channel] += 1
-        index = program.communicate(Enqueued(channel, name, None, seconds, message, not is_send), stream)
+        route = channel.route(self.placement)
+        index = program.communicate(Enqueued(route, name, None, seconds, message, not is_send), stream)
         if is_send:
             sends.append(index)
         else:
@@ -362,7 +363,7 @@ def queue_map(
     taken: dict[int | None, int] = defaultdict(int)
     numbers: dict[Stream, int] = {}
     for stream in streams:
-        kind = "pp" if isinstance(stream, ChannelPath) else str(stream).split()[0]
+        kind = "pp" if isinstance(stream, Route) else str(stream).split()[0]
         pool = None if stream == CURRENT else HIGH if kind in high_priority else 0  # None: the default stream
         index = taken[pool] % POOL_STREAMS
         taken[pool] += 1
@@ -489,9 +490,14 @@ class _Machine:
 
 
 def _creation_order(stream: Stream) -> tuple[int, str]:
-    """Return the key by which a rank's streams are created: the channels are connected before the first step."""
-    if isinstance(stream, ChannelPath):
-        return 1, f"{stream.boundary:06} {stream.direction} {stream.kind.value}"
+    """Return the key by which a rank's streams are created: the routes are connected before the first step.
+
+    Those of one pair of ranks follow each other, as in `comm.channels`: down the ranks through the model, then up.
+    """
+    if isinstance(stream, Route):
+        first, second = sorted(stream[:2])
+        goes_up = (stream.sender == first) != (stream.kind is ValueKind.ACT)
+        return 1, f"{first % 2 if second == first + 1 else 2} {int(goes_up)} {stream.kind.value}"
     return (0 if stream == CURRENT else 2), str(stream)
 
 

@@ -25,7 +25,7 @@ from megapipe.comm.channels import (
 from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError, ScheduleError
-from megapipe.schedule.placement import Placement, linear, loop, two_directions
+from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.topology import Topology
 from tests.comm.ranks import groups_of
 from tests.harness import RankPool, run_ranks
@@ -334,10 +334,48 @@ def test_placement_for_another_pipeline_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("placement", "most"),
+    [
+        pytest.param(linear(8), 4, id="one chunk"),
+        pytest.param(loop(2, 8), 4, id="pp 2, 8 chunks: previous and next rank are one"),
+        pytest.param(loop(8, 2), 4, id="2 chunks"),
+        pytest.param(loop(8, 8), 4, id="8 chunks"),
+        pytest.param(v_shape(8), 8, id="a V"),
+        pytest.param(two_directions(8), 8, id="two directions"),
+    ],
+)
+def test_channels_of_a_kind_to_a_rank_share_a_communicator(
+    placement: Placement, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks create the communicators in one order, also those of other pipelines."""
+    created: list[tuple[tuple[int, ...], str]] = []
+
+    def create(ranks: tuple[int, ...], name: str, *_: object) -> object:
+        created.append((ranks, name))
+        return object()
+
+    monkeypatch.setattr(channels_module, "backend_of", lambda group: "nccl")
+    monkeypatch.setattr(channels_module, "new_handle", create)
+    monkeypatch.setattr(Channel, "connect", lambda self: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    first = tuple(range(placement.num_ranks))
+    pipelines = first, tuple(rank + placement.num_ranks for rank in first)
+    orders, counts = set(), []
+    for rank in first:
+        created.clear()
+        channels = Channels.build(placement, Group("pp", first, rank, siblings=pipelines))
+        counts.append(len({id(channel.handle) for channel in channels.values()}))
+        assert len({(channel.peer, channel.kind, channel.sends) for channel in channels.values()}) == counts[-1]
+        assert sum(rank in ranks for ranks, _ in created) == counts[-1]
+        orders.add(tuple(created))
+    assert len(orders) == 1 and max(counts) == most
+
+
+@pytest.mark.parametrize(
     ("placement", "longest"),
     [
-        pytest.param(loop(16, 8), 32, id="pp 16, 8 chunks: 254 one after the other"),
-        pytest.param(loop(5, 2), 10, id="an odd ring"),
+        pytest.param(loop(16, 8), 4, id="pp 16, 8 chunks"),
+        pytest.param(loop(5, 2), 6, id="an odd ring"),
         pytest.param(two_directions(8), 8, id="two directions"),
     ],
 )

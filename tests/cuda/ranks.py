@@ -12,11 +12,12 @@ import time
 import torch
 
 from megapipe.comm.bootstrap import World, shutdown, start
-from megapipe.comm.channels import Channels, MessageSpec
+from megapipe.comm.channels import ChannelKey, Channels, MessageSpec
 from megapipe.comm.collectives import all_reduce, barrier
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.environment import read_environment
 from megapipe.errors import CommunicationError
+from megapipe.schedule.dependencies import Route
 from megapipe.schedule.placement import loop
 from megapipe.topology import Topology
 
@@ -25,10 +26,19 @@ TIMEOUT_SECONDS = 5.0
 
 
 def order(world: World, groups: ProcessGroups) -> None:
-    """Send over ten channels of two ranks, each rank in another order, and check every element."""
+    """Send over ten channels of two ranks and check every element.
+
+    Each rank mixes its four routes in an order of its own; the order within a route is one for both.
+    """
     channels = Channels.build(loop(2, NUM_CHUNKS), groups.pp, world.device)
-    todo = [key for key in channels for _ in range(NUM_MESSAGES)]
-    random.Random(world.global_rank).shuffle(todo)
+    by_route: dict[Route, list[ChannelKey]] = {}
+    for key, channel in channels.items():
+        by_route.setdefault(channel.route, []).extend([key] * NUM_MESSAGES)
+    for keys in by_route.values():
+        random.Random(0).shuffle(keys)
+    routes = [route for route, keys in by_route.items() for _ in keys]
+    random.Random(world.global_rank).shuffle(routes)
+    todo = [by_route[route].pop() for route in routes]
     spec, number = (MessageSpec((NUM_ELEMENTS,), torch.float32),), dict.fromkeys(channels, 0)
     pending, received = [], []
     for key in todo:

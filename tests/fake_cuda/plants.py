@@ -18,10 +18,15 @@ from megapipe.data_parallel.stores import Stores
 from megapipe.extras.streams.recorder import Stream, on
 from megapipe.gpu.streams import HostBuffer, StageStreams, StreamCopies
 from megapipe.model.context_parallel import Ring
+from megapipe.pipeline import engine
 from megapipe.pipeline.graphs import CapturedStage
 from megapipe.pipeline.offload import _Carried
+from megapipe.schedule.action import Op
+from megapipe.schedule.lower import without_pairs
+from megapipe.schedule.schedule import Row
 from megapipe.tensor_parallel import gemms
 from megapipe.tensor_parallel.gemms import SequenceGather
+from tests.schedule.strategies import exchange_receives
 
 begin_step, finish, post_receive = Stores.begin_step, Stores.finish_gradients, Channel.post_receive
 launch, shift = Store._launch, Ring.shift
@@ -67,7 +72,9 @@ def receive_into_one_buffer(channel: Channel, messages: Any) -> PendingReceive:
         receive = post_receive(channel, messages)
         buffer += receive._tensors
         return receive
-    return PendingReceive(channel, tuple(buffer), [channel._post(tensor, 0) for tensor in buffer], [], 0)
+    declaration = channel._declaration
+    assert declaration is not None
+    return PendingReceive(channel, tuple(buffer), [channel._post(tensor, declaration.tag) for tensor in buffer], [], 0)
 
 
 def reduce_early(stores: Stores, num_microbatches: int) -> None:
@@ -132,6 +139,11 @@ def receive_at_once(channel: Channel, messages: Any) -> PendingReceive:
     return receive
 
 
+def receives_in_another_order(row: Row) -> Row:
+    stages = {action.stage for action in row if action.op is Op.RECV_F}
+    return exchange_receives(row, Op.RECV_F) if len(stages) > 1 else without_pairs(row)
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "no fork": partial(patch.object, StageStreams, "_fork", nothing),
     "no join": partial(patch.object, StageStreams, "computing", computing_without_join),
@@ -155,5 +167,6 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "ring's buffer overwritten": partial(patch.object, Ring, "shift", shift_and_overwrite),
     "collectives waited for at once": partial(patch.object, Work, "__post_init__", Work.wait),
     "messages waited for at once": partial(patch.object, Channel, "post_receive", receive_at_once),
+    "receives in another order": partial(patch.object, engine, "without_pairs", receives_in_another_order),
     "sent from a graph": partial(patch.object, CapturedStage, "backward_input", send_from_the_graph),
 }

@@ -241,9 +241,16 @@ def test_a_wait_at_once_leaves_no_computation_during_collectives(case: str, foun
         assert (share(result, place) < least) == (place != "receive"), result["overlaps"]
 
 
-def test_messages_that_are_waited_for_at_once_hang(found: Found) -> None:
+@pytest.mark.parametrize(
+    ("case", "plant"),
+    [
+        ("pp2", "messages waited for at once"),
+        ("interleaved_depth_4_full_recompute", "receives in another order"),
+    ],
+)
+def test_messages_that_cannot_be_matched_hang(case: str, plant: str, found: Found) -> None:
     with pytest.raises(AssertionError, match="never begins"):
-        found("pp2", "messages waited for at once")
+        found(case, plant)
 
 
 def share(result: dict[str, Any], place: str) -> float:

@@ -16,7 +16,7 @@ from megapipe.plan.run_plan import RunPlan
 from tests.tiny import small_config
 
 RING = 24 * 12 * MIB  # in a node
-PAIR = 4 * 12 * MIB  # a boundary of the pipeline in a node: activations one way, gradients the other
+PAIR = 4 * 12 * MIB  # neighbours of the pipeline in a node: activations one way, gradients the other
 
 
 def plan_of(world_size: int, ranks_per_node: int | None = None, **changes: Any) -> RunPlan:
@@ -44,7 +44,7 @@ def test_without_nccl_nothing_is_held(changes: dict[str, str]) -> None:
     assert nccl_bytes(plan_of(1), 0) == 0
 
 
-def test_every_boundary_of_the_pipeline_has_its_communicators() -> None:
+def test_every_pair_of_neighbours_has_its_communicators() -> None:
     plain = plan_of(4, pipeline_model_parallel_size=4, untie_embeddings_and_output_weights=True)
     assert [nccl_bytes(plain, rank) - RING for rank in range(4)] == [PAIR, 2 * PAIR, 2 * PAIR, PAIR]
     chunks = plan_of(
@@ -55,7 +55,10 @@ def test_every_boundary_of_the_pipeline_has_its_communicators() -> None:
         pipeline_schedule="interleaved",
         untie_embeddings_and_output_weights=True,
     )
-    assert nccl_bytes(chunks, 1) - RING == 16 * PAIR
+    assert [nccl_bytes(chunks, rank) - RING for rank in range(4)] == [2 * PAIR] * 4  # of 8 chunks, a ring
+    both_ways = plan_of(4, pipeline_model_parallel_size=4, pipeline_schedule="zb-v", num_layers=16)
+    one_way = plan_of(4, pipeline_model_parallel_size=4, pipeline_schedule="zb-h1", num_layers=16)
+    assert nccl_bytes(both_ways, 1) - RING == 2 * (nccl_bytes(one_way, 1) - RING) == 4 * PAIR
 
 
 def test_sharded_weights_have_a_second_communicator() -> None:

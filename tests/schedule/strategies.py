@@ -16,7 +16,7 @@ from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.partition import Partition, from_counts
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
-from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.schedule import Row, Schedule
 from megapipe.schedule.simulate import Timeline
 
 
@@ -35,6 +35,15 @@ def named_schedules(draw: st.DrawFn) -> Schedule:
         return build_schedule(name, p, 1, m)
     group_size = draw(st.none() | st.integers(p, p + 9))
     return build_schedule(name, p, draw(st.integers(1, 4)), m, group_size)
+
+
+def exchange_receives(row: Row, op: Op) -> Row:
+    """Exchange the first two receives of an op that follow each other and are for two stages."""
+    slots = [slot for slot, action in enumerate(row) if action.op is op]
+    exchanged = list(row)
+    first, second = next(pair for pair in pairwise(slots) if row[pair[0]].stage != row[pair[1]].stage)
+    exchanged[first], exchanged[second] = row[second], row[first]
+    return tuple(exchanged)
 
 
 def family_shapes(name: str, p: int, v: int, m: int, group_extra: int = 0) -> tuple[str, int, int, int, int | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +24,7 @@ from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.sharding import ShardingPolicy, shard
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
-from tests.schedule.strategies import family_schedules, family_shapes, random_schedules
+from tests.schedule.strategies import exchange_receives, family_schedules, family_shapes, random_schedules
 
 TAKES_SLICES = tuple(name for name, family in SCHEDULES.items() if family.takes_slices)
 GENERATED = tuple(name for name, family in SCHEDULES.items() if not family.is_automatic)
@@ -89,16 +88,10 @@ def test_gathers_of_weights_change_no_order_of_messages(name: str) -> None:
     assert_both_ends_agree(shard(schedule, ShardingPolicy(True, "microbatch")))
 
 
-def test_rows_posted_in_order_of_use_are_refused() -> None:
-    """The first two neighbouring receives of two boundaries, exchanged."""
+def test_rows_with_receives_in_another_order_are_refused() -> None:
     schedule = build_lowered("interleaved", 2, 2, 2, None, 4, num_slices=3)
-    rows = [list(row) for row in schedule.rows]
-    slots = [slot for slot, action in enumerate(rows[0]) if action.op is Op.RECV_B]
-    stages = [rows[0][slot].stage for slot in slots]
-    other = next(index for index, pair in enumerate(pairwise(stages)) if len(set(pair)) == 2)
-    first, second = slots[other : other + 2]
-    rows[0][first], rows[0][second] = rows[0][second], rows[0][first]
-    swapped = replace(schedule, rows=tuple(map(tuple, rows)))
+    first, second = schedule.rows
+    swapped = replace(schedule, rows=(exchange_receives(first, Op.RECV_B), second))
     with pytest.raises(AssertionError):
         assert_both_ends_agree(swapped)
     with pytest.raises(ScheduleError, match=r"gradients from pp_rank 1 to 0 are first-in first-out: .* is posted"):
@@ -186,10 +179,7 @@ def test_sharing_connections_lengthens_no_step(name: str, depth: int) -> None:
 
 
 def test_a_wrong_order_does_not_run_over_blocking_connections() -> None:
-    """Two receives on one connection, posted in the other order: each would deliver the other's message."""
     schedule = build_lowered("breadth-first", 2, 2, 2)
-    rows = [list(row) for row in schedule.rows]
-    slots = [slot for slot, action in enumerate(rows[1]) if action.op is Op.RECV_F]
-    rows[1][slots[1]], rows[1][slots[2]] = rows[1][slots[2]], rows[1][slots[1]]
+    first, second = schedule.rows
     with pytest.raises(AssertionError, match="the wrong message is delivered"):
-        run(replace(schedule, rows=tuple(map(tuple, rows))), 0.0, own_route)
+        run(replace(schedule, rows=(first, exchange_receives(second, Op.RECV_F))), 0.0, own_route)

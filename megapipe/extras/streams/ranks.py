@@ -101,8 +101,10 @@ def log_of(plan: RunPlan, rank: int, num_steps: int, build: Callable[..., Traini
         ):
             gemm_adds_to_fp32(DEVICE, parameter_dtype(plan.config.precision.dtype))  # as at the start of a run
             runtime = build(plan, groups, DEVICE, empty)
+            routes = {channel.route for channel in runtime.channels.values()}
+            handles = {route: NcclHandle(str(route), Traffic(), recorder) for route in routes}
             for channel in runtime.channels.values():
-                channel.handle = NcclHandle(str(channel), Traffic(), recorder)
+                channel.handle = handles[channel.route]
             _run(runtime, read, num_steps)
     finally:
         Device.recorder = None

@@ -348,11 +348,15 @@ class NcclHandle(FakeHandle):
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
         super().send(tensors, peer, tag)
-        return self._launch("send", tensors, (), sends=f"{self._name}, number {next(self._posted)}")
+        return self._launch("send", tensors, (), sends=self._match(tag))
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Any:
         super().recv(tensors, peer, tag)
-        return self._launch("receive", (), tensors, receives=f"{self._name}, number {next(self._posted)}")
+        return self._launch("receive", (), tensors, receives=self._match(tag))
+
+    def _match(self, tag: int) -> str:
+        """Return a name that equals the one at the other end only if both post in the same order, as NCCL needs it."""
+        return f"{self._name}, number {next(self._posted)}, tag {tag}"
 
     def _launch(self, operation: str, read: Sequence[Tensor], written: Sequence[Tensor], **message: Any) -> Any:
         recorder, place = self._recorder, f"{operation} in {where()}"
