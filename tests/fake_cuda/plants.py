@@ -72,7 +72,9 @@ def receive_into_one_buffer(channel: Channel, messages: Any) -> PendingReceive:
         receive = post_receive(channel, messages)
         buffer += receive._tensors
         return receive
-    return PendingReceive(channel, tuple(buffer), [channel._post(tensor, 0) for tensor in buffer], [], 0)
+    declaration = channel._declaration
+    assert declaration is not None
+    return PendingReceive(channel, tuple(buffer), [channel._post(tensor, declaration.tag) for tensor in buffer], [], 0)
 
 
 def reduce_early(stores: Stores, num_microbatches: int) -> None:
