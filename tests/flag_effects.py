@@ -105,6 +105,9 @@ model.moe_router_pre_softmax | --moe-router-pre-softmax | records | {MOE}
 model.moe_router_topk_scaling_factor | --moe-router-topk-scaling-factor 2 | records | {MOE}
 model.moe_router_num_groups | --moe-router-num-groups 2 --moe-router-group-topk 1 | records | {MOE}
 model.moe_router_group_topk | --moe-router-group-topk 1 | outcome | {MOE} --moe-router-num-groups 2
+model.moe_router_group_score_topk | --moe-router-group-score-topk 2 | records | \
+    {MOE} --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk 1 --moe-router-pre-softmax
+model.moe_router_norm_topk_prob | --no-moe-router-norm-topk-prob | records | {SIGMOID}
 model.moe_router_enable_expert_bias | {BIAS} --moe-router-bias-update-rate 0.5 | records | {SIGMOID}
 model.moe_router_bias_update_rate | --moe-router-bias-update-rate 0.5 | records | {SIGMOID} {BIAS}
 model.moe_expert_capacity_factor | {CAPACITY} | records | {MOE}

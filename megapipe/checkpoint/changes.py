@@ -244,6 +244,7 @@ def _sized(model: ModelConfig) -> ModelConfig:
         kv_channels=model.head_size(),
         softmax_scale=model.attention_scale(),
         latent_norm_epsilon=model.latent_epsilon(),
+        moe_router_group_score_topk=model.group_score_topk(),
     )
 
 

@@ -30,6 +30,7 @@ TABLE = {
             latent_norm_epsilon num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size
             moe_shared_expert_gate moe_router_topk moe_router_score_function moe_router_pre_softmax
             moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+            moe_router_norm_topk_prob moe_router_group_score_topk
             mtp_num_layers attn_logit_softcapping final_logit_softcapping attention_kind softmax_type softmax_scale
         """,
     },

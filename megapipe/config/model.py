@@ -351,6 +351,9 @@ class ModelConfig:
     moe_router_pre_softmax: bool = option(
         False, "softmax over all experts before the choice, in place of over the chosen ones", needs=EXPERTS
     )
+    moe_router_norm_topk_prob: bool = option(
+        True, "divide the weights of several experts by their sum (sigmoid scores; others: pre-softmax)", needs=EXPERTS
+    )
     moe_router_topk_scaling_factor: float | None = option(
         None, "factor on the weights of the chosen experts; unset: 1", above=0, needs=EXPERTS
     )
@@ -359,6 +362,13 @@ class ModelConfig:
     )
     moe_router_group_topk: int | None = count(
         None, "groups whose experts a token can choose: those of the largest scores", "groups", needs=ROUTER_GROUPS
+    )
+    moe_router_group_score_topk: int | None = count(
+        None,
+        "best experts of a group whose scores are added up to the group's (DeepSeek-V3: 2)",
+        "experts",
+        derived="moe-router-topk / moe-router-group-topk",
+        needs=ROUTER_GROUPS,
     )
     moe_router_dtype: str | None = option(
         None, "dtype of the router's GEMM; unset: --dtype", choices=("fp32", "fp64"), needs=EXPERTS
@@ -487,6 +497,12 @@ class ModelConfig:
         """Return the epsilon of the norms of latents, None without latent attention."""
         own = self.latent_norm_epsilon
         return (self.norm_epsilon if own is None else own) if self.multi_latent_attention else None
+
+    def group_score_topk(self) -> int | None:
+        """Return the number of experts that a group's score is the sum of, None without groups."""
+        if self.moe_router_num_groups is None or self.moe_router_group_score_topk is not None:
+            return self.moe_router_group_score_topk
+        return self.moe_router_topk // (self.moe_router_group_topk or self.moe_router_num_groups)
 
     def query_groups(self) -> int:
         """Return the number of key/value heads: num-query-groups, or one for each attention head."""

@@ -242,7 +242,8 @@ class MoETable:
         model, tokens, topk = self.model, shape.own_tokens, self.model.moe_router_topk
         is_softmax, balances = model.moe_router_score_function == "softmax", bool(model.balance_losses)
         chooses_first = is_softmax and not model.moe_router_pre_softmax  # scores are logits
-        weights, has_z, divides = [topk * tokens], bool(model.moe_z_loss_coeff), not is_softmax and topk > 1
+        weights, has_z = [topk * tokens], bool(model.moe_z_loss_coeff)
+        divides = not is_softmax and topk > 1 and model.moe_router_norm_topk_prob
         if divides or (chooses_first and model.moe_router_topk_scaling_factor is not None):
             weights *= 2
         if self.gathers and shape.ep * shape.etp > 1:

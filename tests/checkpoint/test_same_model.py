@@ -95,6 +95,8 @@ OF_EXPERTS = {
     "moe_router_num_groups": 2,
     "moe_router_group_topk": 2,
     "moe_router_enable_expert_bias": True,
+    "moe_router_group_score_topk": 2,
+    "moe_router_norm_topk_prob": False,
 }
 OF_LLAMA3 = {"rope_low_freq_factor": 2.0, "rope_high_freq_factor": 8.0}
 SIZES_FOLLOW = (
@@ -104,6 +106,7 @@ SIZES_FOLLOW = (
     "multi_latent_attention",
     "qk_head_dim",
     "qk_pos_emb_head_dim",
+    "moe_router_num_groups",
 )
 LAYERS = {
     "window_attn_skip_freq": ("2", "--window-size: 16 in the checkpoint, null here (layers 1, 3)"),

@@ -273,6 +273,8 @@ EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "plain": EXPERTS,
     "scores of all": EXPERTS | {"moe_router_pre_softmax": True},
     "scaled": EXPERTS | {"moe_router_topk_scaling_factor": 2.5},
+    "sigmoid, weights as they are": EXPERTS
+    | {"moe_router_score_function": "sigmoid", "moe_router_norm_topk_prob": False},
     "sigmoid scaled": EXPERTS | {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
     "losses": EXPERTS | {"moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.1},
     "losses of sequences, sigmoid": EXPERTS

@@ -213,7 +213,9 @@ def meaning(model: ModelConfig) -> Layers:
         if layer.moe_router_topk_scaling_factor == 1.0:
             without_effect.add("moe_router_topk_scaling_factor")
         if layer.moe_router_num_groups == 1:
-            without_effect |= {"moe_router_num_groups", "moe_router_group_topk"}
+            without_effect |= {"moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"}
+        if layer.moe_router_topk == 1:
+            without_effect.add("moe_router_norm_topk_prob")
         changes = {name: getattr(defaults, name) for name in SPELLINGS}
         if layer.num_experts is None:
             without_effect |= {name for name in vars(layer) if name.startswith("moe_")}

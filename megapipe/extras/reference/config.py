@@ -100,6 +100,10 @@ class ReferenceConfig:
     moe_router_topk_scaling_factor: float | None = None
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
+    moe_router_group_score_topk: int | None = (
+        None  # experts that a group's score is the sum of; None: topk / group_topk
+    )
+    moe_router_norm_topk_prob: bool = True  # sigmoid: weights are divided by their sum
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3
     moe_expert_capacity_factor: float | None = None
