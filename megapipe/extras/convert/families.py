@@ -29,6 +29,8 @@ from megapipe.extras.convert.family import (
     deepseek_family,
     llama_family,
 )
+from megapipe.extras.convert.mixtures import dots1, glm4_moe_lite, minimax_m2
+from megapipe.extras.convert.snapshot import INTERLEAVE
 from megapipe.extras.convert.tables import (
     LAYER,
     OURS,
@@ -312,12 +314,15 @@ _BUILT_IN = (
 )
 # model types whose own code equals that of a known architecture
 SAME_MODEL_TYPES = {"DeepseekV3ForCausalLM": ("kimi_k2",)}
+_MIXTURES = tuple(module.FAMILY for module in (dots1, glm4_moe_lite, minimax_m2))
 _DEEPSEEK = (
     deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, experts.DEEPSEEK_V3),
-    deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, experts.DEEPSEEK_V2),
+    deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, experts.DEEPSEEK_V2, interleave=None),
 )
 FAMILIES: Registry[Family] = Registry(
-    "conversion family", "--architecture", {family.architecture: family for family in (*_BUILT_IN, *_DEEPSEEK)}
+    "conversion family",
+    "--architecture",
+    {family.architecture: family for family in (*_BUILT_IN, *_DEEPSEEK, *_MIXTURES)},
 )
 
 REFUSED: dict[str, str] = {
@@ -340,7 +345,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
         if kind not in (None, family.model_type, *SAME_MODEL_TYPES.get(family.architecture, ())):
             rule = f"transformers goes by the second, and the first is a {family.model_type!r}"
             raise ConfigError(f"architectures {named[0]} and model_type {kind!r} contradict each other: {rule}")
-        return family
+        return family.halves if family.halves is not None and config.get(INTERLEAVE) is False else family
     name = ", ".join(named) or str(config.get("model_type"))
     if name in REFUSED:
         raise ConfigError(f"{name} cannot be expressed: {REFUSED[name]}")

@@ -13,7 +13,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.rules.check import check
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts, layer_types
-from megapipe.extras.convert.snapshot import INERT
+from megapipe.extras.convert.snapshot import INERT, INTERLEAVE
 from megapipe.extras.convert.tables import (
     LLAMA,
     OURS,
@@ -25,7 +25,10 @@ from megapipe.extras.convert.tables import (
     fixed,
     gate_and_up,
     key,
+    latent_keys,
+    latent_queries,
     read_fields,
+    same,
     separate_qkv,
     shared,
     write_keys,
@@ -78,6 +81,8 @@ class Family:
     prefix: str = "model."  # missing from all names if the base model was saved without its head
     # suffixes of tensors that are not learned (masks, frequencies), which are skipped
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    # the same with rope_interleave false: a rotary pair is not two neighbouring channels, but two half the width apart
+    halves: Family | None = None
 
     def read(self, theirs: Settings, ignored: frozenset[str] = frozenset()) -> ModelConfig:
         """Return our model section. Raises ConfigError naming a key that is unknown or cannot be expressed."""
@@ -162,8 +167,17 @@ UNUSUAL_HEAD_DIM = replace(  # a key that a configuration does not name, but its
 _WITHOUT_LATENTS = {f"{OURS}.self_attention.{name}" for name in ("linear_qkv", "q_layernorm", "k_layernorm")}
 
 
-def deepseek_family(architecture: str, model_type: str, positions: int, rules: tuple[Rule, ...]) -> Family:
-    """Return DeepSeek-V2 or V3. rules: of latent attention and experts. positions: the default of their number."""
+def deepseek_family(
+    architecture: str,
+    model_type: str,
+    positions: int,
+    rules: tuple[Rule, ...],
+    interleave: str | None = INTERLEAVE,
+    rope: Rule = layer_types.ROPE,
+) -> Family:
+    """Return DeepSeek or a relative of it. rules: of latent attention and experts. positions: the default of their
+    number. interleave: the key that says how rotary pairs are stored; None: they are neighbouring channels.
+    """
     rows = (*(row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS), *experts.DEEPSEEK_ROWS)
     common = (
         *VOCABULARY,
@@ -173,6 +187,15 @@ def deepseek_family(architecture: str, model_type: str, positions: int, rules: t
         key("tie_word_embeddings", UNTIED, False, TIED_WORDS),
         *TRAINED,
         HIDDEN_ACT,
-        layer_types.ROPE,
+        rope,
+        *rules,
     )
-    return Family(architecture, model_type, rows, (*common, *rules))
+    if interleave is None:
+        return Family(architecture, model_type, rows, common)
+    in_halves = tuple(replace(row, layout=same) if row.layout in PAIRS else row for row in rows)
+    why = "it says how the rotary channels of weights are stored"
+    halves = Family(architecture, model_type, in_halves, (*common, fixed(interleave, False, why)))
+    return Family(architecture, model_type, rows, (*common, fixed(interleave, True, why)), halves=halves)
+
+
+PAIRS = (latent_queries, latent_keys)

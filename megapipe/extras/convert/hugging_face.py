@@ -30,6 +30,7 @@ from megapipe.extras.convert.families import choose_family, family_of
 from megapipe.extras.convert.snapshot import (
     DTYPE_NAMES,
     INERT,
+    INTERLEAVE,
     LazyTensor,
     Snapshot,
     are_equal,
@@ -104,7 +105,7 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
                 f"here; to leave the modules out give --ignore-key {PREDICTED}"
             )
     precision = DTYPE_NAMES[embedding.dtype]
-    settings = {key: value for key, value in config.items() if key in INERT | ignored}
+    settings = {key: value for key, value in config.items() if key in INERT | ignored | {INTERLEAVE}}
     ours = Config(model=model, precision=PrecisionConfig(dtype=precision))
     return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings)
 
@@ -243,6 +244,9 @@ def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, max
     """
     original = snapshot.extra_settings.get("architectures") or [None]
     family, config = choose_family(snapshot.config.model, architecture, original[0])
+    if family.halves is not None and snapshot.extra_settings.get(INTERLEAVE) is False:  # as it was read
+        family = family.halves
+        config = family.write(snapshot.config.model)
     weights = snapshot.weights
     copied = {key: value for key, value in snapshot.extra_settings.items() if key not in config}
     dtype_key = "dtype" if "dtype" in copied else "torch_dtype"

@@ -59,6 +59,7 @@ INERT = frozenset(
     unsloth_version use_cache
     """.split()
 )
+INTERLEAVE = "rope_interleave"  # how rotary channels of weights are stored; kept, so that an export stores them alike
 # tokenizer files -> (--tokenizer-type, the file for --tokenizer-model, '' for the folder)
 TOKENIZERS = {
     ("tokenizer.json",): ("HuggingFaceTokenizer", ""),
@@ -203,8 +204,8 @@ def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any]]:
 
 
 def inert(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config.json that have no effect on the model."""
-    return {key: value for key, value in config.items() if key in INERT}
+    """Return the settings of a config.json that have no effect on our model section."""
+    return {key: value for key, value in config.items() if key in INERT or key == INTERLEAVE}
 
 
 def trained_with(snapshot: Snapshot) -> Fingerprint | None:

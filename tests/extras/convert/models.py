@@ -306,6 +306,54 @@ CASES: dict[str, Case] = {
         | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
         | {"num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-2, "v_head_dim": 12},
     ),
+    "deepseek_v3_any_group_topk": Case(
+        "deepseek_v3",
+        DEEPSEEK
+        | {"num_experts_per_tok": 3, "topk_group": 2, "norm_topk_prob": False, "rope_interleave": False}
+        | {"routed_scaling_factor": 1.5, "rms_norm_eps": 1e-5},
+    ),
+    "deepseek_v2_236b_groups": Case(
+        "deepseek_v2",
+        DEEPSEEK_V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
+    "glm4_moe_any_group_topk": Case(
+        "glm4_moe",
+        GLM
+        | {"n_routed_experts": 12, "n_group": 4, "topk_group": 3, "num_experts_per_tok": 4, "norm_topk_prob": False},
+    ),
+    "dots1": Case(
+        "dots1",
+        EXPERTS
+        | {"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True}
+        | {"sliding_window": None, "routed_scaling_factor": 2.5, "num_hidden_layers": 3, "head_dim": 12},
+        "30KB",
+    ),
+    "dots1_window": Case(
+        "dots1",
+        EXPERTS
+        | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1}
+        | {"sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "minimax_m2": Case(
+        "minimax_m2",
+        rope("default", partial_rotary_factor=0.5) | {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3},
+        "30KB",
+    ),
+    "minimax_m2_one_kv_head": Case(
+        "minimax_m2", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1}
+    ),
+    "glm4_moe_lite": Case(
+        "glm4_moe_lite",
+        {name: value for name, value in DEEPSEEK.items() if name not in ("first_k_dense_replace", "num_mtp_layers")}
+        | {"n_group": 1, "topk_group": 1},
+        "30KB",
+    ),
+    "glm4_moe_lite_groups": Case(
+        "glm4_moe_lite",
+        {name: value for name, value in DEEPSEEK.items() if name not in ("first_k_dense_replace", "num_mtp_layers")}
+        | {"num_experts_per_tok": 3, "q_lora_rank": None, "norm_topk_prob": False}
+        | {"mlp_layer_types": ["dense", "dense", "sparse"]},
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2_untied_relu_narrow": Case(
         "gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 40}, "25KB"

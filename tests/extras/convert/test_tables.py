@@ -127,7 +127,7 @@ QWEN_EXPERTS = EXPERTS | PRE_SOFTMAX | DEEP | {"moe_ffn_hidden_size": st.integer
 SHARED = {"moe_shared_expert_intermediate_size": st.integers(1, 30), "moe_shared_expert_gate": st.just(True)}
 GROUPS = {"num_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 SOME = ("Qwen2Moe", "Qwen3Moe")  # experts in any layers
-WINDOWED = ("Ministral", "Qwen2", "Qwen3ForCausalLM", "Gemma2", "Gemma3", "Olmo3", "GptOss")  # in any layers
+WINDOWED = ("Dots1", "Ministral", "Qwen2", "Qwen3ForCausalLM", "Gemma2", "Gemma3", "Olmo3", "GptOss")  # in any layers
 DEEPSEEK = {
     "num_query_groups": st.none(),
     "norm_epsilon": st.sampled_from([1e-5, 1e-6]),
@@ -188,6 +188,21 @@ EXPRESSED: dict[str, dict[str, Any]] = {
     | GLM
     | {"rotary_percent": st.sampled_from([0.5, 1.0]), "qk_layernorm": st.booleans()},
     "SolarOpenForCausalLM": EXPERTS | WIDE | GLM,
+    "Dots1ForCausalLM": EXPERTS
+    | WIDE
+    | DEEP
+    | GLM
+    | {"add_qkv_bias": st.just(False), "qk_layernorm": st.just(True), "moe_router_norm_topk_prob": st.booleans()},
+    "MiniMaxM2ForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "qk_layernorm": st.just(True),
+        "qk_layernorm_scope": st.just("projection"),
+        "rotary_percent": st.sampled_from([0.5, 1.0]),
+        "moe_router_score_function": st.just("sigmoid"),
+        "moe_router_enable_expert_bias": st.just(True),
+        "moe_router_dtype": st.just("fp32"),
+    },
     "FlexOlmoForCausalLM": EXPERTS | PRE_SOFTMAX | OLMO,
     "GptOssForCausalLM": EXPERTS
     | WIDE
@@ -200,6 +215,7 @@ EXPRESSED: dict[str, dict[str, Any]] = {
         "softmax_type": st.just("learnable"),
     },
     "DeepseekV3ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK,
     "DeepseekV2ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK_V2,
     "GPT2LMHeadModel": SIZES
     | {
@@ -245,11 +261,11 @@ def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
     if architecture.startswith(SOME):
         marks = draw(st.lists(st.integers(0, 1), min_size=fields["num_layers"], max_size=fields["num_layers"]))
         fields |= {"moe_layer_freq": str(marks) if any(marks) else draw(st.sampled_from([None, "2"]))}
-    if architecture.startswith("Glm"):
+    if architecture.startswith("Glm4MoeFor"):
         dense = draw(st.integers(0, fields["num_layers"] - 1))
         fields |= {"moe_layer_freq": f"[0]*{dense}+[1]*{fields['num_layers'] - dense}"}
         fields |= draw(st.sampled_from([{}, GROUPS, GROUPS | {"moe_router_num_groups": 3, "num_experts": 9}]))
-    if architecture.startswith("Deepseek"):
+    if architecture.startswith(("Deepseek", "Glm4MoeLite")):
         fields |= draw(experts(fields["num_layers"], 2 if architecture == "DeepseekV3ForCausalLM" else 1))
     if architecture.startswith("Gemma"):
         fields |= {"embedding_scale": fields["hidden_size"] ** 0.5}
