@@ -86,6 +86,8 @@ model.yarn_beta_slow | --yarn-beta-slow 4 | records | {YARN}
 model.yarn_mscale | --yarn-mscale 0.5 | records | {YARN} --yarn-mscale-all-dim 0.8
 model.yarn_mscale_all_dim | --yarn-mscale-all-dim 0.5 | records | {YARN}
 model.yarn_correction_range_round_to_int | --no-yarn-correction-range-round-to-int | records | {YARN}
+model.yarn_query_scale | --yarn-query-scale 2 | records | {LATENT} --rope-scaling-type yarn --rotary-base 100 \
+    --rope-original-max-position-embeddings 2
 model.no_rope_freq | --no-rope-freq 2 | records | {ROPE}
 model.multi_latent_attention | --multi-latent-attention | plan specs | {ROPE}
 model.q_lora_rank | --q-lora-rank 8 | plan specs | {LATENT}
@@ -132,6 +134,9 @@ model.add_bias_linear | --disable-bias-linear | plan specs
 model.add_qkv_bias | --add-qkv-bias | plan specs | --disable-bias-linear
 model.untie_embeddings_and_output_weights | --untie-embeddings-and-output-weights | plan specs
 model.embedding_scale | --embedding-scale 3 | records
+model.residual_scale | --residual-scale 3 | records
+model.logits_scaling | --logits-scaling 3 | records
+model.qk_layernorm_after_rope | --qk-layernorm-after-rope | records | --qk-layernorm {ROPE}
 model.qk_layernorm | --qk-layernorm | records
 model.qk_layernorm_scope | --qk-layernorm-scope projection | records | --qk-layernorm --normalization RMSNorm
 model.window_size | --window-size 3 | records

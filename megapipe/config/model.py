@@ -225,6 +225,12 @@ class ModelConfig:
         True, "yarn: the ramp between the two kinds of frequencies starts and ends at whole pairs of channels"
     )
 
+    yarn_query_scale: float = option(
+        0.0,
+        "yarn: queries are multiplied by 1 + this x ln(1 + floor(position / original length)) (Mistral-4)",
+        at_least=0,
+        needs=LATENT,
+    )
     no_rope_freq: str | None = option(
         None,
         "layers without rotary positions: N, every N-th layer, or a list with 1 for each of them, '([0]*3+[1])*2'; "
@@ -268,11 +274,20 @@ class ModelConfig:
     add_qkv_bias: bool = option(False, "bias in the query-key-value projection even without other biases")
     untie_embeddings_and_output_weights: bool = option(False, "separate weights for word embedding and output layer")
     embedding_scale: float = option(1.0, "factor on word embeddings (Gemma: the root of hidden-size)", above=0)
+    residual_scale: float = option(
+        1.0, "factor on the outputs of attention and MLP in the residual sums (Granite: residual_multiplier)", above=0
+    )
+    logits_scaling: float = option(1.0, "output logits are divided by this (Granite)", above=0)
     qk_layernorm: bool = option(False, "normalize queries and keys")
     qk_layernorm_scope: str = option(
         "head",
         "what --qk-layernorm normalizes: each head, or all heads together",
         choices=("head", "projection"),
+        needs=Need("model.qk_layernorm", "--qk-layernorm"),
+    )
+    qk_layernorm_after_rope: bool = option(
+        False,
+        "normalize queries and keys after their rotation (Hunyuan)",
         needs=Need("model.qk_layernorm", "--qk-layernorm"),
     )
     window_size: int | None = count(
@@ -467,6 +482,11 @@ class ModelConfig:
         """The load balancing losses with their coefficients, without those of coefficient 0."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
         return {name: coefficient for name, coefficient in pairs if coefficient and name != "none"}
+
+    @property
+    def scales_branches(self) -> bool:
+        """True if dropout or --residual-scale multiplies the outputs of attention and MLP before the residual sums."""
+        return self.hidden_dropout > 0 or self.residual_scale != 1.0
 
     def head_size(self) -> int:
         """Return the width of one query head: kv-channels, or hidden-size / num-attention-heads; with latent attention

@@ -218,7 +218,7 @@ class MoETable:
             backward = Backward(waits + hidden + before.gradient_bytes(shape))
             keeps_statistics = not (redoes and shape.recomputes("layernorm"))
             start = before.operation(shape, keeps_statistics=keeps_statistics, backward=backward)
-        end = () if after is None else (after.after_branch(shape, has_dropout),)
+        end = () if after is None else (after.after_branch(shape, self.model.scales_branches),)
         behind = Operation("residual sum", (*routing, *masks))
         weight_bytes = max(weight for weight, _ in self._fp8_bytes(shape))
         return Table((start, *operations, behind, *end), hidden + waits, weight_bytes)
@@ -304,7 +304,7 @@ class MoETable:
         redoes_activation = shape.recomputes("moe_act") and not keeps_output
         made = max(inner, int(backward_tensors(self.model) * activated))
         after_all, waits = self._waiting_gradients(shape)[::-1] if splits else (0, 0)
-        behind = after_all + (hidden if self.model.hidden_dropout > 0 or self.norms[1] is not None else 0)
+        behind = after_all + (hidden if self.model.scales_branches or self.norms[1] is not None else 0)
         waits += after_all
         dispatched = (Kept("expert inputs", outer // element, element),)
         # a part keeps its input, of which `dispatched` is a copy

@@ -138,8 +138,9 @@ def _latent_norm(factory: LayerFactory, config: ResolvedModelConfig, size: int) 
 
 @dataclass(frozen=True)
 class LatentHeads:
-    """(q [s, b, n (dn + dr)], keys and values [s, b, n (dn + dv)], shared key [s, b, dr], cos, sin) -> rotated q, k of
-    all heads, both [s, b, n, 1, dn + dr], and v [s, b, n, 1, value_dim], perhaps with zeros up to k's width.
+    """(q [s, b, n (dn + dr)], keys and values [s, b, n (dn + dv)], shared key [s, b, dr], cos, sin, factor on q or
+    None) -> rotated q, k of all heads, both [s, b, n, 1, dn + dr], and v [s, b, n, 1, value_dim], perhaps with zeros
+    up to k's width.
     """
 
     groups: int  # n
@@ -149,12 +150,19 @@ class LatentHeads:
     value_dim: int
 
     def __call__(
-        self, q: Tensor, keys_values: Tensor, shared_key: Tensor, cos: Tensor, sin: Tensor
+        self,
+        q: Tensor,
+        keys_values: Tensor,
+        shared_key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        factor: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*q.shape[:2], self.groups, 1)
         if not torch.compiler.is_compiling():
-            q, k, v = (x.view(*heads, -1) for x in _Heads.apply(q, keys_values, shared_key, cos, sin, self))
+            q, k, v = (x.view(*heads, -1) for x in _Heads.apply(q, keys_values, shared_key, cos, sin, factor, self))
             return q, k, v
+        q = q if factor is None else (q * factor.flatten(2)).to(q.dtype)
         q, shared = q.view(*heads, -1), rotated(shared_key.view(*q.shape[:2], 1, 1, -1), cos, sin)
         keys, v = keys_values.view(*heads, -1).split((self.plain, self.values), dim=-1)
         q = torch.cat((q[..., : self.plain], rotated(q[..., self.plain :], cos, sin)), dim=-1)
@@ -167,12 +175,21 @@ class _Heads(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, keys_values: Tensor, shared_key: Tensor, cos: Tensor, sin: Tensor, sizes: LatentHeads
+        ctx: Any,
+        q: Tensor,
+        keys_values: Tensor,
+        shared_key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        factor: Tensor | None,
+        sizes: LatentHeads,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.tables, ctx.sizes = (cos, sin), sizes  # constants shared by all layers, not activations
+        ctx.tables, ctx.factor, ctx.sizes = (cos, sin), factor, sizes  # constants shared by all layers, not activations
         ctx.mark_dirty(q)
         plain, heads = sizes.plain, (*q.shape[:2], sizes.groups, 1)
         rotate_pairs_(q.view(*heads, sizes.width)[..., plain:], cos, sin)
+        if factor is not None:
+            q.mul_(factor.flatten(2))
         shared = shared_key.clone().view(*q.shape[:2], 1, 1, -1)
         rotate_pairs_(shared, cos, sin)
         from_latent = keys_values.view(*heads, plain + sizes.values)
@@ -190,8 +207,10 @@ class _Heads(Function):
         # a copy, since hooks and other consumers may hold the gradient
         grad_q = grad_q.clone(memory_format=torch.contiguous_format)
         rotate_pairs_(grad_q.view(*heads, sizes.width)[..., plain:], cos, -sin)
+        if ctx.factor is not None:
+            grad_q.mul_(ctx.factor.flatten(2))
         grad_k, grad_v = grad_k.reshape(*heads, sizes.width), grad_v.reshape(*heads, sizes.value_dim)
         grad_both = torch.cat((grad_k[..., :plain], grad_v[..., : sizes.values]), dim=-1).flatten(2)
         shared = grad_k[..., plain:].sum((2, 3), dtype=at_least_fp32(grad_k.dtype), keepdim=True)
         rotate_pairs_(shared, cos, -sin)
-        return grad_q, grad_both, shared.flatten(2).to(grad_k.dtype), None, None, None
+        return grad_q, grad_both, shared.flatten(2).to(grad_k.dtype), None, None, None, None

@@ -88,6 +88,14 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"ep": 2} | BIAS | {"moe_router_topk": 3, "moe_router_group_score_topk": 2, "moe_router_norm_topk_prob": False},
     ),
+    "Granite's factors, ep 2 pp 2": (
+        4,
+        {"ep": 2, "pp": 2, "embedding_scale": 3.0, "residual_scale": 0.4, "logits_scaling": 6.0, "softmax_scale": 0.1},
+    ),
+    "norms of heads after rotation, tp 2 ep 2": (
+        4,
+        {"tp": 2, "ep": 2, "position_embedding_type": "rope", "qk_layernorm": True, "qk_layernorm_after_rope": True},
+    ),
     "softmax with biases, ep 2 of tp 2": (
         4,
         {"tp": 2, "ep": 2, "etp": 1, "num_experts": 8, "moe_router_topk": 3}

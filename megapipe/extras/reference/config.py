@@ -56,6 +56,9 @@ class ReferenceConfig:
     yarn_mscale: float = 1.0
     yarn_mscale_all_dim: float = 0.0
     yarn_correction_range_round_to_int: bool = True
+    yarn_query_scale: float = (
+        0.0  # latent attention: queries times 1 + this x ln(1 + floor(position / original length))
+    )
 
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
@@ -72,6 +75,9 @@ class ReferenceConfig:
     embedding_scale: float = (
         1.0  # factor on word embeddings, rounded to their dtype; positions are added to the product
     )
+    residual_scale: float = 1.0  # factor on the outputs of attention and MLP in the residual sums
+    logits_scaling: float = 1.0  # logits are divided by it
+    qk_layernorm_after_rope: bool = False  # norms of q and of k after the rotation
     add_bias_linear: bool = True  # a bias in linear_qkv, linear_proj, linear_fc1 and linear_fc2
     add_qkv_bias: bool = False  # a bias in linear_qkv even without add_bias_linear
     untie_embeddings_and_output_weights: bool = False
