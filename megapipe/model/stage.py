@@ -320,8 +320,11 @@ class GPTStage(nn.Module):
         constants = [
             tensor
             for context in dict.fromkeys(contexts.values())
-            for tensor in (*context.masks, *(context.rotary or ()), context.borders and context.borders.starts)
-            if tensor is not None
+            for tensor in (
+                *context.masks,
+                *(context.rotary or ()),
+                *(() if context.borders is None else (context.borders.starts,)),
+            )
         ]
         with nullcontext() if self._library is None else self._library.region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):
