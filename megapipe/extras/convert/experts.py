@@ -6,7 +6,7 @@ prediction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from megapipe.extras.convert.tables import (
     of_experts,
     of_experts_transposed,
     stacked_experts,
+    stacked_transposed_experts,
     unwritten,
 )
 
@@ -90,8 +91,13 @@ GPT_OSS_ROWS = (
     Row(f"{OURS}.mlp.experts.bias1", (f"{LLAMA}.mlp.experts.gate_up_proj_bias",), interleaved_experts),
     Row(f"{OURS}.mlp.experts.bias2", (f"{LLAMA}.mlp.experts.down_proj_bias",), stacked_experts),
 )
+STACKED_ROWS = (  # of one tensor for all experts
+    *ROWS[:1],
+    Row(f"{OURS}.mlp.experts.weight1", (f"{LLAMA}.mlp.experts.gate_up_proj",), stacked_experts),
+    Row(f"{OURS}.mlp.experts.weight2", (f"{LLAMA}.mlp.experts.down_proj",), stacked_transposed_experts),
+)
 _LATENTS, _THEIRS = f"{OURS}.self_attention", f"{LLAMA}.self_attn"
-DEEPSEEK_ROWS = (
+LATENT_ROWS = (
     Row(f"{_LATENTS}.linear_q_proj", (f"{_THEIRS}.q_proj",), latent_queries),
     Row(f"{_LATENTS}.linear_q_down_proj", (f"{_THEIRS}.q_a_proj",)),
     Row(f"{_LATENTS}.q_layernorm", (f"{_THEIRS}.q_a_layernorm",)),
@@ -99,8 +105,9 @@ DEEPSEEK_ROWS = (
     Row(f"{_LATENTS}.linear_kv_down_proj", (f"{_THEIRS}.kv_a_proj_with_mqa",), latent_keys),
     Row(f"{_LATENTS}.kv_layernorm", (f"{_THEIRS}.kv_a_layernorm",)),
     Row(f"{_LATENTS}.linear_kv_up_proj", (f"{_THEIRS}.kv_b_proj",)),
-    *GLM_ROWS,
+    *shared_rows("mlp.shared_experts"),
     *PREDICTION_ROWS,
+    GLM_ROWS[-1],
 )
 QWEN_2_ROWS = (
     *ROWS,
@@ -149,14 +156,15 @@ def all_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
     return (*count_and_choice(num_experts, topk), expert_width(DENSE_WIDTH, "ffn_hidden_size"))
 
 
+def dense_width(layers: Layers) -> int:
+    """Return the width of the first layer without experts, of any layer if all have some."""
+    dense = (layer.ffn_hidden_size for layer in layers if layer.num_experts is None and layer.has_mlp)
+    return next(dense, layers[0].ffn_hidden_size)
+
+
 def some_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
     """Return the rules of experts in some layers, of another width than the MLPs of the others. Arguments likewise."""
-
-    def width_of(layers: Layers) -> int:
-        dense = (layer.ffn_hidden_size for layer in layers if layer.num_experts is None and layer.has_mlp)
-        return next(dense, layers[0].ffn_hidden_size)
-
-    width = key(DENSE_WIDTH, "ffn_hidden_size", value_of=width_of)
+    width = key(DENSE_WIDTH, "ffn_hidden_size", value_of=dense_width)
     return (*count_and_choice(num_experts, topk), width, EXPERT_WIDTH)
 
 
@@ -214,14 +222,41 @@ def dense_layers(default: int) -> Rule:
     return Rule((FIRST,), read, lambda layers: {FIRST: [layer.num_experts is not None for layer in layers].index(True)})
 
 
-def shared_experts(default_count: int, default_width: int | None = None) -> Rule:
-    """Return the rule of the width of all shared experts together, a multiple of that of one expert."""
+MLP_TYPES, MLP_WORDS = "mlp_layer_types", {"dense": False, "sparse": True}
+
+
+def mlp_types(default_dense: int, first: str = FIRST) -> Rule:
+    """Return the rule of layers with experts by mlp_layer_types. first: a key with the number of dense layers."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        count = settings.get(SHARED_COUNT)
+        count, stated = int(settings["num_hidden_layers"]), settings.get(first)
+        dense = default_dense if stated is None else stated
+        types = settings.get(MLP_TYPES) or ["dense"] * dense + ["sparse"] * (count - dense)
+        if unknown := sorted(set(types) - MLP_WORDS.keys()):
+            raise ConfigError(f"{MLP_TYPES} {unknown[0]!r} cannot be expressed; it can be {', '.join(MLP_WORDS)}")
+        if len(types) != count:
+            raise ConfigError(f"{MLP_TYPES} has {len(types)} entries, num_hidden_layers is {count}")
+        marks = [MLP_WORDS[kind] for kind in types]
+        if stated is not None and marks != [layer >= stated for layer in range(count)]:
+            raise ConfigError(f"{MLP_TYPES} and {first} {stated} contradict each other; correct the file")
+        return expert_layers(marks, MLP_TYPES)
+
+    def write(layers: Layers) -> dict[str, Any]:
+        return {MLP_TYPES: ["dense" if layer.num_experts is None else "sparse" for layer in layers]}
+
+    return Rule((MLP_TYPES, first), read, write)
+
+
+def shared_experts(default_count: int, default_width: int | None = None, name: str = SHARED_COUNT) -> Rule:
+    """Return the rule of the width of all shared experts together, a multiple of that of one expert. name: of the key
+    with their number.
+    """
+
+    def read(settings: Settings) -> dict[str, Any]:
+        count = settings.get(name)
         count = default_count if count is None else count
         if not count >= 1:
-            raise ConfigError(f"{SHARED_COUNT} {count} cannot be expressed: this architecture has shared experts")
+            raise ConfigError(f"{name} {count} cannot be expressed: this architecture has shared experts")
         return {SHARED: count * settings.get(WIDTH, default_width)}
 
     def write(layers: Layers) -> dict[str, Any]:
@@ -230,9 +265,9 @@ def shared_experts(default_count: int, default_width: int | None = None) -> Rule
         if not shared or shared % width:
             rule = f"its shared experts are as wide as a number of experts, {width} each"
             raise ConfigError(f"shared experts of {shared} channels cannot be expressed: {rule}")
-        return {SHARED_COUNT: shared // width}
+        return {name: shared // width}
 
-    return Rule((SHARED_COUNT,), read, write)
+    return Rule((name,), read, write)
 
 
 def groups(count: int, taken: int, scored: int = 2) -> Rule:
@@ -347,15 +382,24 @@ PLAIN, ROTATED = "qk_nope_head_dim", "qk_rope_head_dim"
 BY_OTHERS = "its value by the other keys"
 
 
-def latent_sizes(queries: int = 1536, plain: int = 128, values: int = 128, epsilon: float = 1e-6) -> tuple[Rule, ...]:
-    """Return the rules of the sizes of latent attention and of the norms' epsilon. The arguments are defaults."""
+def latent_sizes(
+    queries: int = 1536,
+    plain: int = 128,
+    values: int = 128,
+    epsilon: float = 1e-6,
+    latent: int = 512,
+    head: Callable[[int, int], int] = lambda rotated, plain: rotated,
+) -> tuple[Rule, ...]:
+    """Return the rules of the sizes of latent attention and of the norms' epsilon. The arguments are defaults; head:
+    what head_dim repeats, of the rotated and the other channels of a head.
+    """
     return (
-        key("kv_lora_rank", "kv_lora_rank", 512),
+        key("kv_lora_rank", "kv_lora_rank", latent),
         nullable("q_lora_rank", "q_lora_rank", queries),
         key(PLAIN, "qk_head_dim", plain),
         key(ROTATED, "qk_pos_emb_head_dim", 64),
         key("v_head_dim", "v_head_dim", values),
-        again("head_dim", BY_OTHERS, lambda own: own.get(ROTATED, 64)),
+        again("head_dim", BY_OTHERS, lambda own: head(own.get(ROTATED, 64), own.get(PLAIN, plain))),
         again("qk_head_dim", BY_OTHERS, lambda own: own.get(ROTATED, 64) + own.get(PLAIN, plain)),
         key("rms_norm_eps", "norm_epsilon", epsilon),
     )

@@ -29,7 +29,18 @@ from megapipe.extras.convert.family import (
     deepseek_family,
     llama_family,
 )
-from megapipe.extras.convert.mixtures import dots1, glm4_moe_lite, minimax_m2
+from megapipe.extras.convert.mixtures import (
+    dots1,
+    ernie4_5_moe,
+    exaone_moe,
+    glm4_moe_lite,
+    granitemoe,
+    hunyuan_v1_moe,
+    hy_v3,
+    minimax_m2,
+    mistral4,
+    qwen3_vl_moe,
+)
 from megapipe.extras.convert.snapshot import INTERLEAVE
 from megapipe.extras.convert.tables import (
     LAYER,
@@ -314,7 +325,17 @@ _BUILT_IN = (
 )
 # model types whose own code equals that of a known architecture
 SAME_MODEL_TYPES = {"DeepseekV3ForCausalLM": ("kimi_k2",)}
-_MIXTURES = tuple(module.FAMILY for module in (dots1, glm4_moe_lite, minimax_m2))
+_MIXTURES = (
+    dots1.FAMILY,
+    ernie4_5_moe.FAMILY,
+    exaone_moe.FAMILY,
+    glm4_moe_lite.FAMILY,
+    hunyuan_v1_moe.FAMILY,
+    hy_v3.FAMILY,
+    minimax_m2.FAMILY,
+    mistral4.FAMILY,
+    granitemoe.FAMILY,
+)
 _DEEPSEEK = (
     deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, experts.DEEPSEEK_V3),
     deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, experts.DEEPSEEK_V2, interleave=None),
@@ -324,6 +345,9 @@ FAMILIES: Registry[Family] = Registry(
     "--architecture",
     {family.architecture: family for family in (*_BUILT_IN, *_DEEPSEEK, *_MIXTURES)},
 )
+
+# of models with images that are read with --text-only; an export writes a family that computes the same
+TEXT_TOWERS = {family.model_type: family for family in (qwen3_vl_moe.FAMILY,)}
 
 REFUSED: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, a Gemma3ForCausalLM, which "
@@ -352,6 +376,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if missing := missing_features(config):
         raise ConfigError(f"{name} cannot be expressed: megapipe lacks {'; '.join(missing)}")
     raise ConfigError(f"unknown architecture {name}; known are {', '.join(FAMILIES)}{EXTENSIONS.hint}")
+
+
+def text_family_of(text: Mapping[str, Any]) -> Family:
+    """Return the family of a text_config. Raises ConfigError for a model type without a table."""
+    return TEXT_TOWERS.get(str(text.get("model_type"))) or family_of(text)
 
 
 def choose_family(

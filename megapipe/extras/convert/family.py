@@ -37,14 +37,16 @@ from megapipe.extras.convert.tables import (
 LONGEST_SEQUENCE = 4096  # default training length of converted models with more positions (--seq-length overrides)
 
 
-def llama_rows(norms: Mapping[str, str]) -> tuple[Row, ...]:
-    """Return the rows of Llama and its relatives. norms: our norms of the hidden states -> theirs."""
+def llama_rows(norms: Mapping[str, str], of_heads: tuple[str, str] = ("q_norm", "k_norm")) -> tuple[Row, ...]:
+    """Return the rows of Llama and its relatives. norms: our norms of the hidden states -> theirs. of_heads: theirs of
+    queries and of keys.
+    """
     return (
         Row("embedding.word_embeddings", ("model.embed_tokens",)),
         *(Row(f"{OURS}.{ours}", (f"{LLAMA}.{theirs}",)) for ours, theirs in norms.items()),
         Row(f"{OURS}.self_attention.linear_qkv", tuple(f"{LLAMA}.self_attn.{x}_proj" for x in "qkv"), separate_qkv),
-        Row(f"{OURS}.self_attention.q_layernorm", (f"{LLAMA}.self_attn.q_norm",)),
-        Row(f"{OURS}.self_attention.k_layernorm", (f"{LLAMA}.self_attn.k_norm",)),
+        Row(f"{OURS}.self_attention.q_layernorm", (f"{LLAMA}.self_attn.{of_heads[0]}",)),
+        Row(f"{OURS}.self_attention.k_layernorm", (f"{LLAMA}.self_attn.{of_heads[1]}",)),
         Row(f"{OURS}.self_attention.linear_proj", (f"{LLAMA}.self_attn.o_proj",)),
         Row(f"{OURS}.mlp.linear_fc1", (f"{LLAMA}.mlp.gate_proj", f"{LLAMA}.mlp.up_proj"), gate_and_up),
         Row(f"{OURS}.mlp.linear_fc2", (f"{LLAMA}.mlp.down_proj",)),
@@ -81,6 +83,8 @@ class Family:
     prefix: str = "model."  # missing from all names if the base model was saved without its head
     # suffixes of tensors that are not learned (masks, frequencies), which are skipped
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    # ends of names of tensors [experts, out, in], which files may have as [experts, in, out]
+    either_way: tuple[str, ...] = ()
     # the same with rope_interleave false: a rotary pair is not two neighbouring channels, but two half the width apart
     halves: Family | None = None
 
@@ -125,6 +129,7 @@ def llama_family(
     activation: Rule = HIDDEN_ACT,
     mlp: tuple[Rule, ...] = (key("intermediate_size", "ffn_hidden_size"),),
     more_rows: tuple[Row, ...] = (),
+    of_heads: tuple[str, str] = ("q_norm", "k_norm"),
 ) -> Family:
     """Return Llama or a relative of it. more: rules besides the common ones. The others are defaults and variants."""
 
@@ -143,7 +148,7 @@ def llama_family(
         *TRAINED,
     )
     all_rules = (*rules, activation, rope, *mlp, *more)
-    return Family(architecture, model_type, (*llama_rows(norms), *more_rows), all_rules)
+    return Family(architecture, model_type, (*llama_rows(norms, of_heads), *more_rows), all_rules)
 
 
 HEAD_DIM = key("head_dim", "kv_channels", lambda own: int(own["hidden_size"]) // int(own["num_attention_heads"]))
@@ -174,11 +179,16 @@ def deepseek_family(
     rules: tuple[Rule, ...],
     interleave: str | None = INTERLEAVE,
     rope: Rule = layer_types.ROPE,
+    expert_rows: tuple[Row, ...] = experts.ROWS,
 ) -> Family:
     """Return DeepSeek or a relative of it. rules: of latent attention and experts. positions: the default of their
     number. interleave: the key that says how rotary pairs are stored; None: they are neighbouring channels.
     """
-    rows = (*(row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS), *experts.DEEPSEEK_ROWS)
+    rows = (
+        *(row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS),
+        *experts.LATENT_ROWS,
+        *expert_rows,
+    )
     common = (
         *VOCABULARY,
         key("intermediate_size", "ffn_hidden_size"),

@@ -203,6 +203,45 @@ EXPRESSED: dict[str, dict[str, Any]] = {
         "moe_router_enable_expert_bias": st.just(True),
         "moe_router_dtype": st.just("fp32"),
     },
+    "Ernie4_5_MoeForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "attention_dropout": st.just(0.0),
+        "moe_ffn_hidden_size": st.just(6),
+        "moe_shared_expert_intermediate_size": st.sampled_from([None, 6, 12]),
+        "moe_layer_freq": st.sampled_from([None, "[0]*1+[1]*1", "[1]*1+[0]*1"]),
+        "num_layers": st.just(2),
+        "moe_router_enable_expert_bias": st.just(True),
+        "moe_router_dtype": st.just("fp32"),
+    },
+    "HunYuanMoEV1ForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "ffn_hidden_size": st.just(6),
+        "moe_shared_expert_intermediate_size": st.just(6),
+        "qk_layernorm": st.just(True),
+        "qk_layernorm_after_rope": st.just(True),
+        "moe_router_dtype": st.just("fp32"),
+    },
+    "GraniteMoeForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "embedding_scale": st.sampled_from([1.0, 12.0]),
+        "softmax_scale": st.sampled_from([0.015625, 0.3]),
+        "residual_scale": st.sampled_from([1.0, 0.22]),
+        "logits_scaling": st.sampled_from([1.0, 6.0]),
+    },
+    "HYV3ForCausalLM": EXPERTS | WIDE | DEEP | GLM | {"add_qkv_bias": st.just(False), "qk_layernorm": st.just(True)},
+    "ExaoneMoeForCausalLM": EXPERTS
+    | WIDE
+    | GLM
+    | {
+        "add_qkv_bias": st.just(False),
+        "qk_layernorm": st.just(True),
+        "num_layers": st.just(3),
+        "window_size": st.just(5),
+        "window_attn_skip_freq": st.sampled_from(["3", "[0]*1+[1]*1+[0]*1"]),
+    },
     "FlexOlmoForCausalLM": EXPERTS | PRE_SOFTMAX | OLMO,
     "GptOssForCausalLM": EXPERTS
     | WIDE
@@ -215,6 +254,19 @@ EXPRESSED: dict[str, dict[str, Any]] = {
         "softmax_type": st.just("learnable"),
     },
     "DeepseekV3ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK,
+    "Mistral4ForCausalLM": LLAMA_LIKE
+    | DEEP
+    | DEEPSEEK
+    | {
+        "moe_router_score_function": st.just("softmax"),
+        "moe_router_enable_expert_bias": st.just(False),
+        "moe_router_pre_softmax": st.booleans(),
+        "rope_scaling_type": st.just("yarn"),
+        "yarn_query_scale": st.sampled_from([0.0, 0.1]),
+        "moe_ffn_hidden_size": st.just(5),
+        "moe_shared_expert_intermediate_size": st.sampled_from([5, 10]),
+        "moe_router_topk": st.integers(2, 4),
+    },
     "Glm4MoeLiteForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK,
     "DeepseekV2ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK_V2,
     "GPT2LMHeadModel": SIZES
@@ -255,7 +307,7 @@ def experts(draw: st.DrawFn, num_layers: int, best: int) -> dict[str, Any]:
 def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
     fields = draw(st.fixed_dictionaries(EXPRESSED[architecture]))
     if fields.get("position_embedding_type") == "rope":
-        fields |= draw(SCALED)
+        fields |= draw(SCALED if "yarn_query_scale" not in fields else st.just({}))
     if architecture.startswith(WINDOWED):
         fields |= draw(windowed(fields["num_layers"], architecture.startswith(ROTATED)))
     if architecture.startswith(SOME):
@@ -266,7 +318,10 @@ def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
         fields |= {"moe_layer_freq": f"[0]*{dense}+[1]*{fields['num_layers'] - dense}"}
         fields |= draw(st.sampled_from([{}, GROUPS, GROUPS | {"moe_router_num_groups": 3, "num_experts": 9}]))
     if architecture.startswith(("Deepseek", "Glm4MoeLite")):
-        fields |= draw(experts(fields["num_layers"], 2 if architecture == "DeepseekV3ForCausalLM" else 1))
+        fields |= draw(experts(fields["num_layers"], 1 if architecture == "DeepseekV2ForCausalLM" else 2))
+    if architecture.startswith("Exaone"):
+        full = {"3": "[0,0,1]", "[0]*1+[1]*1+[0]*1": "[1,0,1]"}
+        fields |= {"no_rope_freq": full[fields["window_attn_skip_freq"]]}
     if architecture.startswith("Gemma"):
         fields |= {"embedding_scale": fields["hidden_size"] ** 0.5}
     return ModelConfig(**fields)
