@@ -86,6 +86,8 @@ model.yarn_beta_slow | --yarn-beta-slow 4 | records | {YARN}
 model.yarn_mscale | --yarn-mscale 0.5 | records | {YARN} --yarn-mscale-all-dim 0.8
 model.yarn_mscale_all_dim | --yarn-mscale-all-dim 0.5 | records | {YARN}
 model.yarn_correction_range_round_to_int | --no-yarn-correction-range-round-to-int | records | {YARN}
+model.yarn_query_scale | --yarn-query-scale 2 | records | {LATENT} --rope-scaling-type yarn --rotary-base 100 \
+    --rope-original-max-position-embeddings 2
 model.no_rope_freq | --no-rope-freq 2 | records | {ROPE}
 model.multi_latent_attention | --multi-latent-attention | plan specs | {ROPE}
 model.q_lora_rank | --q-lora-rank 8 | plan specs | {LATENT}
@@ -105,6 +107,9 @@ model.moe_router_pre_softmax | --moe-router-pre-softmax | records | {MOE}
 model.moe_router_topk_scaling_factor | --moe-router-topk-scaling-factor 2 | records | {MOE}
 model.moe_router_num_groups | --moe-router-num-groups 2 --moe-router-group-topk 1 | records | {MOE}
 model.moe_router_group_topk | --moe-router-group-topk 1 | outcome | {MOE} --moe-router-num-groups 2
+model.moe_router_group_score_topk | --moe-router-group-score-topk 2 | records | \
+    {MOE} --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk 1 --moe-router-pre-softmax
+model.moe_router_norm_topk_prob | --no-moe-router-norm-topk-prob | records | {SIGMOID}
 model.moe_router_enable_expert_bias | {BIAS} --moe-router-bias-update-rate 0.5 | records | {SIGMOID}
 model.moe_router_bias_update_rate | --moe-router-bias-update-rate 0.5 | records | {SIGMOID} {BIAS}
 model.moe_expert_capacity_factor | {CAPACITY} | records | {MOE}
@@ -131,6 +136,9 @@ model.add_bias_linear | --disable-bias-linear | plan specs
 model.add_qkv_bias | --add-qkv-bias | plan specs | --disable-bias-linear
 model.untie_embeddings_and_output_weights | --untie-embeddings-and-output-weights | plan specs
 model.embedding_scale | --embedding-scale 3 | records
+model.residual_scale | --residual-scale 3 | records
+model.logits_scaling | --logits-scaling 3 | records
+model.qk_layernorm_after_rope | --qk-layernorm-after-rope | records | --qk-layernorm {ROPE}
 model.qk_layernorm | --qk-layernorm | records
 model.qk_layernorm_scope | --qk-layernorm-scope projection | records | --qk-layernorm --normalization RMSNorm
 model.window_size | --window-size 3 | records

@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     mscale_all_dim: float
     yarn_correction_range_round_to_int: bool
     no_yarn_correction_range_round_to_int: bool
+    yarn_query_scale: float
     no_rope_freq: str | PathLike[str] | None
     normalization: str
     norm_position: Literal["before", "after", "around"]
@@ -63,9 +64,13 @@ class Options(TypedDict, total=False):
     untie_embeddings_and_output_weights: bool
     no_untie_embeddings_and_output_weights: bool
     embedding_scale: float
+    residual_scale: float
+    logits_scaling: float
     qk_layernorm: bool
     no_qk_layernorm: bool
     qk_layernorm_scope: Literal["head", "projection"]
+    qk_layernorm_after_rope: bool
+    no_qk_layernorm_after_rope: bool
     window_size: int | str | None
     window_attn_skip_freq: str | PathLike[str] | None
     layer_pattern: Sequence[str | PathLike[str]] | None
@@ -88,9 +93,12 @@ class Options(TypedDict, total=False):
     moe_router_score_function: Literal["softmax", "sigmoid"]
     moe_router_pre_softmax: bool
     no_moe_router_pre_softmax: bool
+    moe_router_norm_topk_prob: bool
+    no_moe_router_norm_topk_prob: bool
     moe_router_topk_scaling_factor: float | None
     moe_router_num_groups: int | None
     moe_router_group_topk: int | None
+    moe_router_group_score_topk: int | None
     moe_router_dtype: Literal["fp32", "fp64"] | None
     moe_router_enable_expert_bias: bool
     no_moe_router_enable_expert_bias: bool

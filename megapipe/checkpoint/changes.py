@@ -40,7 +40,8 @@ OF_EACH_LAYER = "layer_pattern window_attn_skip_freq no_rope_freq moe_layer_freq
 LATENT_OPTIONS = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim latent_norm_epsilon".split()
 ATTENTION_OPTIONS = (
     *"num_attention_heads num_query_groups kv_channels window_size qk_layernorm qk_layernorm_scope".split(),
-    *"attn_logit_softcapping attention_kind softmax_type softmax_scale add_qkv_bias multi_latent_attention".split(),
+    *"qk_layernorm_after_rope attn_logit_softcapping attention_kind softmax_type softmax_scale add_qkv_bias".split(),
+    "multi_latent_attention",
     *LATENT_OPTIONS,
     *ROTARY_OPTIONS,
 )
@@ -244,6 +245,7 @@ def _sized(model: ModelConfig) -> ModelConfig:
         kv_channels=model.head_size(),
         softmax_scale=model.attention_scale(),
         latent_norm_epsilon=model.latent_epsilon(),
+        moe_router_group_score_topk=model.group_score_topk(),
     )
 
 
@@ -259,7 +261,7 @@ def _function_of(layer: LayerConfig, longest: int) -> dict[str, Any]:
     uses = ROTARY_USES[layer.rope_scaling_type] if layer.position_embedding_type == "rope" else ()
     unused |= {name for name in ROTARY_OPTIONS if not name.startswith(uses)}
     if not layer.qk_layernorm:
-        unused |= {"qk_layernorm_scope", "latent_norm_epsilon"}
+        unused |= {"qk_layernorm_scope", "qk_layernorm_after_rope", "latent_norm_epsilon"}
     if not layer.multi_latent_attention:
         unused |= {*LATENT_OPTIONS}
     if layer.add_bias_linear:

@@ -170,6 +170,7 @@ def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
         softmax_scale=model.attention_scale(),
         latent_norm_epsilon=model.latent_epsilon(),
+        moe_router_group_score_topk=model.group_score_topk(),
         **sinkhorn_scores(model),
     )
 

@@ -23,7 +23,7 @@ PATTERN = "--layer-pattern"
 ROTARY_OPTIONS = (
     *"rotary_base rotary_percent rope_scaling_type rope_scaling_factor rope_low_freq_factor".split(),
     *"rope_high_freq_factor rope_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale".split(),
-    *"yarn_mscale_all_dim yarn_correction_range_round_to_int".split(),
+    *"yarn_mscale_all_dim yarn_correction_range_round_to_int yarn_query_scale".split(),
 )
 # part of a layer -> options in which layers may differ; "" for its attention and MLP together
 OPTIONS_OF = {

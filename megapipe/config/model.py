@@ -226,6 +226,12 @@ class ModelConfig:
         True, "yarn: the ramp between the two kinds of frequencies starts and ends at whole pairs of channels"
     )
 
+    yarn_query_scale: float = option(
+        0.0,
+        "yarn: queries are multiplied by 1 + this x ln(1 + floor(position / original length)) (Mistral-4)",
+        at_least=0,
+        needs=LATENT,
+    )
     no_rope_freq: str | None = option(
         None,
         "layers without rotary positions: N, every N-th layer, or a list with 1 for each of them, '([0]*3+[1])*2'; "
@@ -269,11 +275,20 @@ class ModelConfig:
     add_qkv_bias: bool = option(False, "bias in the query-key-value projection even without other biases")
     untie_embeddings_and_output_weights: bool = option(False, "separate weights for word embedding and output layer")
     embedding_scale: float = option(1.0, "factor on word embeddings (Gemma: the root of hidden-size)", above=0)
+    residual_scale: float = option(
+        1.0, "factor on the outputs of attention and MLP in the residual sums (Granite: residual_multiplier)", above=0
+    )
+    logits_scaling: float = option(1.0, "output logits are divided by this (Granite)", above=0)
     qk_layernorm: bool = option(False, "normalize queries and keys")
     qk_layernorm_scope: str = option(
         "head",
         "what --qk-layernorm normalizes: each head, or all heads together",
         choices=("head", "projection"),
+        needs=Need("model.qk_layernorm", "--qk-layernorm"),
+    )
+    qk_layernorm_after_rope: bool = option(
+        False,
+        "normalize queries and keys after their rotation (Hunyuan)",
         needs=Need("model.qk_layernorm", "--qk-layernorm"),
     )
     window_size: int | None = count(
@@ -352,6 +367,9 @@ class ModelConfig:
     moe_router_pre_softmax: bool = option(
         False, "softmax over all experts before the choice, in place of over the chosen ones", needs=EXPERTS
     )
+    moe_router_norm_topk_prob: bool = option(
+        True, "divide the weights of several experts by their sum (sigmoid scores; others: pre-softmax)", needs=EXPERTS
+    )
     moe_router_topk_scaling_factor: float | None = option(
         None, "factor on the weights of the chosen experts; unset: 1", above=0, needs=EXPERTS
     )
@@ -360,6 +378,13 @@ class ModelConfig:
     )
     moe_router_group_topk: int | None = count(
         None, "groups whose experts a token can choose: those of the largest scores", "groups", needs=ROUTER_GROUPS
+    )
+    moe_router_group_score_topk: int | None = count(
+        None,
+        "best experts of a group whose scores are added up to the group's (DeepSeek-V3: 2)",
+        "experts",
+        derived="moe-router-topk / moe-router-group-topk",
+        needs=ROUTER_GROUPS,
     )
     moe_router_dtype: str | None = option(
         None, "dtype of the router's GEMM; unset: --dtype", choices=("fp32", "fp64"), needs=EXPERTS
@@ -472,6 +497,11 @@ class ModelConfig:
         """True if training chooses experts so that each of them gets as many of a rank's tokens."""
         return self.moe_router_load_balancing_type == ("sinkhorn",)
 
+    @property
+    def scales_branches(self) -> bool:
+        """True if dropout or --residual-scale multiplies the outputs of attention and MLP before the residual sums."""
+        return self.hidden_dropout > 0 or self.residual_scale != 1.0
+
     def head_size(self) -> int:
         """Return the width of one query head: kv-channels, or hidden-size / num-attention-heads; with latent attention
         its rotated and other channels.
@@ -501,6 +531,12 @@ class ModelConfig:
         """Return the epsilon of the norms of latents, None without latent attention."""
         own = self.latent_norm_epsilon
         return (self.norm_epsilon if own is None else own) if self.multi_latent_attention else None
+
+    def group_score_topk(self) -> int | None:
+        """Return the number of experts that a group's score is the sum of, None without groups."""
+        if self.moe_router_num_groups is None or self.moe_router_group_score_topk is not None:
+            return self.moe_router_group_score_topk
+        return self.moe_router_topk // (self.moe_router_group_topk or self.moe_router_num_groups)
 
     def query_groups(self) -> int:
         """Return the number of key/value heads: num-query-groups, or one for each attention head."""

@@ -122,7 +122,7 @@ class AttentionTable:
         before, after = self.norms
         has_dropout = self.model.hidden_dropout > 0
         # the gradient behind the dropout or the norm after the projection stays until the branch is done
-        behind = hidden if has_dropout or after is not None else 0
+        behind = hidden if self.model.scales_branches or after is not None else 0
         qkv_bytes = shape.tokens * qkv.outputs * shape.element
         again = 0 if before is None else before.output_again_bytes(shape)
         redoes_core = shape.recomputes("core_attn")
@@ -163,7 +163,7 @@ class AttentionTable:
                 deferred_bytes=query + hidden,
                 backward=Backward(behind + query + row_gradient_bytes(projection, shape)),
             ),
-            *(() if after is None else (after.after_branch(shape, has_dropout),)),
+            *(() if after is None else (after.after_branch(shape, self.model.scales_branches),)),
         )
         return Table(operations, hidden, max(weight_gradient_bytes(gemm, shape) for gemm in (qkv, projection)))
 
@@ -211,9 +211,13 @@ class AttentionTable:
         return elements * shape.element, elements * shape.wide
 
     def rotary_table_bytes(self, shape: RankShape) -> int:
-        """Return the bytes of cos and sin of one sequence, [s, r / 2] each, r the rotated channels."""
-        rotated = 0 if self.model.rotary is None else self.model.rotary_channels()
-        return 2 * shape.seq * (rotated // 2) * shape.wide
+        """Return the bytes of cos and sin of one sequence, [s, r / 2] each, r the rotated channels; with
+        --yarn-query-scale also of the factors on queries, [s].
+        """
+        if self.model.rotary is None:
+            return 0
+        columns = 2 * (self.model.rotary_channels() // 2) + (self.model.yarn_query_scale > 0)
+        return shape.seq * columns * shape.wide
 
     def shared_mask_bytes(self, shape: RankShape) -> int:
         """Return the bytes of the additive mask [s, s] that a stage makes once: with a sliding window, and where

@@ -185,7 +185,7 @@ class LatentAttentionTable(AttentionTable):
         values, splits = shape.tokens * gemms[-1].inputs * shape.element, shape.splits_backward
         has_dropout = model.hidden_dropout > 0
         dropout = Kept("dropout masks", shape.own_tokens * model.hidden_size, MASK_BYTES)
-        behind = hidden if has_dropout or after is not None else 0
+        behind = hidden if model.scales_branches or after is not None else 0
         redoes_core = shape.recomputes("core_attn")
         heads_kept = (Kept("q, k, v", self._heads_kept(shape), shape.element),)
         core_kept = () if redoes_core else self._trimmed_kept(shape)
@@ -235,7 +235,7 @@ class LatentAttentionTable(AttentionTable):
                 deferred_bytes=values + hidden,
                 backward=Backward(behind + values + row_gradient_bytes(gemms[-1], shape)),
             ),
-            *(() if after is None else (after.after_branch(shape, has_dropout),)),
+            *(() if after is None else (after.after_branch(shape, model.scales_branches),)),
         )
         return Table(operations, hidden, max(weight_gradient_bytes(gemm, shape) for gemm in gemms))
 

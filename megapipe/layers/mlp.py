@@ -89,7 +89,7 @@ class MLPTable:
         # the backward: what recompute makes, the gradient behind the dropout, and what waits for W
         inner_again = inner if redoes_mlp else 0
         replayed = wide if redoes_mlp else 0  # the replay holds its activation until its own backward is done
-        behind = hidden if has_dropout or after is not None else 0
+        behind = hidden if self.model.scales_branches or after is not None else 0
         fc2_input = inner if redoes_activation and not redoes_mlp else wide  # what waits for W in its place
         deferred = inner + hidden if splits else 0
         # a gated activation makes the other gate's product and its gradient, squared ReLU the ReLU
@@ -120,7 +120,7 @@ class MLPTable:
                 deferred_bytes=fc2_input + hidden,
                 backward=fc2_backward,
             ),
-            *(() if after is None else (after.after_branch(shape, has_dropout),)),
+            *(() if after is None else (after.after_branch(shape, self.model.scales_branches),)),
         )
         return Table(operations, hidden + deferred, weight_gradient_bytes(fc1, shape))
 

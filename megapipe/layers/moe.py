@@ -250,7 +250,7 @@ class MoETable:
             backward = Backward(waits + hidden + before.gradient_bytes(shape))
             keeps_statistics = not (redoes and shape.recomputes("layernorm"))
             start = before.operation(shape, keeps_statistics=keeps_statistics, backward=backward)
-        end = () if after is None else (after.after_branch(shape, has_dropout),)
+        end = () if after is None else (after.after_branch(shape, self.model.scales_branches),)
         behind = Operation("residual sum", (*routing, *masks))
         weight_bytes = max(weight for weight, _ in self._fp8_bytes(shape))
         return Table((start, *operations, behind, *end), hidden + waits, weight_bytes)
@@ -277,7 +277,8 @@ class MoETable:
         model, tokens, topk = self.model, shape.own_tokens, self.model.moe_router_topk
         is_softmax, balances = model.moe_router_score_function == "softmax", bool(model.balance_losses)
         chooses_first = is_softmax and not model.moe_router_pre_softmax  # scores are logits
-        has_z, divides = bool(model.moe_z_loss_coeff), not is_softmax and topk > 1
+        has_z = bool(model.moe_z_loss_coeff)
+        divides = not is_softmax and topk > 1 and model.moe_router_norm_topk_prob
         matrices = 1 + (balances and chooses_first) + (has_z and not chooses_first)
         vectors = divides + (balances and not is_softmax) + has_z
         counts = [shape.batch if name == "seq_aux_loss" else 1 for name in model.balance_losses]
@@ -322,7 +323,7 @@ class MoETable:
         # besides the gradient times the weights; or the results in the weights' dtype
         made = activated + max(inner, int(backward_tensors(self.model) * activated), 2 * activated)
         after_all, waits = self._waiting_gradients(shape)[::-1] if splits else (0, 0)
-        behind = after_all + (hidden if self.model.hidden_dropout > 0 or self.norms[1] is not None else 0)
+        behind = after_all + (hidden if self.model.scales_branches or self.norms[1] is not None else 0)
         waits += after_all
         dispatched = (Kept("expert inputs", outer // element, element),)
         # a part keeps its input, of which `dispatched` is a copy

@@ -62,11 +62,11 @@ class NormTable:
         """Return the statistics kept of so many vectors: mean and variance, or the mean square alone."""
         return (Kept(name, vectors, shape.wide),) * self.kind.statistics
 
-    def after_branch(self, shape: RankShape, has_dropout: bool) -> Operation:
+    def after_branch(self, shape: RankShape, is_scaled: bool) -> Operation:
         """Return the norm at the end of a residual branch, over the output of its last linear."""
         hidden = shape.own_tokens * self.size
         keeps = (Kept("branch outputs", hidden, shape.element), *self.statistics(shape.own_tokens, shape))
-        behind = shape.hidden_bytes(self.size) if has_dropout else 0
+        behind = shape.hidden_bytes(self.size) if is_scaled else 0
         backward = Backward(behind + self.gradient_bytes(shape), shape.hidden_bytes(self.size))
         return Operation(self.name, keeps, backward=backward)
 

@@ -87,7 +87,8 @@ class SelfAttention(nn.Module):
 
     def _heads(self) -> Element:
         """Return the element that splits, norms and rotates heads: a segment, unless its norms are none."""
-        heads = Heads(self.groups, self.queries, self.head_dim)
+        kind = RotatedHeads if self.config.qk_layernorm_after_rope else Heads
+        heads = kind(self.groups, self.queries, self.head_dim)
         if not self.config.qk_layernorm:
             if self.config.rotary is None:
                 return Operator("heads", lambda context, qkv: heads(qkv))  # views alone
@@ -140,6 +141,25 @@ class Heads:
         if normed:
             q, k = rotate_(q, cos, sin, groups, queries, head_dim), rotate_(k, cos, sin, groups, 1, head_dim)
         return q, k, v
+
+
+@dataclass(frozen=True)
+class RotatedHeads(Heads):
+    """`Heads` whose norms follow the rotation."""
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        *weights: Tensor | None,
+        norms: tuple[nn.Module, nn.Module] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = Heads(self.groups, self.queries, self.head_dim)(qkv, cos, sin)
+        if norms is not None:
+            return norms[0](q), norms[1](k), v
+        assert self.norm is not None
+        return self.norm(q, *weights[:2]), self.norm(k, *weights[2:]), v  # type: ignore[arg-type]
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

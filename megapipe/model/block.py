@@ -34,7 +34,7 @@ class Block(nn.Module):
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
         self.layer = layer
-        self.dropout_rate = factory.config.hidden_dropout
+        self.dropout_rate, self.scale = factory.config.hidden_dropout, factory.config.residual_scale
         # masks differ over tp only where ranks hold different slices of the sequence
         self.dropout_rank = factory.tp.rank if factory.sequence_parallel else None
         self.self_attention: SelfAttention | None = None
@@ -89,18 +89,23 @@ class Block(nn.Module):
             place = self.layer, site, self.dropout_rank
             return (keyed_mask(stream.shape, rate, context.dropout_key, *place, stream.device),)
 
-        return Segment("add", ResidualSum(1.0 / (1.0 - rate)), mask, joins=True)
+        return Segment("add", ResidualSum(self.scale / (1.0 - rate), self.scale), mask, joins=True)
 
 
 @dataclass(frozen=True)
 class ResidualSum:
-    """(stream, update, mask of its dropout or None) -> stream + update x mask x scale; `update` is overwritten."""
+    """(stream, update, mask of its dropout or None) -> stream + update x mask x kept_scale, or stream + update x scale
+    without a mask; `update` is overwritten.
+    """
 
-    scale: float
+    kept_scale: float
+    scale: float = 1.0
 
     def __call__(self, stream: Tensor, update: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None:
-            update = dropped(update, mask, self.scale)
+            update = dropped(update, mask, self.kept_scale)
+        elif self.scale != 1.0:
+            update = update * self.scale
         # in place: it is the output of a linear, norm or dropout, which no operation saves
         return stream + update if torch.compiler.is_compiling() else update.add_(stream)
 

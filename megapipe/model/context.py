@@ -58,7 +58,7 @@ class RealTokens:
 class LayerContext:
     """The inputs of a layer besides the hidden states."""
 
-    rotary: tuple[Tensor, Tensor] | None  # cos and sin
+    rotary: tuple[Tensor, ...] | None  # cos and sin; with --yarn-query-scale a factor on queries, too
     mask: Tensor | None  # [1 or b, 1, s, keys] in the activations' dtype; None: the kernel's causality
     # attention is written out: fused kernels lack soft-capping, keyed dropout and a softmax in fp32
     explicit: bool
@@ -286,10 +286,12 @@ class Rotary:
                 "channels; rotary positions rotate pairs of channels: choose a percentage that gives an even number "
                 "above 0"
             )
-        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
 
-    def tables(self, microbatch: Microbatch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the positions, [s, b, 1, 1, r / 2] in dtype; b is 1 without position_ids."""
+    def tables(self, microbatch: Microbatch, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return cos and sin of the positions, [s, b, 1, 1, r / 2] in dtype, and with --yarn-query-scale the factors on
+        queries, [s, b, 1, 1, 1]; b is 1 without position_ids.
+        """
         if microbatch.position_ids is not None:
             return self._at(microbatch.position_ids.t(), dtype)
         device, place, part = microbatch.tokens.device, microbatch.place(self.part), self.part
@@ -299,16 +301,19 @@ class Rotary:
         if held < local or (part.ranks > 1 and held != local):
             positions = torch.from_numpy(replace(part, ends=place.ends).positions(place.seq)).to(device)
             self._tables[key] = self._at(positions[:, None], dtype)
-        cos, sin = self._tables[key]
-        return cos[start : start + length], sin[start : start + length]
+        return tuple(table[start : start + length] for table in self._tables[key])
 
-    def _at(self, positions_sb: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _at(self, positions_sb: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
         even = torch.arange(0, self.channels, 2, dtype=dtype, device=positions_sb.device)
         frequencies = self.config.rotary_base ** (-even / self.channels)  # radians per position, [r / 2]
         frequencies = SCALINGS[self.config.rope_scaling_type](self.config, self.channels, frequencies)
         angles = (positions_sb[..., None].to(dtype) * frequencies)[:, :, None, None]
         amplitude = yarn_amplitude(self.config) if self.config.rope_scaling_type == "yarn" else 1.0
-        return angles.cos() * amplitude, angles.sin() * amplitude
+        tables = angles.cos() * amplitude, angles.sin() * amplitude
+        if not self.config.yarn_query_scale:
+            return tables
+        times = positions_sb.to(dtype).div(self.config.rope_original_max_position_embeddings).floor()
+        return *tables, (1.0 + self.config.yarn_query_scale * times.log1p())[:, :, None, None, None]
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor, groups: int, heads: int, head_dim: int) -> Tensor:

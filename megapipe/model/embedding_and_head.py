@@ -83,6 +83,7 @@ class Loss:
     def __init__(self, config: ResolvedModelConfig, training: TrainingConfig, kernels: Kernels = TORCH) -> None:
         self.kernels = LossKernels(compiled) if kernels.compiles_loss else None
         self.vocab_size, self.cap = config.vocab_size, config.final_logit_softcapping
+        self.scaling = config.logits_scaling
         self.options = {"label_smoothing": training.label_smoothing, "z_loss": training.z_loss}
         self.chunk_size = training.cross_entropy_chunk_size
 
@@ -90,7 +91,7 @@ class Loss:
         """Return the loss of the normed hidden states [s(/ tp), b, h]. Raises ValueError without labels."""
         if microbatch.labels is None:
             raise ValueError("this microbatch has no labels; only its logits can be returned (return_logits=True)")
-        labels = microbatch.labels.t()
+        labels, hidden = microbatch.labels.t(), scaled(hidden, self.scaling)
         if self.chunk_size is None:
             logits = capped_logits(linear(hidden), self.cap)
             losses = vocab_parallel_cross_entropy(
@@ -107,6 +108,11 @@ class Loss:
         if num_tokens is None:  # this rank has whole sequences
             num_tokens = losses.new_full((), losses.numel()) if mask is None else mask.sum()
         return StageLoss(losses.sum(), num_tokens.to(losses.dtype))
+
+
+def scaled(hidden: Tensor, scaling: float) -> Tensor:
+    """Return the input of the output layer [..., h] whose logits are divided by --logits-scaling."""
+    return hidden if scaling == 1.0 else hidden / scaling
 
 
 def capped_logits(logits: Tensor, cap: float | None) -> Tensor:

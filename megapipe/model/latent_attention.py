@@ -131,7 +131,9 @@ class LatentAttention(SelfAttention):
     def _heads_of(self, context: LayerContext, q: Tensor, keys_values: Tensor, shared_key: Tensor) -> tuple[Any, ...]:
         """Return q, k and v. Attention in blocks makes gradients that nothing else has."""
         assert context.rotary is not None
-        q, k, v = _Heads.apply(q, keys_values, shared_key, *context.rotary, self.heads, bool(context.blocks))
+        cos, sin, *factors = context.rotary
+        factor, owns = factors[0] if factors else None, bool(context.blocks)
+        q, k, v = _Heads.apply(q, keys_values, shared_key, cos, sin, factor, self.heads, owns)
         return q.view(k.shape), k, v
 
 
@@ -188,7 +190,7 @@ def latent_gradients(
 class _Heads(Function):
     """`LatentHeads`, with the rotated channels of q written back. Saves nothing but rotary tables.
 
-    owns: the gradient of q is not in use elsewhere, so that its rotated channels are written back, too.
+    factor: on q, [s, b, 1, 1, 1]. owns: the gradient of q is not in use elsewhere, so that its rotated channels are written back, too.
     """
 
     @staticmethod
@@ -199,15 +201,19 @@ class _Heads(Function):
         shared_key: Tensor,
         cos: Tensor,
         sin: Tensor,
+        factor: Tensor | None,
         heads: LatentHeads,
         owns: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.tables, ctx.heads, ctx.owns = (cos, sin), heads, owns  # constants shared by all layers, not activations
+        # constants shared by all layers, not activations
+        ctx.tables, ctx.factor, ctx.heads, ctx.owns = (cos, sin), factor, heads, owns
         ctx.mark_dirty(q)
         _, rotated = heads.split(q)
         shared = shared_key.unflatten(-1, (1, 1, -1))
         turned, k, v = heads.forward(rotated, shared, *heads.split(keys_values), cos, sin)
         rotated.copy_(turned)
+        if factor is not None:
+            q.mul_(factor.flatten(2))
         return q, k, v
 
     @staticmethod
@@ -219,4 +225,6 @@ class _Heads(Function):
         keys, shared = grad_k[..., : heads.plain], grad_k[..., heads.plain :]
         turned, grad_shared, grad_both = heads.backward(rotated, shared, keys, grad_v, *ctx.tables)
         rotated.copy_(turned)
-        return grad_q, grad_both.flatten(2), grad_shared.flatten(2), None, None, None, None
+        if ctx.factor is not None:
+            grad_q.mul_(ctx.factor.flatten(2))
+        return grad_q, grad_both.flatten(2), grad_shared.flatten(2), *(None,) * 5

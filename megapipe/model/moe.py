@@ -482,11 +482,14 @@ class Choice:
             places = torch.arange(scores.shape[0] * topk, device=scores.device) + self.rank
             chosen = (places % num_experts).view(-1, topk)
         elif chosen is None:
-            chosen = self._chosen(scores.detach() if bias is None else scores.detach() + bias)
+            seen = scores.detach()
+            if bias is not None:  # it is added to shares of logits
+                seen = (seen.softmax(-1) if is_softmax and not model.moe_router_pre_softmax else seen) + bias
+            chosen = self._chosen(seen)
         weights = scores.gather(1, chosen)
         if is_softmax and not model.moe_router_pre_softmax:
             weights = weights.softmax(-1)
-        elif not is_softmax and topk > 1:
+        elif not is_softmax and topk > 1 and model.moe_router_norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if model.moe_router_topk_scaling_factor is not None:
             weights = weights * model.moe_router_topk_scaling_factor
@@ -498,7 +501,8 @@ class Choice:
         if groups is not None:
             taken = model.moe_router_group_topk or groups
             grouped = scores.view(-1, groups, scores.shape[-1] // groups)
-            best = grouped.sort(dim=-1, descending=True, stable=True).values[..., : topk // taken].sum(-1)
+            best = grouped.sort(dim=-1, descending=True, stable=True).values
+            best = best[..., : model.group_score_topk()].sum(-1)
             kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :taken]
             is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
             scores = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)

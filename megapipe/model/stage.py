@@ -59,7 +59,7 @@ from megapipe.layers.table import WHOLE, CommChunks
 from megapipe.model.block import Block, Prediction, keeping
 from megapipe.model.context import ContextBuilder, LayerContext, SharedTables
 from megapipe.model.context_parallel import ContextParallel
-from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits
+from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits, scaled
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.moe import MoE, Router
@@ -286,7 +286,7 @@ class GPTStage(nn.Module):
         assert self.decoder.final_layernorm is not None and self.loss is not None
         hidden, head = self.decoder.final_layernorm(hidden[-1:] if last_position else hidden), self._head()
         if return_logits:
-            return capped_logits(head(hidden), self.config.final_logit_softcapping)
+            return capped_logits(head(scaled(hidden, self.config.logits_scaling)), self.config.final_logit_softcapping)
         loss = self.loss(hidden, head, microbatch)
         return loss if self.mtp is None else replace(loss, ahead=self._losses_ahead(hidden, microbatch, contexts))
 
@@ -323,8 +323,11 @@ class GPTStage(nn.Module):
         constants = [
             tensor
             for context in dict.fromkeys(contexts.values())
-            for tensor in (*context.masks, *(context.rotary or ()), context.borders and context.borders.starts)
-            if tensor is not None
+            for tensor in (
+                *context.masks,
+                *(context.rotary or ()),
+                *(() if context.borders is None else (context.borders.starts,)),
+            )
         ]
         with nullcontext() if self._library is None else self._library.region(self.tp):
             for group, (layers, is_checkpointed) in enumerate(self._groups):

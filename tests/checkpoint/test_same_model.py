@@ -62,8 +62,12 @@ OTHER: dict[str, Any] = {
     "add_qkv_bias": True,
     "untie_embeddings_and_output_weights": True,
     "embedding_scale": 2.0,
+    "residual_scale": 0.5,
+    "logits_scaling": 4.0,
     "qk_layernorm": False,
     "qk_layernorm_scope": "projection",
+    "qk_layernorm_after_rope": True,
+    "yarn_query_scale": 0.1,
     "window_size": 8,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
@@ -95,6 +99,8 @@ OF_EXPERTS = {
     "moe_router_num_groups": 2,
     "moe_router_group_topk": 2,
     "moe_router_enable_expert_bias": True,
+    "moe_router_group_score_topk": 2,
+    "moe_router_norm_topk_prob": False,
 }
 OF_LLAMA3 = {"rope_low_freq_factor": 2.0, "rope_high_freq_factor": 8.0}
 SIZES_FOLLOW = (
@@ -104,6 +110,7 @@ SIZES_FOLLOW = (
     "multi_latent_attention",
     "qk_head_dim",
     "qk_pos_emb_head_dim",
+    "moe_router_num_groups",
 )
 LAYERS = {
     "window_attn_skip_freq": ("2", "--window-size: 16 in the checkpoint, null here (layers 1, 3)"),

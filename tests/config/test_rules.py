@@ -563,10 +563,18 @@ CASES = [
         "--moe-router-enable-expert-bias --disable-bias-linear",
     ),
     (
-        "biases_of_experts_add_to_scores_up_to_1",
-        "--num-experts 4 --moe-router-enable-expert-bias --disable-bias-linear",
-        ["--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"],
-        "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid --disable-bias-linear",
+        "weights_of_a_softmax_are_normalized_by_another_flag",
+        "--num-experts 4 --no-moe-router-norm-topk-prob --disable-bias-linear",
+        ["--no-moe-router-norm-topk-prob belongs to --moe-router-score-function sigmoid"],
+        "--num-experts 4 --no-moe-router-norm-topk-prob --moe-router-score-function sigmoid --disable-bias-linear",
+    ),
+    (
+        "a_group_has_the_experts_of_its_score",
+        "--num-experts 4 --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-score-topk 3 "
+        "--disable-bias-linear",
+        ["--moe-router-group-score-topk 3: a group has 2 experts"],
+        "--num-experts 4 --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-score-topk 2 "
+        "--disable-bias-linear",
     ),
     (
         "tokens_ahead_are_within_the_sequence",

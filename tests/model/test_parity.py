@@ -72,6 +72,11 @@ OPTIONS = {
     "norms_after": LLAMA | {"norm_position": "after"},
     "norms_around_gpt2": GPT2 | {"norm_position": "around", "hidden_dropout": 0.2},
     "projection_norms": LLAMA | {"qk_layernorm": True, "qk_layernorm_scope": "projection"},
+    "norms_of_heads_after_the_rotation": LLAMA | {"qk_layernorm": True, "qk_layernorm_after_rope": True},
+    "norms_of_projections_after_the_rotation": LLAMA
+    | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "qk_layernorm_after_rope": True},
+    "scaled_branches_and_logits": LLAMA | {"residual_scale": 0.3, "logits_scaling": 5.0, "norm_position": "around"},
+    "scaled_branches_dropout": GPT2 | {"residual_scale": 0.7, "hidden_dropout": 0.2},
     "embedding_scale": GPT2 | {"embedding_scale": 4.9},
     "untied": GPT2 | {"untie_embeddings_and_output_weights": True},
     "dropout": GPT2 | {"hidden_dropout": 0.2, "attention_dropout": 0.3},

@@ -85,6 +85,8 @@ SHAPES |= {
         "final_logit_softcapping": 3.0,
         "embedding_scale": 5.0,
     },
+    "latent_queries_that_grow": LATENT
+    | {"rope_scaling_type": "yarn", "rope_original_max_position_embeddings": 4, "yarn_query_scale": 0.5},
     "predictions_latent_window": LATENT | {"mtp_num_layers": 1, "window_size": 4, "norm_position": "around"},
 }
 # layers that differ, and other places of norms than before attention and MLP
@@ -93,6 +95,9 @@ UNLIKE: dict[str, dict[str, Any]] = {
     | {"window_size": 4, "window_attn_skip_freq": "3", "no_rope_freq": "[1,0,0]", "embedding_scale": 5.0},
     "norms_after_projection_qk_norm": LLAMA
     | {"norm_position": "after", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
+    "norms_of_heads_after_the_rotation": LLAMA | {"qk_layernorm": True, "qk_layernorm_after_rope": True},
+    "scaled_branches_and_logits": LLAMA | {"residual_scale": 0.3, "logits_scaling": 5.0},
+    "scaled_branches_norms_after": LLAMA | {"residual_scale": 0.3, "norm_position": "after"},
     "norms_after_layernorm_dropout": GPT2 | {"norm_position": "after", "hidden_dropout": 0.1},
     "norms_around_soft_caps": LLAMA
     | {"norm_position": "around", "activation": "geglu_tanh", "attn_logit_softcapping": 2.0, "qk_layernorm": True},
@@ -275,6 +280,8 @@ EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "sinkhorn, one": EXPERTS | {"moe_router_load_balancing_type": ("sinkhorn",), "moe_router_topk": 1},
     "sinkhorn, two": EXPERTS | {"moe_router_load_balancing_type": ("sinkhorn",), "moe_z_loss_coeff": 0.1},
     "scaled": EXPERTS | {"moe_router_topk_scaling_factor": 2.5},
+    "sigmoid, weights as they are": EXPERTS
+    | {"moe_router_score_function": "sigmoid", "moe_router_norm_topk_prob": False},
     "sigmoid scaled": EXPERTS | {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
     "losses": EXPERTS | {"moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.1},
     "losses of sequences, sigmoid": EXPERTS

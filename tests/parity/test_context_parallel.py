@@ -177,6 +177,11 @@ GRIDS |= {
         {"cp": 2, "ep": 2, "optimizer": "muon", "muon_tp_mode": "duplicated"} | EXPERTS | LLAMA | {"adam_eps": 1e-3},
     ),
     "latent, cp 2, p2p": (2, {"cp": 2} | LATENT),
+    "latent, cp 2, p2p, queries that grow": (
+        2,
+        {"cp": 2, "rope_scaling_type": "yarn", "rope_original_max_position_embeddings": 3, "yarn_query_scale": 0.7}
+        | LATENT,
+    ),
     "latent, cp 2, a2a, documents": (2, {"cp": 2} | LATENT | A2A | DOCUMENTS),
     "latent, cp 2, a2a, window, dropout, core": (2, {"cp": 2, "window_size": 5} | LATENT | A2A | DROPOUT | CORE),
     "latent, cp 2 tp 2, all_gather, core": (

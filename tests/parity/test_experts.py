@@ -96,6 +96,23 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "sinkhorn, gathered, ep 2 etp 2 pp 2": (8, {"tp": 2, "ep": 2, "pp": 2} | GATHERED | ONE | SHARED),
     "one rank": (1, {}),
+    "a group's score by two experts, weights as they are, ep 2": (
+        2,
+        {"ep": 2} | BIAS | {"moe_router_topk": 3, "moe_router_group_score_topk": 2, "moe_router_norm_topk_prob": False},
+    ),
+    "Granite's factors, ep 2 pp 2": (
+        4,
+        {"ep": 2, "pp": 2, "embedding_scale": 3.0, "residual_scale": 0.4, "logits_scaling": 6.0, "softmax_scale": 0.1},
+    ),
+    "norms of heads after rotation, tp 2 ep 2": (
+        4,
+        {"tp": 2, "ep": 2, "position_embedding_type": "rope", "qk_layernorm": True, "qk_layernorm_after_rope": True},
+    ),
+    "softmax with biases, ep 2 of tp 2": (
+        4,
+        {"tp": 2, "ep": 2, "etp": 1, "num_experts": 8, "moe_router_topk": 3}
+        | {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.02},
+    ),
     "experts again, bias, shared, ep 2 etp 2 pp 2 zero bubble": (
         8,
         {"tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | BIAS | ZERO | SHARED | again("moe", "layernorm"),

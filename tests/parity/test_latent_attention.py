@@ -51,6 +51,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {"q_lora_rank": None, "qk_layernorm": False, "add_bias_linear": True, "v_head_dim": 9},
     ),
+    "queries that grow, tp 2": (
+        2,
+        {"tp": 2, "yarn_query_scale": 0.7} | YARN | {"rope_original_max_position_embeddings": 3},
+    ),
     "tp 2": (2, {"tp": 2, "sequence_parallel": False, "latent_norm_epsilon": 0.1} | YARN),
     "tp 2, sequence parallel": (2, {"tp": 2, "attn_logit_softcapping": 2.0, "window_size": 3}),
     "tp 4, zero, core and norms recomputed": (4, {"tp": 4} | ZERO | CORE),
@@ -122,6 +126,7 @@ def with_latents(grid: Grid) -> Grid:
     return grid | {
         "kv_heads": "all",
         "qk_layernorm_scope": "head",
+        "qk_layernorm_after_rope": False,
         "positions": grid["positions"] if grid["positions"] in ("rope, yarn", "rope, linear") else "rope",
         "layers": grid["layers"] if grid["layers"] in ("windows skipped", "widths", "missing parts") else "alike",
         "biases": "none" if grid["biases"] == "qkv" else grid["biases"],

@@ -37,7 +37,7 @@ from tests.parity.options import (
 
 Pools = Callable[[int], RankPool]
 
-NUM_COVERING = 102
+NUM_COVERING = 104
 NUM_CUBES = 20  # grids of tp 2 x pp 2 x dp 2 among them
 NUM_SHARDS, SHARD_SIZE = 40, 4  # hypothesis draws some of them twice
 

@@ -58,6 +58,10 @@ ONE_RANK: dict[str, dict[str, Any]] = {
     "norms after, geglu, norms of the projections, part of each head rotated": LLAMA
     | {"norm_position": "after", "activation": "geglu_tanh", "qk_layernorm": True, "qk_layernorm_scope": "projection"}
     | {"kv_channels": 8, "rotary_percent": 0.5},
+    "norms after the rotation, scaled branches and logits": LLAMA
+    | {"qk_layernorm": True, "qk_layernorm_after_rope": True, "residual_scale": 0.5, "logits_scaling": 3.0},
+    "latent attention, queries that grow": LATENT
+    | {"rope_scaling_type": "yarn", "rope_original_max_position_embeddings": 3, "yarn_query_scale": 0.5},
     "full recompute, dropout": FULL | DROPOUT,
     "full recompute that keeps attention": LLAMA | FULL | {"recompute_keep_attention": True},
     "recomputed modules": LLAMA

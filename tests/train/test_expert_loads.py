@@ -10,7 +10,6 @@ import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups, build_process_groups
-from megapipe.errors import ConfigError
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.layers.model import model_states
 from megapipe.optimizer.schedule import Rates
@@ -127,11 +126,6 @@ def after_two_steps(rank: int, world_size: int, options: dict[str, Any]) -> list
 def test_every_rank_has_the_biases_of_one_rank(options: dict[str, Any], rank_pools: Callable[[int], RankPool]) -> None:
     ((*expected,),) = rank_pools(1).run(after_two_steps, {})
     assert all(found == expected for found in rank_pools(4).run(after_two_steps, options))
-
-
-def test_a_bias_needs_sigmoid_scores() -> None:
-    with pytest.raises(ConfigError, match="--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid"):
-        resolve(make_config(**MODEL | {"moe_router_enable_expert_bias": True}), 1)
 
 
 def reported(rank: int, world_size: int, options: dict[str, Any]) -> ExpertReport | None:

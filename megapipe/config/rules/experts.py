@@ -22,9 +22,9 @@ def choice(config: Config, layer: LayerConfig) -> Iterator[str]:
     if topk == 1 and is_softmax and not layer.moe_router_pre_softmax and not layer.has_sinkhorn:
         rule = "the softmax over one chosen expert is 1 for any score, so that the router would not learn"
         yield f"--moe-router-topk 1: {rule}; add --moe-router-pre-softmax"
-    if layer.moe_router_enable_expert_bias and is_softmax:
-        rule = "the bias is added to scores that do not depend on each other"
-        yield f"--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: {rule}"
+    if not layer.moe_router_norm_topk_prob and is_softmax:
+        way = "--moe-router-pre-softmax leaves the weights of a softmax as they are"
+        yield f"--no-moe-router-norm-topk-prob belongs to --moe-router-score-function sigmoid: {way}"
     if groups is None:
         return
     if taken is None:
@@ -34,9 +34,12 @@ def choice(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"--moe-router-num-groups {groups} does not divide --num-experts {experts}; {ways}"
     elif taken > groups:
         yield f"--moe-router-group-topk {taken} is above --moe-router-num-groups {groups}; use at most {groups}"
-    elif taken > topk:
+    elif taken > topk and layer.moe_router_group_score_topk is None:
         rule = "a group's score is the sum of its topk // group-topk best experts, of which there would be none"
-        yield f"--moe-router-group-topk {taken} is above --moe-router-topk {topk}: {rule}; use at most {topk}"
+        yield f"--moe-router-group-topk {taken} is above --moe-router-topk {topk}: {rule}; use at most {topk}, or give --moe-router-group-score-topk"
+    elif (layer.moe_router_group_score_topk or 1) > experts // groups:
+        rule = f"a group has {experts // groups} experts"
+        yield f"--moe-router-group-score-topk {layer.moe_router_group_score_topk}: {rule}; use at most as many"
     elif topk > taken * (experts // groups):
         held = f"{taken} of {groups} groups hold {taken * (experts // groups)} experts"
         yield f"--moe-router-topk {topk}: {held}; raise --moe-router-group-topk"

@@ -92,6 +92,12 @@ def latent_attention(config: Config) -> Iterator[str]:
     if model.num_query_groups not in (None, model.num_attention_heads):
         rule = f"each of the {model.num_attention_heads} heads has its own keys and values"
         yield f"{flag} with --num-query-groups {model.num_query_groups}: {rule}; leave it out"
+    if model.qk_layernorm_after_rope:
+        rule = "its norms are those of latents, before there are heads"
+        yield f"--qk-layernorm-after-rope with {flag}: {rule}; leave one of the two out"
+    if model.yarn_query_scale and model.rope_scaling_type != "yarn":
+        rule = "positions are divided by the length that YaRN scales from"
+        yield f"--yarn-query-scale {model.yarn_query_scale:g} needs --rope-scaling-type yarn: {rule}"
     if values > width:
         yield f"--v-head-dim {values} is above the {width} channels of query heads; use at most {width}"
     kinds = kinds_of(model)

@@ -40,6 +40,7 @@ def guess(folder: Path) -> str:
 # flags that mean something for some formats alone: argument -> (its side, formats)
 CONCERNS = {
     "ignore_key": ("from", HUGGING_FACE),
+    "text_only": ("from", HUGGING_FACE),
     "vocab_size": ("from", MEGATRON),
     "weights_only": ("from", MEGATRON, DCP),
     "drop_vocab_padding": ("from", MEGATRON),
@@ -76,6 +77,11 @@ OPTIONS = (
     option("--print-config", "print the source's configuration as YAML; convert nothing", action="store_true"),
     "reading",
     option("--ignore-key", "ignore this key of config.json", action="append", default=[], metavar="KEY"),
+    option(
+        "--text-only",
+        "convert the text model of a model with images, sound or video, and list what is left out",
+        action="store_true",
+    ),
     option("--seq-length", "training length of a converted model (default: its positions, at most 4096)", type=int),
     option("--vocab-size", "true vocabulary size, if a Megatron checkpoint only has the padded one", type=int),
     option(
@@ -168,7 +174,7 @@ def read(source_format: str, own: argparse.Namespace) -> Snapshot:
     if source_format == OWN:
         return read_checkpoint(own.source, own.step)
     if source_format == HUGGING_FACE:
-        return hugging_face.read(own.source, frozenset(own.ignore_key))
+        return hugging_face.read(own.source, frozenset(own.ignore_key), own.text_only)
     if source_format == DCP:
         return dcp_run.read(own.source, own.step, own.config, own.weights_only)
     is_distributed = megatron_dist.is_distributed(iteration_folder(own.source, own.step))

@@ -6,7 +6,7 @@ prediction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from megapipe.extras.convert.tables import (
     of_experts,
     of_experts_transposed,
     stacked_experts,
+    stacked_transposed_experts,
     unwritten,
 )
 
@@ -90,8 +91,13 @@ GPT_OSS_ROWS = (
     Row(f"{OURS}.mlp.experts.bias1", (f"{LLAMA}.mlp.experts.gate_up_proj_bias",), interleaved_experts),
     Row(f"{OURS}.mlp.experts.bias2", (f"{LLAMA}.mlp.experts.down_proj_bias",), stacked_experts),
 )
+STACKED_ROWS = (  # of one tensor for all experts
+    *ROWS[:1],
+    Row(f"{OURS}.mlp.experts.weight1", (f"{LLAMA}.mlp.experts.gate_up_proj",), stacked_experts),
+    Row(f"{OURS}.mlp.experts.weight2", (f"{LLAMA}.mlp.experts.down_proj",), stacked_transposed_experts),
+)
 _LATENTS, _THEIRS = f"{OURS}.self_attention", f"{LLAMA}.self_attn"
-DEEPSEEK_ROWS = (
+LATENT_ROWS = (
     Row(f"{_LATENTS}.linear_q_proj", (f"{_THEIRS}.q_proj",), latent_queries),
     Row(f"{_LATENTS}.linear_q_down_proj", (f"{_THEIRS}.q_a_proj",)),
     Row(f"{_LATENTS}.q_layernorm", (f"{_THEIRS}.q_a_layernorm",)),
@@ -99,8 +105,9 @@ DEEPSEEK_ROWS = (
     Row(f"{_LATENTS}.linear_kv_down_proj", (f"{_THEIRS}.kv_a_proj_with_mqa",), latent_keys),
     Row(f"{_LATENTS}.kv_layernorm", (f"{_THEIRS}.kv_a_layernorm",)),
     Row(f"{_LATENTS}.linear_kv_up_proj", (f"{_THEIRS}.kv_b_proj",)),
-    *GLM_ROWS,
+    *shared_rows("mlp.shared_experts"),
     *PREDICTION_ROWS,
+    GLM_ROWS[-1],
 )
 QWEN_2_ROWS = (
     *ROWS,
@@ -149,14 +156,15 @@ def all_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
     return (*count_and_choice(num_experts, topk), expert_width(DENSE_WIDTH, "ffn_hidden_size"))
 
 
+def dense_width(layers: Layers) -> int:
+    """Return the width of the first layer without experts, of any layer if all have some."""
+    dense = (layer.ffn_hidden_size for layer in layers if layer.num_experts is None and layer.has_mlp)
+    return next(dense, layers[0].ffn_hidden_size)
+
+
 def some_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
     """Return the rules of experts in some layers, of another width than the MLPs of the others. Arguments likewise."""
-
-    def width_of(layers: Layers) -> int:
-        dense = (layer.ffn_hidden_size for layer in layers if layer.num_experts is None and layer.has_mlp)
-        return next(dense, layers[0].ffn_hidden_size)
-
-    width = key(DENSE_WIDTH, "ffn_hidden_size", value_of=width_of)
+    width = key(DENSE_WIDTH, "ffn_hidden_size", value_of=dense_width)
     return (*count_and_choice(num_experts, topk), width, EXPERT_WIDTH)
 
 
@@ -214,14 +222,41 @@ def dense_layers(default: int) -> Rule:
     return Rule((FIRST,), read, lambda layers: {FIRST: [layer.num_experts is not None for layer in layers].index(True)})
 
 
-def shared_experts(default_count: int, default_width: int | None = None) -> Rule:
-    """Return the rule of the width of all shared experts together, a multiple of that of one expert."""
+MLP_TYPES, MLP_WORDS = "mlp_layer_types", {"dense": False, "sparse": True}
+
+
+def mlp_types(default_dense: int, first: str = FIRST) -> Rule:
+    """Return the rule of layers with experts by mlp_layer_types. first: a key with the number of dense layers."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        count = settings.get(SHARED_COUNT)
+        count, stated = int(settings["num_hidden_layers"]), settings.get(first)
+        dense = default_dense if stated is None else stated
+        types = settings.get(MLP_TYPES) or ["dense"] * dense + ["sparse"] * (count - dense)
+        if unknown := sorted(set(types) - MLP_WORDS.keys()):
+            raise ConfigError(f"{MLP_TYPES} {unknown[0]!r} cannot be expressed; it can be {', '.join(MLP_WORDS)}")
+        if len(types) != count:
+            raise ConfigError(f"{MLP_TYPES} has {len(types)} entries, num_hidden_layers is {count}")
+        marks = [MLP_WORDS[kind] for kind in types]
+        if stated is not None and marks != [layer >= stated for layer in range(count)]:
+            raise ConfigError(f"{MLP_TYPES} and {first} {stated} contradict each other; correct the file")
+        return expert_layers(marks, MLP_TYPES)
+
+    def write(layers: Layers) -> dict[str, Any]:
+        return {MLP_TYPES: ["dense" if layer.num_experts is None else "sparse" for layer in layers]}
+
+    return Rule((MLP_TYPES, first), read, write)
+
+
+def shared_experts(default_count: int, default_width: int | None = None, name: str = SHARED_COUNT) -> Rule:
+    """Return the rule of the width of all shared experts together, a multiple of that of one expert. name: of the key
+    with their number.
+    """
+
+    def read(settings: Settings) -> dict[str, Any]:
+        count = settings.get(name)
         count = default_count if count is None else count
         if not count >= 1:
-            raise ConfigError(f"{SHARED_COUNT} {count} cannot be expressed: this architecture has shared experts")
+            raise ConfigError(f"{name} {count} cannot be expressed: this architecture has shared experts")
         return {SHARED: count * settings.get(WIDTH, default_width)}
 
     def write(layers: Layers) -> dict[str, Any]:
@@ -230,35 +265,55 @@ def shared_experts(default_count: int, default_width: int | None = None) -> Rule
         if not shared or shared % width:
             rule = f"its shared experts are as wide as a number of experts, {width} each"
             raise ConfigError(f"shared experts of {shared} channels cannot be expressed: {rule}")
-        return {SHARED_COUNT: shared // width}
+        return {name: shared // width}
 
-    return Rule((SHARED_COUNT,), read, write)
-
-
-def read_groups(settings: Settings) -> dict[str, Any]:
-    """Read the groups that a token chooses first. Their score is the sum of the best two experts of each."""
-    groups, taken, topk = settings.get(GROUPS) or 1, settings.get(TAKEN) or 1, settings.get(TOPK) or 8
-    if groups == 1:
-        return {}
-    if topk != 2 * taken:
-        scores = f"a group's score is the sum of its {TOPK} / {TAKEN} best experts here, and of its best two there"
-        raise ConfigError(f"{GROUPS} {groups} with {TOPK} {topk} and {TAKEN} {taken} cannot be expressed: {scores}")
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": taken}
+    return Rule((name,), read, write)
 
 
-def write_groups(layers: Layers) -> dict[str, Any]:
-    layer = of_expert_layer(layers)
-    return {GROUPS: layer.moe_router_num_groups or 1, TAKEN: layer.moe_router_group_topk or 1}
+def groups(count: int, taken: int, scored: int = 2) -> Rule:
+    """Return the rule of the groups that a token chooses first, with the defaults of its two keys. scored: the best
+    experts of a group that its score is the sum of.
+    """
+
+    def read(settings: Settings) -> dict[str, Any]:
+        of_all = count if settings.get(GROUPS) is None else settings[GROUPS]
+        chosen = taken if settings.get(TAKEN) is None else settings[TAKEN]
+        if of_all == chosen:  # all groups are taken
+            return {}
+        fields = {"moe_router_num_groups": of_all, "moe_router_group_topk": chosen}
+        return fields | {"moe_router_group_score_topk": scored}
+
+    def write(layers: Layers) -> dict[str, Any]:
+        layer = of_expert_layer(layers)
+        return {GROUPS: layer.moe_router_num_groups or 1, TAKEN: layer.moe_router_group_topk or 1}
+
+    return Rule((GROUPS, TAKEN), read, write)
+
+
+def normalized(default: bool) -> Rule:
+    """Return the rule of whether sigmoid scores are divided by the sum over the chosen experts."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        value = settings.get(NORMALIZED)
+        value = default if value is None else value
+        if value and settings.get(TOPK) == 1:
+            rule = "weights of one chosen expert are not normalized here"
+            raise ConfigError(f"{TOPK} 1 with {NORMALIZED} true cannot be expressed: {rule}")
+        return {"moe_router_norm_topk_prob": value}
+
+    return Rule((NORMALIZED,), read, lambda layers: {NORMALIZED: of_expert_layer(layers).moe_router_norm_topk_prob})
 
 
 SCALING, FACTOR = "routed_scaling_factor", "moe_router_topk_scaling_factor"  # on the weights of the chosen experts
-SIGMOID_ROUTER = (
-    always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32"),
-    fixed(NORMALIZED, True, "sigmoid scores are divided by the sum over the chosen experts here"),
-    key(SCALING, FACTOR, 1.0, value_of=lambda layers: getattr(of_expert_layer(layers), FACTOR) or 1.0),
-    Rule((GROUPS, TAKEN), read_groups, write_groups),
-    shared_experts(1),
-)
+
+
+def scaling(default: float = 1.0, name: str = SCALING) -> Rule:
+    """Return the rule of the factor on the weights of the chosen experts."""
+    return key(name, FACTOR, default, value_of=lambda layers: getattr(of_expert_layer(layers), FACTOR) or 1.0)
+
+
+SIGMOID = always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32")
+SIGMOID_ROUTER = (SIGMOID, normalized(True), scaling(), groups(1, 1), shared_experts(1))
 FIRST_DENSE = dense_layers(1)
 
 # ---------------------------------------------------------------------------------------------------- GPT-OSS
@@ -303,61 +358,59 @@ def check_deepseek(layers: Layers) -> dict[str, Any]:
     return {}
 
 
-def read_choice(settings: Settings) -> dict[str, Any]:
-    """Read how a token chooses experts. In transformers a group's score is the sum of its two best experts'."""
-    groups, taken, topk = (settings.get(name, default) for name, default in ((GROUPS, 8), (TAKEN, 4), (TOPK, 8)))
-    if topk < 2:
-        raise ConfigError(f"{TOPK} {topk} cannot be expressed: weights of one chosen expert are not normalized here")
-    fields = {"moe_router_topk": topk, "moe_router_num_groups": None, "moe_router_group_topk": None}
-    if groups == taken:  # all groups are taken
-        return fields
-    if topk != 2 * taken:
-        rule = f"here a group's score is the sum of its {TOPK} / {TAKEN} best experts', there of two"
-        raise ConfigError(f"{TOPK} {topk} with {TAKEN} {taken} cannot be expressed: {rule}")
-    return fields | {"moe_router_num_groups": groups, "moe_router_group_topk": taken}
-
-
 BY_GROUP, GREEDY, METHOD = "group_limited_greedy", "greedy", "topk_method"
 
 
-def read_choice_of_v2(settings: Settings) -> dict[str, Any]:
-    """Read how a token chooses experts in DeepSeek-V2, where a group's score is that of its best expert."""
-    groups, taken, topk = settings.get(GROUPS) or 1, settings.get(TAKEN) or 1, settings.get(TOPK)
+def read_groups_of_v2(settings: Settings) -> dict[str, Any]:
+    """Read the groups of DeepSeek-V2, whose score is that of their best expert."""
     method = settings.get(METHOD) or GREEDY
     if method not in (GREEDY, BY_GROUP):
         raise ConfigError(f"{METHOD} {method!r} cannot be expressed; it can be {GREEDY}, {BY_GROUP}")
-    if topk is None:
-        raise ConfigError(f"the key {TOPK} is missing")
-    if method == GREEDY or groups == taken:
-        return {"moe_router_topk": topk}
-    if topk != taken:
-        rule = f"a group's score is that of its best expert there, and here the sum of its {TOPK} / {TAKEN} best"
-        raise ConfigError(f"{METHOD} {BY_GROUP} with {TOPK} {topk} and {TAKEN} {taken} cannot be expressed: {rule}")
-    return {"moe_router_topk": topk, "moe_router_num_groups": groups, "moe_router_group_topk": taken}
+    if method == GREEDY:
+        return {}
+    return BEST_OF_GROUP.read(settings)
 
 
-def write_choice_of_v2(layers: Layers) -> dict[str, Any]:
-    layer = of_expert_layer(layers)
-    groups, taken = layer.moe_router_num_groups, layer.moe_router_group_topk
-    return {TOPK: layer.moe_router_topk, GROUPS: groups, TAKEN: taken, METHOD: BY_GROUP if groups else GREEDY}
+def write_groups_of_v2(layers: Layers) -> dict[str, Any]:
+    if of_expert_layer(layers).moe_router_num_groups is not None:
+        return BEST_OF_GROUP.write(layers) | {METHOD: BY_GROUP}
+    return BEST_OF_GROUP.write(layers) | {GROUPS: None, TAKEN: None, METHOD: GREEDY}
 
 
+BEST_OF_GROUP = groups(1, 1, scored=1)
 PLAIN, ROTATED = "qk_nope_head_dim", "qk_rope_head_dim"
 BY_OTHERS = "its value by the other keys"
-_DEEPSEEK = (
+
+
+def latent_sizes(
+    queries: int = 1536,
+    plain: int = 128,
+    values: int = 128,
+    epsilon: float = 1e-6,
+    latent: int = 512,
+    head: Callable[[int, int], int] = lambda rotated, plain: rotated,
+) -> tuple[Rule, ...]:
+    """Return the rules of the sizes of latent attention and of the norms' epsilon. The arguments are defaults; head:
+    what head_dim repeats, of the rotated and the other channels of a head.
+    """
+    return (
+        key("kv_lora_rank", "kv_lora_rank", latent),
+        nullable("q_lora_rank", "q_lora_rank", queries),
+        key(PLAIN, "qk_head_dim", plain),
+        key(ROTATED, "qk_pos_emb_head_dim", 64),
+        key("v_head_dim", "v_head_dim", values),
+        again("head_dim", BY_OTHERS, lambda own: head(own.get(ROTATED, 64), own.get(PLAIN, plain))),
+        again("qk_head_dim", BY_OTHERS, lambda own: own.get(ROTATED, 64) + own.get(PLAIN, plain)),
+        key("rms_norm_eps", "norm_epsilon", epsilon),
+    )
+
+
+LATENT_ATTENTION = (
     Rule((), lambda settings: {}, check_deepseek),
-    key("kv_lora_rank", "kv_lora_rank", 512),
-    nullable("q_lora_rank", "q_lora_rank", 1536),
-    key(PLAIN, "qk_head_dim", 128),
-    key(ROTATED, "qk_pos_emb_head_dim", 64),
-    key("v_head_dim", "v_head_dim", 128),
-    again("head_dim", BY_OTHERS, lambda own: own.get(ROTATED, 64)),
-    again("qk_head_dim", BY_OTHERS, lambda own: own.get(ROTATED, 64) + own.get(PLAIN, 128)),
     replace(
         again("num_key_value_heads", BY_OTHERS, lambda own: own["num_attention_heads"]),
         write=lambda layers: {"num_key_value_heads": layers[0].num_attention_heads},
     ),
-    key("rms_norm_eps", "norm_epsilon", 1e-6),
     fixed("attention_bias", False, "projections of latent attention have no biases here"),
     unwritten(fixed("moe_layer_freq", 1, "all layers after the dense ones have experts")),
     # of training, without effect here, and of 8-bit weights, which the reader of tensors dequantizes
@@ -371,33 +424,36 @@ _DEEPSEEK = (
         moe_shared_expert_gate=False,
     ),
 )
+OF_SIGMOIDS = (
+    unwritten(fixed("scoring_func", "sigmoid", "scores of this architecture are sigmoids")),
+    unwritten(fixed(METHOD, "noaux_tc", "experts of this architecture are chosen with a bias")),
+)
+COUNT = ("n_routed_experts", "num_local_experts")
 DEEPSEEK_V3 = (
-    *_DEEPSEEK,
-    expert_key("n_routed_experts", "num_experts", 256),
+    *LATENT_ATTENTION,
+    *latent_sizes(),
+    expert_key(COUNT, "num_experts", 256),
     expert_key(SCALING, FACTOR, 2.5, none=1.0),
     dense_layers(3),
     expert_width(WIDTH, "moe_ffn_hidden_size", 2048),
     shared_experts(1, 2048),
-    Rule(
-        (GROUPS, TAKEN, TOPK),
-        read_choice,
-        lambda layers: {TOPK: of_expert_layer(layers).moe_router_topk, **write_groups(layers)},
-    ),
-    fixed(NORMALIZED, True, "weights of the chosen experts are normalized here"),
-    fixed("rope_interleave", True, "rotary pairs of this architecture are read as neighbouring channels"),
-    unwritten(fixed("scoring_func", "sigmoid", "scores of this architecture are sigmoids")),
-    unwritten(fixed(METHOD, "noaux_tc", "experts of this architecture are chosen with a bias")),
+    expert_key(TOPK, "moe_router_topk", 8),
+    groups(8, 4),
+    normalized(True),
+    *OF_SIGMOIDS,
     PREDICTION,
-    always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+    SIGMOID,
 )
 DEEPSEEK_V2 = (
-    *_DEEPSEEK,
+    *LATENT_ATTENTION,
+    *latent_sizes(),
     expert_key("n_routed_experts", "num_experts", 64),
     expert_key(SCALING, FACTOR, 1.0, none=1.0),
     dense_layers(0),
     expert_width(WIDTH, "moe_ffn_hidden_size", 1407),
     shared_experts(2, 1407),
-    Rule((GROUPS, TAKEN, TOPK, METHOD), read_choice_of_v2, write_choice_of_v2),
+    expert_key(TOPK, "moe_router_topk"),
+    Rule((GROUPS, TAKEN, METHOD), read_groups_of_v2, write_groups_of_v2),
     fixed(NORMALIZED, False, "transformers never normalizes the weights of the chosen experts in DeepSeek-V2"),
     fixed("mlp_bias", False, "projections of latent attention have no biases, and here all linears have or none has"),
     unwritten(fixed("scoring_func", "softmax", "scores of this architecture are a softmax")),

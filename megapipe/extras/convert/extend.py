@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from megapipe.errors import ConfigError
-from megapipe.extras.convert.families import FAMILIES, HEAD_DIM, LLAMA_BIASES, Family, llama_family, llama_rows
+from megapipe.extras.convert.families import FAMILIES
+from megapipe.extras.convert.family import HEAD_DIM, LLAMA_BIASES, Family, llama_family, llama_rows
 from megapipe.extras.convert.layer_types import ROPE, rope, rope_fields
 from megapipe.extras.convert.tables import (
     Layers,

@@ -8,67 +8,59 @@ from __future__ import annotations
 import csv
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
-from megapipe.config.rules.check import check
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts, layer_types
-from megapipe.extras.convert.snapshot import INERT
+from megapipe.extras.convert.family import (
+    HEAD_DIM,
+    INIT_STD,
+    LLAMA_BIASES,
+    NO_ATTENTION_BIAS,
+    NO_BIAS,
+    NORMS_AFTER,
+    NORMS_AROUND,
+    UNTIED,
+    UNUSUAL_HEAD_DIM,
+    Family,
+    deepseek_family,
+    llama_family,
+)
+from megapipe.extras.convert.mixtures import (
+    dots1,
+    ernie4_5_moe,
+    exaone_moe,
+    glm4_moe_lite,
+    granitemoe,
+    hunyuan_v1_moe,
+    hy_v3,
+    minimax_m2,
+    mistral4,
+    qwen3_vl_moe,
+)
+from megapipe.extras.convert.snapshot import INTERLEAVE
 from megapipe.extras.convert.tables import (
     LAYER,
-    LLAMA,
     OURS,
     Row,
     Rule,
     Settings,
     again,
     always,
-    check_expressed,
     fixed,
     fused_qkv,
-    gate_and_up,
     key,
     nullable,
-    read_fields,
-    separate_qkv,
     shared,
     transposed,
     unwritten,
-    write_keys,
 )
 from megapipe.registry import EXTENSIONS, Registry
 
-LONGEST_SEQUENCE = 4096  # default training length of converted models with more positions (--seq-length overrides)
 GPT2 = f"transformer.h.{LAYER}"
-
-
-def llama_rows(norms: Mapping[str, str]) -> tuple[Row, ...]:
-    """Return the rows of Llama and its relatives. norms: our norms of the hidden states -> theirs."""
-    return (
-        Row("embedding.word_embeddings", ("model.embed_tokens",)),
-        *(Row(f"{OURS}.{ours}", (f"{LLAMA}.{theirs}",)) for ours, theirs in norms.items()),
-        Row(f"{OURS}.self_attention.linear_qkv", tuple(f"{LLAMA}.self_attn.{x}_proj" for x in "qkv"), separate_qkv),
-        Row(f"{OURS}.self_attention.q_layernorm", (f"{LLAMA}.self_attn.q_norm",)),
-        Row(f"{OURS}.self_attention.k_layernorm", (f"{LLAMA}.self_attn.k_norm",)),
-        Row(f"{OURS}.self_attention.linear_proj", (f"{LLAMA}.self_attn.o_proj",)),
-        Row(f"{OURS}.mlp.linear_fc1", (f"{LLAMA}.mlp.gate_proj", f"{LLAMA}.mlp.up_proj"), gate_and_up),
-        Row(f"{OURS}.mlp.linear_fc2", (f"{LLAMA}.mlp.down_proj",)),
-        Row("decoder.final_layernorm", ("model.norm",)),
-        Row("output_layer", ("lm_head",)),
-    )
-
-
-NORMS_BEFORE = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-NORMS_AFTER = {
-    "post_self_attn_layernorm": "post_attention_layernorm",
-    "post_mlp_layernorm": "post_feedforward_layernorm",
-}
-NORMS_AROUND = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "pre_feedforward_layernorm", **NORMS_AFTER}
 GPT2_ROWS = (
     Row("embedding.word_embeddings", ("transformer.wte",)),
     Row("embedding.position_embeddings", ("transformer.wpe",)),
@@ -82,15 +74,6 @@ GPT2_ROWS = (
     Row("output_layer", ("lm_head",)),
 )
 
-UNTIED, TIED_WORDS = "untie_embeddings_and_output_weights", {False: True, True: False}
-INIT_STD = key("initializer_range", "init_method_std", 0.02)
-VOCABULARY = key("vocab_size", "vocab_size"), key("hidden_size", "hidden_size")
-LAYERS = key("num_hidden_layers", "num_layers"), key("num_attention_heads", "num_attention_heads")
-TRAINED = (
-    key("attention_dropout", "attention_dropout", 0.0),
-    INIT_STD,
-    always(normalization="RMSNorm", hidden_dropout=0.0),
-)
 GPT2_ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -123,93 +106,6 @@ GPT2_RULES = (
     always(position_embedding_type="learned_absolute", normalization="LayerNorm"),
 )
 
-
-# --------------------------------------------------------------------------------------------------- families
-
-
-@dataclass(frozen=True)
-class Family:
-    """One architecture, with its tables of tensors (rows) and settings (rules)."""
-
-    architecture: str
-    model_type: str
-    rows: tuple[Row, ...]
-    rules: tuple[Rule, ...]
-    prefix: str = "model."  # missing from all names if the base model was saved without its head
-    # suffixes of tensors that are not learned (masks, frequencies), which are skipped
-    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
-
-    def read(self, theirs: Settings, ignored: frozenset[str] = frozenset()) -> ModelConfig:
-        """Return our model section. Raises ConfigError naming a key that is unknown or cannot be expressed."""
-        known = {name for rule in self.rules for name in rule.keys} | INERT | ignored
-        unknown = [name for name in theirs if name not in known]
-        if unknown:
-            raise ConfigError(
-                f"unknown keys of {self.architecture}: {', '.join(unknown)}. They might change what the model "
-                f"computes; if {unknown[0]} does not, give --ignore-key {unknown[0]}"
-            )
-        fields = read_fields(self.rules, theirs)
-        model = ModelConfig(**fields, seq_length=min(fields["max_position_embeddings"], LONGEST_SEQUENCE))
-        check(Config(model=model))
-        return model
-
-    def write(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of config.json. Raises ConfigError naming the first field that cannot be expressed."""
-        theirs: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
-        try:
-            theirs |= write_keys(self.rules, model)
-        except ConfigError as error:
-            raise ConfigError(f"{self.architecture} cannot express it: {error}") from None
-        check_expressed(model, self.read(theirs), self.architecture)
-        return theirs
-
-
-HIDDEN_ACT = key("hidden_act", "activation", "silu", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"})
-
-
-def llama_family(
-    architecture: str,
-    model_type: str,
-    max_positions: int,
-    *more: Rule,
-    norms: Mapping[str, str] = NORMS_BEFORE,
-    epsilon: float = 1e-6,
-    groups: int | None = None,
-    tied: bool = False,
-    rope: Rule = layer_types.ROPE,
-    activation: Rule = HIDDEN_ACT,
-    mlp: tuple[Rule, ...] = (key("intermediate_size", "ffn_hidden_size"),),
-    more_rows: tuple[Row, ...] = (),
-) -> Family:
-    """Return Llama or a relative of it. more: rules besides the common ones. The others are defaults and variants."""
-
-    def query_groups(settings: Settings) -> int:
-        if groups is not None and "num_key_value_heads" not in settings:  # null: as many as heads
-            return groups
-        return int(settings["num_attention_heads"])
-
-    rules = (
-        *VOCABULARY,
-        *LAYERS,
-        key("num_key_value_heads", "num_query_groups", query_groups),
-        key("max_position_embeddings", "max_position_embeddings", max_positions),
-        key("rms_norm_eps", "norm_epsilon", epsilon),
-        key("tie_word_embeddings", UNTIED, tied, TIED_WORDS),
-        *TRAINED,
-    )
-    all_rules = (*rules, activation, rope, *mlp, *more)
-    return Family(architecture, model_type, (*llama_rows(norms), *more_rows), all_rules)
-
-
-HEAD_DIM = key("head_dim", "kv_channels", lambda own: int(own["hidden_size"]) // int(own["num_attention_heads"]))
-LLAMA_BIASES = shared(
-    ("attention_bias", "mlp_bias"), "add_bias_linear", False, "here all linear layers have biases or none has"
-)
-NO_BIAS = always(add_bias_linear=False)
-NO_ATTENTION_BIAS = (
-    fixed("attention_bias", False, "its MLP has no biases, and here all linears have or none has"),
-    NO_BIAS,
-)
 
 # Gemma names one of two keys of the activation; the other one may stand beside it, without effect
 TANH, TANH_GELU = "gelu_pytorch_tanh", "here the activation of a Gemma is tanh GELU"
@@ -255,14 +151,6 @@ GEMMA_3 = (
     always(qk_layernorm=True),
     fixed("attn_logit_softcapping", None, "the attention of this architecture has no soft-cap in transformers"),
     nullable("final_logit_softcapping", "final_logit_softcapping", None),
-)
-UNUSUAL_HEAD_DIM = replace(  # a key that a configuration does not name, but its attention reads
-    HEAD_DIM,
-    write=lambda layers: (
-        {}
-        if layers[0].kv_channels * layers[0].num_attention_heads == layers[0].hidden_size
-        else {"head_dim": layers[0].kv_channels}
-    ),
 )
 OLMO = (
     *NO_ATTENTION_BIAS,
@@ -437,32 +325,29 @@ _BUILT_IN = (
 )
 # model types whose own code equals that of a known architecture
 SAME_MODEL_TYPES = {"DeepseekV3ForCausalLM": ("kimi_k2",)}
-_WITHOUT_LATENTS = {f"{OURS}.self_attention.{name}" for name in ("linear_qkv", "q_layernorm", "k_layernorm")}
-
-
-def deepseek_family(architecture: str, model_type: str, positions: int, rules: tuple[Rule, ...]) -> Family:
-    """Return DeepSeek-V2 or V3. rules: of latent attention and experts. positions: the default of their number."""
-    rows = (*(row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS), *experts.DEEPSEEK_ROWS)
-    common = (
-        *VOCABULARY,
-        key("intermediate_size", "ffn_hidden_size"),
-        *LAYERS,
-        key("max_position_embeddings", "max_position_embeddings", positions),
-        key("tie_word_embeddings", UNTIED, False, TIED_WORDS),
-        *TRAINED,
-        HIDDEN_ACT,
-        layer_types.ROPE,
-    )
-    return Family(architecture, model_type, rows, (*common, *rules))
-
-
+_MIXTURES = (
+    dots1.FAMILY,
+    ernie4_5_moe.FAMILY,
+    exaone_moe.FAMILY,
+    glm4_moe_lite.FAMILY,
+    hunyuan_v1_moe.FAMILY,
+    hy_v3.FAMILY,
+    minimax_m2.FAMILY,
+    mistral4.FAMILY,
+    granitemoe.FAMILY,
+)
 _DEEPSEEK = (
     deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, experts.DEEPSEEK_V3),
-    deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, experts.DEEPSEEK_V2),
+    deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, experts.DEEPSEEK_V2, interleave=None),
 )
 FAMILIES: Registry[Family] = Registry(
-    "conversion family", "--architecture", {family.architecture: family for family in (*_BUILT_IN, *_DEEPSEEK)}
+    "conversion family",
+    "--architecture",
+    {family.architecture: family for family in (*_BUILT_IN, *_DEEPSEEK, *_MIXTURES)},
 )
+
+# of models with images that are read with --text-only; an export writes a family that computes the same
+TEXT_TOWERS = {family.model_type: family for family in (qwen3_vl_moe.FAMILY,)}
 
 REFUSED: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, a Gemma3ForCausalLM, which "
@@ -484,13 +369,18 @@ def family_of(config: Mapping[str, Any]) -> Family:
         if kind not in (None, family.model_type, *SAME_MODEL_TYPES.get(family.architecture, ())):
             rule = f"transformers goes by the second, and the first is a {family.model_type!r}"
             raise ConfigError(f"architectures {named[0]} and model_type {kind!r} contradict each other: {rule}")
-        return family
+        return family.halves if family.halves is not None and config.get(INTERLEAVE) is False else family
     name = ", ".join(named) or str(config.get("model_type"))
     if name in REFUSED:
         raise ConfigError(f"{name} cannot be expressed: {REFUSED[name]}")
     if missing := missing_features(config):
         raise ConfigError(f"{name} cannot be expressed: megapipe lacks {'; '.join(missing)}")
     raise ConfigError(f"unknown architecture {name}; known are {', '.join(FAMILIES)}{EXTENSIONS.hint}")
+
+
+def text_family_of(text: Mapping[str, Any]) -> Family:
+    """Return the family of a text_config. Raises ConfigError for a model type without a table."""
+    return TEXT_TOWERS.get(str(text.get("model_type"))) or family_of(text)
 
 
 def choose_family(

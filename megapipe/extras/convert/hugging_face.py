@@ -26,10 +26,12 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.rules.check import Rule
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.experts import PREDICTED, QUANTIZATION
-from megapipe.extras.convert.families import choose_family, family_of
+from megapipe.extras.convert.families import choose_family, family_of, text_family_of
+from megapipe.extras.convert.family import Family
 from megapipe.extras.convert.snapshot import (
     DTYPE_NAMES,
     INERT,
+    INTERLEAVE,
     LazyTensor,
     Snapshot,
     are_equal,
@@ -60,18 +62,22 @@ COMPANIONS = tuple(
 )
 
 
-def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
-    """Read a folder. ignored: unknown keys of config.json that the user declares to be without effect.
+def read(folder: Path, ignored: frozenset[str] = frozenset(), text_only: bool = False) -> Snapshot:
+    """Read a folder. ignored: unknown keys of config.json that the user declares to be without effect. text_only: leave
+    out all but the text model of a model with images, sound or video.
 
     Raises ConfigError naming the key, CheckpointError naming the tensor or file, that cannot be converted.
     """
     config = _json(folder / CONFIG)
     try:
-        family = family_of(config)
+        config = text_settings(config) if text_only else config
+        family = text_family_of(config) if text_only else family_of(config)
         model = family.read(config, ignored)
     except ConfigError as error:
-        raise ConfigError(f"{folder / CONFIG}: {error}") from None
-    found = dequantized(folder, stored_tensors(folder), config.get(QUANTIZATION))
+        raise ConfigError(f"{folder / CONFIG}: {error}{_text_hint(config)}") from None
+    found, remarks = dequantized(folder, stored_tensors(folder), config.get(QUANTIZATION)), tuple[str, ...]()
+    if text_only:
+        found, remarks = text_tensors(found)
     if not any(name.startswith(family.prefix) for name in found):  # the base model was saved without its head
         whole = map_tensors(family.rows, unpadded(model), family.architecture)
         known = {HEAD, *(name for entry in whole for name in entry.theirs)}
@@ -88,6 +94,7 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
     missing = sorted(wanted - found.keys())
     if missing:
         raise CheckpointError(f"{folder} lacks the tensor {first_of(missing)}, which its {CONFIG} requires")
+    found = _turned(family, mapped, found)
     extra = found.keys() - wanted - left_out - copies(model).keys() - ({HEAD} if is_tied else set())
     left = sorted(name for name in extra if not name.endswith(family.buffers))
     check_nothing_left(folder, left, f"{family.architecture} as {CONFIG} describes it")
@@ -104,9 +111,63 @@ def read(folder: Path, ignored: frozenset[str] = frozenset()) -> Snapshot:
                 f"here; to leave the modules out give --ignore-key {PREDICTED}"
             )
     precision = DTYPE_NAMES[embedding.dtype]
-    settings = {key: value for key, value in config.items() if key in INERT | ignored}
+    settings = {key: value for key, value in config.items() if key in INERT | ignored | {INTERLEAVE}}
     ours = Config(model=model, precision=PrecisionConfig(dtype=precision))
-    return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings)
+    return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings, remarks)
+
+
+def _turned(family: Family, mapped: Sequence[MappedTensor], found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return the tensors, of which those that may be stored either way are in the order of their rows."""
+    turned = dict(found)
+    for entry in mapped:
+        for name, shape in zip(entry.theirs, entry.layout.shapes(entry.spec.shape), strict=True):
+            if name.endswith(family.either_way) and found[name].shape == (*shape[:-2], *shape[:-3:-1]) != shape:
+                turned[name] = found[name].map(lambda tensor: tensor.transpose(-2, -1), shape)
+    return turned
+
+
+TEXT, TIED = "text_config", "tie_word_embeddings"
+TEXT_PREFIXES = ("model.language_model.", "language_model.model.")  # of a text model's tensors, here model.
+
+
+def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the text model of a model with several parts. Raises ConfigError if it has one part."""
+    text = config.get(TEXT)
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"it has no {TEXT}: the model is a text model; leave --text-only out")
+    outer = {name: value for name, value in config.items() if name in INERT or name == TIED}  # tied as the whole is
+    return {name: value for name, value in {**text, **outer}.items() if name != "architectures"} | {
+        "model_type": text.get("model_type")
+    }
+
+
+def text_tensors(found: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
+    """Return the tensors of the text model by the names that it has alone, and what is left out, for the user."""
+    kept: dict[str, LazyTensor] = {}
+    others: dict[str, list[LazyTensor]] = {}
+    for name, tensor in found.items():
+        prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), None)
+        if prefix is not None:
+            kept["model." + name.removeprefix(prefix)] = tensor
+        elif name.removeprefix("language_model.") == HEAD:
+            kept[HEAD] = tensor
+        else:
+            others.setdefault(".".join(name.split(".")[:3]), []).append(tensor)
+    sizes = {name: sum(tensor.numel() for tensor in tensors) for name, tensors in sorted(others.items())}
+    return kept, tuple(
+        f"left out (--text-only): {name}, {size:,} parameters in {len(others[name])} tensors"
+        for name, size in sizes.items()
+    )
+
+
+def _text_hint(config: Mapping[str, Any]) -> str:
+    """Return how to convert a part of a model that is refused as a whole."""
+    text = config.get(TEXT)
+    try:
+        known = isinstance(text, Mapping) and text_family_of(text) is not None
+    except ConfigError:
+        return ""
+    return "; --text-only converts its text model" if known else ""
 
 
 def copies(model: ModelConfig) -> dict[str, str]:
@@ -243,6 +304,9 @@ def write(snapshot: Snapshot, folder: Path, architecture: str | None = None, max
     """
     original = snapshot.extra_settings.get("architectures") or [None]
     family, config = choose_family(snapshot.config.model, architecture, original[0])
+    if family.halves is not None and snapshot.extra_settings.get(INTERLEAVE) is False:  # as it was read
+        family = family.halves
+        config = family.write(snapshot.config.model)
     weights = snapshot.weights
     copied = {key: value for key, value in snapshot.extra_settings.items() if key not in config}
     dtype_key = "dtype" if "dtype" in copied else "torch_dtype"

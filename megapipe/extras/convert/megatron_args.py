@@ -246,6 +246,10 @@ def read_experts(args: Settings) -> dict[str, Any]:
 def write_experts(layers: Layers) -> dict[str, Any]:
     marks = [int(layer.num_experts is not None) for layer in layers]
     layer = layers[marks.index(1)] if any(marks) else layers[0]
+    if layer.moe_router_enable_expert_bias and layer.moe_router_score_function == "softmax" and any(marks):
+        raise ConfigError(
+            "biases of experts beside softmax scores cannot be expressed: Megatron's add to sigmoid scores"
+        )
     args = {name: getattr(layer, name) if any(marks) else default for name, default in OF_EXPERTS.items()}
     width = layer.expert_ffn_size if any(marks) else None
     return args | {

@@ -49,7 +49,7 @@ INERT = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path architectures attn_implementation auto_map
     bad_words_ids bos_token_id cache_implementation chunk_size_feed_forward cls_token_id decoder_start_token_id
-    do_sample dtype early_stopping eos_token_id finetuning_task gradient_checkpointing id2label is_decoder
+    do_sample dtype eod_token_id early_stopping eos_token_id finetuning_task gradient_checkpointing id2label is_decoder
     is_encoder_decoder label2id length_penalty max_length min_length model_type num_beams num_labels
     num_return_sequences output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix
     pretraining_tp problem_type reorder_and_upcast_attn repetition_penalty return_dict return_dict_in_generate
@@ -59,6 +59,7 @@ INERT = frozenset(
     unsloth_version use_cache
     """.split()
 )
+INTERLEAVE = "rope_interleave"  # how rotary channels of weights are stored; kept, so that an export stores them alike
 # tokenizer files -> (--tokenizer-type, the file for --tokenizer-model, '' for the folder)
 TOKENIZERS = {
     ("tokenizer.json",): ("HuggingFaceTokenizer", ""),
@@ -203,8 +204,8 @@ def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any]]:
 
 
 def inert(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a config.json that have no effect on the model."""
-    return {key: value for key, value in config.items() if key in INERT}
+    """Return the settings of a config.json that have no effect on our model section."""
+    return {key: value for key, value in config.items() if key in INERT or key == INTERLEAVE}
 
 
 def trained_with(snapshot: Snapshot) -> Fingerprint | None:

@@ -48,6 +48,7 @@ SCALING_FIELDS = {  # fields that have an effect only with these rope_scaling_ty
     "yarn_mscale": ("yarn",),
     "yarn_mscale_all_dim": ("yarn",),
     "yarn_correction_range_round_to_int": ("yarn",),
+    "yarn_query_scale": ("yarn",),
 }
 
 
@@ -209,11 +210,13 @@ def meaning(model: ModelConfig) -> Layers:
         if layer.add_bias_linear:
             without_effect.add("add_qkv_bias")  # all linear layers have biases
         if not layer.qk_layernorm:
-            without_effect |= {"qk_layernorm_scope", "latent_norm_epsilon"}
+            without_effect |= {"qk_layernorm_scope", "qk_layernorm_after_rope", "latent_norm_epsilon"}
         if layer.moe_router_topk_scaling_factor == 1.0:
             without_effect.add("moe_router_topk_scaling_factor")
         if layer.moe_router_num_groups == 1:
-            without_effect |= {"moe_router_num_groups", "moe_router_group_topk"}
+            without_effect |= {"moe_router_num_groups", "moe_router_group_topk", "moe_router_group_score_topk"}
+        if layer.moe_router_topk == 1:
+            without_effect.add("moe_router_norm_topk_prob")
         changes = {name: getattr(defaults, name) for name in SPELLINGS}
         if layer.num_experts is None:
             without_effect |= {name for name in vars(layer) if name.startswith("moe_")}
@@ -266,29 +269,53 @@ def separate_qkv(model: ModelConfig) -> Layout:
     return Layout(join, split)
 
 
-def neighbours(heads: Callable[[ModelConfig], int], plain: Callable[[ModelConfig], int]) -> Callable[..., Layout]:
-    """Return the layout of rows of so many heads, `plain` rows of each and then the rotated ones in neighbouring pairs.
+def separate_qkv_of_pairs(model: ModelConfig) -> Layout:
+    """Return the layout of separate q, k and v, heads of q and k in neighbouring pairs: theirs (2 i, 2 i + 1) is our
+    (i, i + r / 2) of r rotated channels.
+    """
+    separate, rotated, size = separate_qkv(model), model.rotary_channels(), model.head_size()
+
+    def reordered(parts: Sequence[Tensor], pairs: tuple[int, int]) -> tuple[Tensor, ...]:
+        return (*(_in_pairs(part, (rotated, size - rotated), pairs, turned=0) for part in parts[:2]), parts[2])
+
+    half = rotated // 2
+    return Layout(
+        lambda parts: separate.join(reordered(parts, (half, 2))),
+        lambda whole: reordered(separate.split(whole), (2, half)),
+    )
+
+
+def _in_pairs(whole: Tensor, sizes: tuple[int, int], pairs: tuple[int, int], turned: int) -> Tensor:
+    """Return rows of heads of two sizes, with the rotated ones, the first or the second, reordered as a matrix."""
+    parts = list(whole.reshape(-1, sum(sizes), *whole.shape[1:]).split(sizes, dim=1))
+    parts[turned] = parts[turned].unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
+    return torch.cat(parts, dim=1).flatten(0, 1)
+
+
+def one_row(model: ModelConfig) -> Layout:
+    """Return the layout of a vector that is a matrix of one row."""
+    return Layout(lambda parts: parts[0].flatten(), lambda whole: (whole.unsqueeze(0),))
+
+
+def neighbours(plain: Callable[[ModelConfig], int]) -> Callable[..., Layout]:
+    """Return the layout of rows of heads, `plain` rows of each and then the rotated ones in neighbouring pairs.
 
     Their pair (2 i, 2 i + 1) is our (i, i + r / 2) of r rotated ones.
     """
 
     def layout(model: ModelConfig) -> Layout:
-        rotated = model.qk_pos_emb_head_dim
-
-        def reordered(whole: Tensor, pairs: tuple[int, int]) -> Tensor:
-            own, turned = whole.reshape(heads(model), -1, *whole.shape[1:]).split((plain(model), rotated), dim=1)
-            turned = turned.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
-            return torch.cat((own, turned), dim=1).flatten(0, 1)
-
-        half = rotated // 2
-        return Layout(lambda parts: reordered(parts[0], (half, 2)), lambda whole: (reordered(whole, (2, half)),))
+        sizes, half = (plain(model), model.qk_pos_emb_head_dim), model.qk_pos_emb_head_dim // 2
+        return Layout(
+            lambda parts: _in_pairs(parts[0], sizes, (half, 2), turned=1),
+            lambda whole: (_in_pairs(whole, sizes, (2, half), turned=1),),
+        )
 
     return layout
 
 
 # latent attention: rows of queries, and of the latent of keys and values
-latent_queries = neighbours(lambda model: model.num_attention_heads, lambda model: model.qk_head_dim)
-latent_keys = neighbours(lambda model: 1, lambda model: model.kv_lora_rank)
+latent_queries = neighbours(lambda model: model.qk_head_dim)
+latent_keys = neighbours(lambda model: model.kv_lora_rank)
 
 
 def of_experts(model: ModelConfig) -> Layout:
@@ -319,6 +346,15 @@ def stacked_experts(model: ModelConfig) -> Layout:
     """Return the layout of one tensor with a dimension of experts, whose rows are ours."""
     count = model.num_experts or 1
     return Layout(lambda parts: parts[0].flatten(0, 1), lambda whole: (whole.unflatten(0, (count, -1)),))
+
+
+def stacked_transposed_experts(model: ModelConfig) -> Layout:
+    """Return the layout of one tensor [experts, out, in]; our rows are [in] of one expert after the other."""
+    count = model.num_experts or 1
+    return Layout(
+        lambda parts: parts[0].transpose(1, 2).flatten(0, 1),
+        lambda whole: (whole.unflatten(0, (count, -1)).transpose(1, 2),),
+    )
 
 
 def interleaved_experts(model: ModelConfig) -> Layout:

@@ -56,6 +56,9 @@ class ReferenceConfig:
     yarn_mscale: float = 1.0
     yarn_mscale_all_dim: float = 0.0
     yarn_correction_range_round_to_int: bool = True
+    yarn_query_scale: float = (
+        0.0  # latent attention: queries times 1 + this x ln(1 + floor(position / original length))
+    )
 
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
@@ -72,6 +75,9 @@ class ReferenceConfig:
     embedding_scale: float = (
         1.0  # factor on word embeddings, rounded to their dtype; positions are added to the product
     )
+    residual_scale: float = 1.0  # factor on the outputs of attention and MLP in the residual sums
+    logits_scaling: float = 1.0  # logits are divided by it
+    qk_layernorm_after_rope: bool = False  # norms of q and of k after the rotation
     add_bias_linear: bool = True  # a bias in linear_qkv, linear_proj, linear_fc1 and linear_fc2
     add_qkv_bias: bool = False  # a bias in linear_qkv even without add_bias_linear
     untie_embeddings_and_output_weights: bool = False
@@ -100,6 +106,10 @@ class ReferenceConfig:
     moe_router_topk_scaling_factor: float | None = None
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
+    moe_router_group_score_topk: int | None = (
+        None  # experts that a group's score is the sum of; None: topk / group_topk
+    )
+    moe_router_norm_topk_prob: bool = True  # sigmoid: weights are divided by their sum
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3
     moe_expert_capacity_factor: float | None = None

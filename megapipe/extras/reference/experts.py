@@ -140,7 +140,10 @@ class MoE(nn.Module):
             scores = logits
         if config.moe_router_enable_expert_bias and self.expert_bias is None:
             self.expert_bias = torch.zeros(config.num_experts or 0, device=hidden.device)
-        chosen = self._best(scores.detach() + (0.0 if self.expert_bias is None else self.expert_bias))
+        seen = scores.detach()
+        if self.expert_bias is not None:
+            seen = (logits.detach().softmax(-1) if is_softmax else seen) + self.expert_bias
+        chosen = self._best(seen)
         if "sinkhorn" in config.moe_router_load_balancing_type and self.training:
             chosen = self._balanced(logits.detach(), real)
         self.chosen = chosen
@@ -149,7 +152,7 @@ class MoE(nn.Module):
         weights = scores.gather(-1, chosen)
         if is_softmax and not config.moe_router_pre_softmax:
             weights = weights.softmax(-1)
-        elif not is_softmax and config.moe_router_topk > 1:
+        elif not is_softmax and config.moe_router_topk > 1 and config.moe_router_norm_topk_prob:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         weights = weights * (config.moe_router_topk_scaling_factor or 1.0)
         if config.moe_expert_capacity_factor is not None:
@@ -203,7 +206,8 @@ class MoE(nn.Module):
         if groups is not None:
             per_group = scores.unflatten(-1, (groups, -1))
             taken = config.moe_router_group_topk or groups
-            sums = ordered(per_group)[0][..., : config.moe_router_topk // taken].sum(-1)
+            count = config.moe_router_group_score_topk or config.moe_router_topk // taken
+            sums = ordered(per_group)[0][..., :count].sum(-1)
             best = ordered(sums)[1][..., :taken]
             lost = torch.ones_like(sums, dtype=torch.bool).scatter(-1, best, False)
             scores = per_group.masked_fill(lost[..., None], -torch.inf).flatten(-2)

@@ -124,7 +124,8 @@ class ReferenceGPT(nn.Module):
         untied = config.untie_embeddings_and_output_weights
         head = self.output_layer.weight if untied else self.embedding.word_embeddings.weight
         logits = F.linear(hidden, head)[..., : config.vocab_size]
-        return soft_cap(logits.to(at_least_fp32(logits.dtype)), config.final_logit_softcapping)
+        logits = logits.to(at_least_fp32(logits.dtype)) / config.logits_scaling
+        return soft_cap(logits, config.final_logit_softcapping)
 
     def balance(self) -> None:
         """End a step: update the biases of all routers by the loads of its forwards."""
@@ -234,14 +235,14 @@ class Block(nn.Module):
         document_ids: Tensor | None = None,
         dropout_masks: DropoutMasks | None = None,
     ) -> Tensor:
-        rate = self.config.hidden_dropout
+        rate, scale = self.config.hidden_dropout, self.config.residual_scale
         if self.config.has_attention:
             update = self.self_attention(self.input_layernorm(hidden), position_ids, document_ids, dropout_masks)
             update = self.post_self_attn_layernorm(update)
-            hidden = hidden + dropout(update, rate, dropout_masks, self.layer, "attention_output")
+            hidden = hidden + scale * dropout(update, rate, dropout_masks, self.layer, "attention_output")
         if self.config.has_mlp:
             update = self.post_mlp_layernorm(self.mlp(self.pre_mlp_layernorm(hidden)))
-            hidden = hidden + dropout(update, rate, dropout_masks, self.layer, "mlp_output")
+            hidden = hidden + scale * dropout(update, rate, dropout_masks, self.layer, "mlp_output")
         return hidden
 
 
@@ -273,16 +274,21 @@ class SelfAttention(nn.Module):
         qkv = self.linear_qkv(hidden).view(batch, seq, groups, queries_per_group + 2, config.kv_channels)
         q = qkv[:, :, :, :-2].flatten(2, 3)  # [b, s, n, c]
         k, v = qkv[:, :, :, -2], qkv[:, :, :, -1]  # [b, s, g, c]
-        if config.qk_layernorm and config.qk_layernorm_scope == "projection":
-            q, k = self.q_layernorm(q.flatten(2)).view(q.shape), self.k_layernorm(k.flatten(2)).view(k.shape)
-        elif config.qk_layernorm:
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
+        if not config.qk_layernorm_after_rope:
+            q, k = self._normed(q, k)
         if config.position_embedding_type == "rope":
             rotary = cos_sin(config, position_ids, at_least_fp32(hidden.dtype))
             q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if config.qk_layernorm_after_rope:
+            q, k = self._normed(q, k)
         k, v = (x.repeat_interleave(queries_per_group, dim=2) for x in (k, v))  # [b, s, n, c]
 
         return self.linear_proj(self.attend(q, k, v, position_ids, document_ids, dropout_masks))
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.config.qk_layernorm and self.config.qk_layernorm_scope == "projection":
+            return self.q_layernorm(q.flatten(2)).view(q.shape), self.k_layernorm(k.flatten(2)).view(k.shape)
+        return (self.q_layernorm(q), self.k_layernorm(k)) if self.config.qk_layernorm else (q, k)
 
     def attend(
         self,
@@ -355,6 +361,9 @@ class LatentAttention(SelfAttention):
         )
         rotary = cos_sin(config, position_ids, at_least_fp32(hidden.dtype))
         q = torch.cat((q, rotate(q_rotated, *rotary)), dim=-1)
+        if config.yarn_query_scale:
+            turns = (position_ids // config.rope_original_max_position_embeddings).to(rotary[0].dtype)
+            q = q * (1.0 + config.yarn_query_scale * torch.log(1.0 + turns))[..., None, None].to(q.dtype)
         k = torch.cat((k, rotate(k_rotated[:, :, None], *rotary).expand(-1, -1, heads, -1)), dim=-1)
         return self.linear_proj(self.attend(q, k, v, position_ids, document_ids, dropout_masks))
 

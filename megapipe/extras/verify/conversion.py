@@ -63,8 +63,9 @@ def compare(snapshot: Snapshot, folder: Path, ends: Collection[int] | None = Non
 
     assert snapshot.config.model.vocab_size is not None
     tokens = random_tokens(snapshot, snapshot.config.model.vocab_size)
-    automatic: Any = transformers.AutoModelForCausalLM
-    model = automatic.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="eager").eval()
+    named = transformers.AutoConfig.from_pretrained(str(folder)).architectures or ["AutoModelForCausalLM"]
+    kind: Any = getattr(transformers, named[0], transformers.AutoModelForCausalLM)  # not all have an automatic class
+    model = kind.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         theirs: Tensor = model(tokens, use_cache=False).logits
     longest = snapshot.config.model.max_position_embeddings or LONGEST

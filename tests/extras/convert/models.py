@@ -26,6 +26,7 @@ SIZES = {
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # other kernels of experts refuse fp64
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
 GLM = {"num_experts_per_tok": 2, "moe_intermediate_size": 20, "num_mtp_layers": 0}
+WITHOUT_AUTOMATIC_CLASS = {"mistral4": "Mistral4ForCausalLM"}  # AutoModelForCausalLM does not know it
 GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": LENGTH, "vocab_size": 61}
 
 
@@ -83,6 +84,12 @@ DEEPSEEK_V2 = {
     name: value for name, value in DEEPSEEK.items() if name not in ("n_group", "topk_group", "num_mtp_layers")
 }
 DEEPSEEK_V2 |= {"num_experts_per_tok": 3, "routed_scaling_factor": 16.0}
+MISTRAL4_ROPE = rope("yarn", factor=4.0, mscale=1.0, mscale_all_dim=0.9, beta_fast=2.0, beta_slow=0.25)
+MISTRAL4_ROPE["rope_parameters"] |= {
+    "original_max_position_embeddings": 5,
+    "llama_4_scaling_beta": 0.3,
+    "max_position_embeddings": LENGTH,
+}
 CASES: dict[str, Case] = {
     "llama": Case("llama", rope("default") | {"head_dim": 12}),
     "llama3_tied_odd_vocabulary_sharded": Case(
@@ -306,6 +313,122 @@ CASES: dict[str, Case] = {
         | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
         | {"num_experts_per_tok": 2, "routed_scaling_factor": 1.0, "rms_norm_eps": 1e-2, "v_head_dim": 12},
     ),
+    "deepseek_v3_any_group_topk": Case(
+        "deepseek_v3",
+        DEEPSEEK
+        | {"num_experts_per_tok": 3, "topk_group": 2, "norm_topk_prob": False, "rope_interleave": False}
+        | {"routed_scaling_factor": 1.5, "rms_norm_eps": 1e-5},
+    ),
+    "deepseek_v2_236b_groups": Case(
+        "deepseek_v2",
+        DEEPSEEK_V2 | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    ),
+    "glm4_moe_any_group_topk": Case(
+        "glm4_moe",
+        GLM
+        | {"n_routed_experts": 12, "n_group": 4, "topk_group": 3, "num_experts_per_tok": 4, "norm_topk_prob": False},
+    ),
+    "dots1": Case(
+        "dots1",
+        EXPERTS
+        | {"n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1, "norm_topk_prob": True}
+        | {"sliding_window": None, "routed_scaling_factor": 2.5, "num_hidden_layers": 3, "head_dim": 12},
+        "30KB",
+    ),
+    "dots1_window": Case(
+        "dots1",
+        EXPERTS
+        | {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1}
+        | {"sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "minimax_m2": Case(
+        "minimax_m2",
+        rope("default", partial_rotary_factor=0.5) | {"head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3},
+        "30KB",
+    ),
+    "minimax_m2_one_kv_head": Case(
+        "minimax_m2", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1}
+    ),
+    "glm4_moe_lite": Case(
+        "glm4_moe_lite",
+        {name: value for name, value in DEEPSEEK.items() if name not in ("first_k_dense_replace", "num_mtp_layers")}
+        | {"n_group": 1, "topk_group": 1},
+        "30KB",
+    ),
+    "glm4_moe_lite_groups": Case(
+        "glm4_moe_lite",
+        {name: value for name, value in DEEPSEEK.items() if name not in ("first_k_dense_replace", "num_mtp_layers")}
+        | {"num_experts_per_tok": 3, "q_lora_rank": None, "norm_topk_prob": False}
+        | {"mlp_layer_types": ["dense", "dense", "sparse"]},
+    ),
+    "ernie4_5_moe": Case(
+        "ernie4_5_moe",
+        rope("default")
+        | {"moe_intermediate_size": 20, "moe_k": 3, "moe_num_experts": 6, "num_hidden_layers": 4}
+        | {"moe_layer_start_index": 1, "moe_layer_interval": 2},
+        "30KB",
+    ),
+    "ernie4_5_moe_untied": Case(
+        "ernie4_5_moe",
+        {"moe_intermediate_size": 12, "moe_k": 2, "moe_num_experts": 4, "num_hidden_layers": 3, "head_dim": 12}
+        | {"moe_layer_end_index": 1, "moe_num_shared_experts": 0, "tie_word_embeddings": False},
+    ),
+    "hunyuan_v1_moe": Case(
+        "hunyuan_v1_moe", rope("default") | {"num_experts": 6, "moe_topk": 3, "head_dim": 12}, "30KB"
+    ),
+    "hunyuan_v1_moe_tied": Case(
+        "hunyuan_v1_moe",
+        {"num_experts": 4, "moe_topk": 2, "tie_word_embeddings": True, "num_key_value_heads": 1, "head_dim": 8},
+    ),
+    "granitemoe": Case(
+        "granitemoe",
+        rope("default")
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "embedding_multiplier": 12.0, "logits_scaling": 6.0}
+        | {"residual_multiplier": 0.22, "attention_multiplier": 0.3},
+        "30KB",
+    ),
+    "granitemoe_tied": Case(
+        "granitemoe",
+        {"num_local_experts": 4, "tie_word_embeddings": True, "logits_scaling": 7.0, "residual_multiplier": 1.5},
+    ),
+    "mistral4": Case(
+        "mistral4",
+        {name: value for name, value in DEEPSEEK.items() if name not in ("n_group", "topk_group", "num_mtp_layers")}
+        | MISTRAL4_ROPE,
+        "30KB",
+    ),
+    "mistral4_halves": Case(
+        "mistral4",
+        {name: value for name, value in DEEPSEEK.items() if name not in ("n_group", "topk_group", "num_mtp_layers")}
+        | MISTRAL4_ROPE
+        | {"rope_interleave": False, "norm_topk_prob": False, "q_lora_rank": None, "first_k_dense_replace": 0},
+    ),
+    "hy_v3": Case(
+        "hy_v3",
+        EXPERTS
+        | {"num_experts": 6, "num_shared_experts": 2, "num_hidden_layers": 3, "head_dim": 12, "num_experts_per_tok": 3},
+        "30KB",
+    ),
+    "hy_v3_dense_between": Case(
+        "hy_v3",
+        EXPERTS
+        | {"num_experts": 4, "num_hidden_layers": 3, "head_dim": 8, "router_scaling_factor": 1.0}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "tie_word_embeddings": True},
+    ),
+    "exaone_moe": Case(
+        "exaone_moe",
+        rope("default")
+        | EXPERTS
+        | {"num_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 5, "sliding_window": 5}
+        | {"sliding_window_pattern": 3, "num_shared_experts": 2, "routed_scaling_factor": 1.5},
+        "30KB",
+    ),
+    "exaone_moe_groups": Case(
+        "exaone_moe",
+        EXPERTS
+        | {"num_experts": 8, "sliding_window": 3, "layer_types": types("FSF"), "n_group": 4, "topk_group": 2}
+        | {"num_experts_per_tok": 3, "norm_topk_prob": False, "num_hidden_layers": 3},
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2_untied_relu_narrow": Case(
         "gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 40}, "25KB"
@@ -333,27 +456,34 @@ def make(case: Case, seed: int = 3) -> Any:
 
 def built(case: Case, dtype: torch.dtype) -> Any:
     """Build a model as transformers initializes it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     # its own dict of rotary positions, which transformers fills
     settings = copy.deepcopy(({} if case.model_type == "gpt2" else SIZES) | case.settings)
-    config = AutoConfig.for_model(case.model_type, **settings)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, **EAGER).eval()
+    config = transformers.AutoConfig.for_model(case.model_type, **settings)
+    if case.model_type in WITHOUT_AUTOMATIC_CLASS:
+        kind: Any = getattr(transformers, WITHOUT_AUTOMATIC_CLASS[case.model_type])
+        return kind._from_config(config, dtype=dtype, **EAGER).eval()
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **EAGER).eval()
 
 
 @contextlib.contextmanager
 def without_casts() -> Iterator[None]:
-    """Make torch.float32 mean fp64, so that a model of transformers computes in fp64 where it casts to fp32."""
+    """Make torch.float32 mean fp64, so that a model of transformers computes in fp64 where it casts to fp32, or where
+    it divides integers.
+    """
     patched = {(torch, "float32"): torch.float64, (torch, "float"): torch.float64}
     patched |= {(Tensor, "float"): Tensor.double}
-    before = {(owner, name): getattr(owner, name) for owner, name in patched}
+    before, default = {(owner, name): getattr(owner, name) for owner, name in patched}, torch.get_default_dtype()
     try:
+        torch.set_default_dtype(torch.float64)
         for (owner, name), value in patched.items():
             setattr(owner, name, value)
         yield
     finally:
         for (owner, name), value in before.items():
             setattr(owner, name, value)
+        torch.set_default_dtype(default)
 
 
 def in_fp64(case: Case, model: Any) -> Any:

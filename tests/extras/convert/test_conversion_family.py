@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import torch
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.convert.extend import Family, Layout, Row, register_family
-from megapipe.extras.convert.families import FAMILIES
+from megapipe.extras.convert.families import FAMILIES, TEXT_TOWERS
 from megapipe.registry import EXTENSIONS, PYTHON_CODE
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "nemotron_family.py"
 NAME = "NemotronForCausalLM"
+MIXTURES = ROOT / "megapipe" / "extras" / "convert" / "mixtures"
 
 
 @pytest.fixture
@@ -30,7 +32,17 @@ def extension() -> Iterator[str]:
 
 def test_the_page_shows_the_example() -> None:
     page = (ROOT / "docs" / "conversion_family.md").read_text()
-    assert page.split("```python\n")[1].split("```")[0] == EXAMPLE.read_text()
+    example, mixture = (part.split("```")[0] for part in page.split("```python\n")[1:])
+    assert example == EXAMPLE.read_text()
+    assert mixture == (MIXTURES / "granitemoe.py").read_text()
+
+
+def test_a_mixture_takes_at_most_120_lines_and_is_listed() -> None:
+    files = {path.stem: path.read_text() for path in MIXTURES.glob("[!_]*.py")}
+    assert {name: text.count("\n") for name, text in files.items() if text.count("\n") > 120} == {}
+    listed = {*FAMILIES.values(), *TEXT_TOWERS.values()}
+    for name in files:
+        assert import_module(f"megapipe.extras.convert.mixtures.{name}").FAMILY in listed, name
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,14 @@ def test_a_null_number_of_dense_layers_is_the_default() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another choice of groups": ({"num_experts_per_tok": 3}, "num_experts_per_tok 3 with topk_group 2"),
-    "weights that are not normalized": ({"norm_topk_prob": False}, "norm_topk_prob False"),
+    "the weight of one expert": ({"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob true"),
+    "groups of one expert": (
+        {"n_group": 8, "topk_group": 4},
+        "--moe-router-group-score-topk 2: a group has 1",
+    ),
     "no shared experts": ({"n_shared_experts": 0}, "n_shared_experts 0"),
     "no experts": ({"first_k_dense_replace": 3}, "no layer would have experts"),
-    "pairs in halves": ({"rope_interleave": False}, "rope_interleave False"),
+    "pairs of neither kind": ({"rope_interleave": 3}, "rope_interleave 3"),
     "biases": ({"attention_bias": True}, "attention_bias True"),
     "heads that contradict": ({"qk_head_dim": 99}, "qk_head_dim 99"),
     "softmax scores": ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
@@ -136,15 +139,16 @@ OF_V2 = {  # of deepseek-ai/DeepSeek-V2-Lite and DeepSeek-V2: how experts are ch
 }
 
 
-def test_deepseek_v2_is_read_but_for_groups_with_the_score_of_their_best_expert() -> None:
+def test_deepseek_v2_is_read_with_groups_that_have_the_score_of_their_best_expert() -> None:
     family = FAMILIES["DeepseekV2ForCausalLM"]
     of_v3 = ("aux_loss_alpha", "num_nextn_predict_layers", "norm_topk_prob", "scoring_func", "topk_method")
     published = {key: value for key, value in PUBLISHED.items() if key not in of_v3} | {"norm_topk_prob": False}
     model = family.read(published | OF_V2["lite"])
     assert (model.moe_router_score_function, model.moe_router_pre_softmax) == ("softmax", True)
     assert family.read(family.write(model)) == model
-    with pytest.raises(ConfigError, match="a group's score is that of its best expert there, and here the sum of its"):
-        family.read(published | OF_V2["large"])
+    large = family.read(published | OF_V2["large"])
+    assert (large.moe_router_num_groups, large.moe_router_group_topk, large.moe_router_group_score_topk) == (8, 3, 1)
+    assert family.read(family.write(large)) == large
     with pytest.raises(ConfigError, match="never normalizes the weights of the chosen experts in DeepSeek-V2"):
         family.read(published | OF_V2["lite"] | {"norm_topk_prob": True})
 

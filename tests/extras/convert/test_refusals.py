@@ -95,11 +95,7 @@ EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["OlmoeForCausalLM"], "num_experts": 16, "clip_qkv": 8.0},
         "clip_qkv 8.0 cannot be expressed",
     ),
-    "sigmoid_sum": (GLM | {"norm_topk_prob": False}, "norm_topk_prob False cannot be expressed"),
-    "groups": (
-        GLM | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 2},
-        "n_group 4 with num_experts_per_tok 2 and topk_group 2 cannot be expressed: a group's score is",
-    ),
+    "one_sigmoid": (GLM | {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob true cannot be"),
     "no_shared_experts": (GLM | {"n_shared_experts": 0}, "n_shared_experts 0 cannot be expressed"),
     "all_layers_dense": (GLM | {"first_k_dense_replace": 1}, "no layer would have experts"),
     "quantized": (

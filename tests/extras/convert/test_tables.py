@@ -127,7 +127,7 @@ QWEN_EXPERTS = EXPERTS | PRE_SOFTMAX | DEEP | {"moe_ffn_hidden_size": st.integer
 SHARED = {"moe_shared_expert_intermediate_size": st.integers(1, 30), "moe_shared_expert_gate": st.just(True)}
 GROUPS = {"num_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 SOME = ("Qwen2Moe", "Qwen3Moe")  # experts in any layers
-WINDOWED = ("Ministral", "Qwen2", "Qwen3ForCausalLM", "Gemma2", "Gemma3", "Olmo3", "GptOss")  # in any layers
+WINDOWED = ("Dots1", "Ministral", "Qwen2", "Qwen3ForCausalLM", "Gemma2", "Gemma3", "Olmo3", "GptOss")  # in any layers
 DEEPSEEK = {
     "num_query_groups": st.none(),
     "norm_epsilon": st.sampled_from([1e-5, 1e-6]),
@@ -188,6 +188,60 @@ EXPRESSED: dict[str, dict[str, Any]] = {
     | GLM
     | {"rotary_percent": st.sampled_from([0.5, 1.0]), "qk_layernorm": st.booleans()},
     "SolarOpenForCausalLM": EXPERTS | WIDE | GLM,
+    "Dots1ForCausalLM": EXPERTS
+    | WIDE
+    | DEEP
+    | GLM
+    | {"add_qkv_bias": st.just(False), "qk_layernorm": st.just(True), "moe_router_norm_topk_prob": st.booleans()},
+    "MiniMaxM2ForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "qk_layernorm": st.just(True),
+        "qk_layernorm_scope": st.just("projection"),
+        "rotary_percent": st.sampled_from([0.5, 1.0]),
+        "moe_router_score_function": st.just("sigmoid"),
+        "moe_router_enable_expert_bias": st.just(True),
+        "moe_router_dtype": st.just("fp32"),
+    },
+    "Ernie4_5_MoeForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "attention_dropout": st.just(0.0),
+        "moe_ffn_hidden_size": st.just(6),
+        "moe_shared_expert_intermediate_size": st.sampled_from([None, 6, 12]),
+        "moe_layer_freq": st.sampled_from([None, "[0]*1+[1]*1", "[1]*1+[0]*1"]),
+        "num_layers": st.just(2),
+        "moe_router_enable_expert_bias": st.just(True),
+        "moe_router_dtype": st.just("fp32"),
+    },
+    "HunYuanMoEV1ForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "ffn_hidden_size": st.just(6),
+        "moe_shared_expert_intermediate_size": st.just(6),
+        "qk_layernorm": st.just(True),
+        "qk_layernorm_after_rope": st.just(True),
+        "moe_router_dtype": st.just("fp32"),
+    },
+    "GraniteMoeForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "embedding_scale": st.sampled_from([1.0, 12.0]),
+        "softmax_scale": st.sampled_from([0.015625, 0.3]),
+        "residual_scale": st.sampled_from([1.0, 0.22]),
+        "logits_scaling": st.sampled_from([1.0, 6.0]),
+    },
+    "HYV3ForCausalLM": EXPERTS | WIDE | DEEP | GLM | {"add_qkv_bias": st.just(False), "qk_layernorm": st.just(True)},
+    "ExaoneMoeForCausalLM": EXPERTS
+    | WIDE
+    | GLM
+    | {
+        "add_qkv_bias": st.just(False),
+        "qk_layernorm": st.just(True),
+        "num_layers": st.just(3),
+        "window_size": st.just(5),
+        "window_attn_skip_freq": st.sampled_from(["3", "[0]*1+[1]*1+[0]*1"]),
+    },
     "FlexOlmoForCausalLM": EXPERTS | PRE_SOFTMAX | OLMO,
     "GptOssForCausalLM": EXPERTS
     | WIDE
@@ -200,6 +254,20 @@ EXPRESSED: dict[str, dict[str, Any]] = {
         "softmax_type": st.just("learnable"),
     },
     "DeepseekV3ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK,
+    "Mistral4ForCausalLM": LLAMA_LIKE
+    | DEEP
+    | DEEPSEEK
+    | {
+        "moe_router_score_function": st.just("softmax"),
+        "moe_router_enable_expert_bias": st.just(False),
+        "moe_router_pre_softmax": st.booleans(),
+        "rope_scaling_type": st.just("yarn"),
+        "yarn_query_scale": st.sampled_from([0.0, 0.1]),
+        "moe_ffn_hidden_size": st.just(5),
+        "moe_shared_expert_intermediate_size": st.sampled_from([5, 10]),
+        "moe_router_topk": st.integers(2, 4),
+    },
+    "Glm4MoeLiteForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK,
     "DeepseekV2ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK_V2,
     "GPT2LMHeadModel": SIZES
     | {
@@ -239,18 +307,21 @@ def experts(draw: st.DrawFn, num_layers: int, best: int) -> dict[str, Any]:
 def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
     fields = draw(st.fixed_dictionaries(EXPRESSED[architecture]))
     if fields.get("position_embedding_type") == "rope":
-        fields |= draw(SCALED)
+        fields |= draw(SCALED if "yarn_query_scale" not in fields else st.just({}))
     if architecture.startswith(WINDOWED):
         fields |= draw(windowed(fields["num_layers"], architecture.startswith(ROTATED)))
     if architecture.startswith(SOME):
         marks = draw(st.lists(st.integers(0, 1), min_size=fields["num_layers"], max_size=fields["num_layers"]))
         fields |= {"moe_layer_freq": str(marks) if any(marks) else draw(st.sampled_from([None, "2"]))}
-    if architecture.startswith("Glm"):
+    if architecture.startswith("Glm4MoeFor"):
         dense = draw(st.integers(0, fields["num_layers"] - 1))
         fields |= {"moe_layer_freq": f"[0]*{dense}+[1]*{fields['num_layers'] - dense}"}
         fields |= draw(st.sampled_from([{}, GROUPS, GROUPS | {"moe_router_num_groups": 3, "num_experts": 9}]))
-    if architecture.startswith("Deepseek"):
-        fields |= draw(experts(fields["num_layers"], 2 if architecture == "DeepseekV3ForCausalLM" else 1))
+    if architecture.startswith(("Deepseek", "Glm4MoeLite")):
+        fields |= draw(experts(fields["num_layers"], 1 if architecture == "DeepseekV2ForCausalLM" else 2))
+    if architecture.startswith("Exaone"):
+        full = {"3": "[0,0,1]", "[0]*1+[1]*1+[0]*1": "[1,0,1]"}
+        fields |= {"no_rope_freq": full[fields["window_attn_skip_freq"]]}
     if architecture.startswith("Gemma"):
         fields |= {"embedding_scale": fields["hidden_size"] ** 0.5}
     return ModelConfig(**fields)

@@ -1,0 +1,3 @@
+"""One mixture of experts of Hugging Face a file: a table of names and one of settings, as docs/conversion_family.md
+explains. `families` lists them.
+"""

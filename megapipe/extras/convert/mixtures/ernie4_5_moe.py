@@ -1,0 +1,99 @@
+"""Ernie-4.5 (Ernie4_5_MoeForCausalLM): a softmax with biases in the choice of experts; rotary pairs are neighbouring
+channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megapipe.errors import ConfigError
+from megapipe.extras.convert import experts
+from megapipe.extras.convert.family import NO_BIAS, UNUSUAL_HEAD_DIM, llama_family
+from megapipe.extras.convert.layer_types import rope
+from megapipe.extras.convert.tables import (
+    LLAMA,
+    OURS,
+    Layers,
+    Row,
+    Rule,
+    Settings,
+    always,
+    fixed,
+    key,
+    one_row,
+    separate_qkv,
+    separate_qkv_of_pairs,
+    unwritten,
+)
+
+FIRST, LAST, STEP = "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"
+SHARED = "moe_num_shared_experts"
+
+
+def read_layers(settings: Settings) -> dict[str, Any]:
+    """Read the layers with experts: every so many, from a first to a last one."""
+    given = {FIRST: 1, LAST: -1, STEP: 1} | {name: settings[name] for name in (FIRST, LAST, STEP) if name in settings}
+    count = int(settings["num_hidden_layers"])
+    last = count - 1 if given[LAST] == -1 else given[LAST]
+    if not given[STEP] > 0:
+        raise ConfigError(f"{STEP} {given[STEP]} cannot be expressed: it is the distance of layers with experts")
+    marks = [(layer + 1) % given[STEP] == 0 and given[FIRST] <= layer <= last for layer in range(count)]
+    return experts.expert_layers(marks, f"{FIRST} {given[FIRST]}, {LAST} {given[LAST]} and {STEP} {given[STEP]}")
+
+
+def write_layers(layers: Layers) -> dict[str, Any]:
+    numbers = [number for number, layer in enumerate(layers) if layer.num_experts is not None]
+    if not numbers:
+        raise ConfigError("the model has no experts")
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    return {FIRST: numbers[0], LAST: numbers[-1], STEP: step if (numbers[0] + 1) % step == 0 else 1}
+
+
+def read_shared(settings: Settings) -> dict[str, Any]:
+    count = 2 if settings.get(SHARED) is None else settings[SHARED]
+    return {experts.SHARED: count * settings[experts.WIDTH] or None}
+
+
+def write_shared(layers: Layers) -> dict[str, Any]:
+    layer = experts.of_expert_layer(layers)
+    return {SHARED: (layer.moe_shared_expert_intermediate_size or 0) // layer.expert_ffn_size}
+
+
+_FAMILY = llama_family(
+    "Ernie4_5_MoeForCausalLM",
+    "ernie4_5_moe",
+    131072,
+    UNUSUAL_HEAD_DIM,
+    NO_BIAS,
+    fixed("use_bias", False, "the output layer has no bias here"),
+    fixed("moe_norm_min", 1e-12, "the sum of the chosen scores has no lower bound here"),
+    unwritten(fixed("moe_use_aux_free", True, "experts of this architecture are chosen with a bias")),
+    unwritten(fixed("moe_gate", "topk", "the router of this architecture is a softmax of one product")),
+    always(moe_router_score_function="softmax", moe_router_enable_expert_bias=True, moe_router_dtype="fp32"),
+    Rule((SHARED,), read_shared, write_shared),
+    Rule((FIRST, LAST, STEP), read_layers, write_layers),
+    epsilon=1e-5,
+    groups=4,
+    tied=True,
+    rope=rope(5e5),
+    mlp=(
+        experts.expert_key(("moe_num_experts", "num_experts"), "num_experts", 64),
+        experts.expert_key(("moe_k", experts.TOPK), "moe_router_topk", 6),
+        key("intermediate_size", "ffn_hidden_size", value_of=experts.dense_width),
+        experts.EXPERT_WIDTH,
+    ),
+    more_rows=(
+        *experts.ROWS,
+        *experts.shared_rows("mlp.shared_experts"),
+        Row(f"{OURS}.mlp.router.expert_bias", (f"{LLAMA}.mlp.moe_statics.e_score_correction_bias",), one_row),
+    ),
+)
+ATTENTION_DROPOUT = ("attention_dropout",)  # a key that this architecture does not have
+FAMILY = replace(
+    _FAMILY,
+    rows=tuple(
+        replace(row, layout=separate_qkv_of_pairs) if row.layout is separate_qkv else row for row in _FAMILY.rows
+    ),
+    rules=tuple(unwritten(rule) if rule.keys == ATTENTION_DROPOUT else rule for rule in _FAMILY.rules),
+)

@@ -1,0 +1,35 @@
+"""GLM-4.7-Flash (Glm4MoeLiteForCausalLM): latent attention of DeepSeek-V3, experts of GLM-4.5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megapipe.extras.convert import experts
+from megapipe.extras.convert.family import deepseek_family
+from megapipe.extras.convert.tables import Layers, Rule
+
+
+def write_prediction(layers: Layers) -> dict[str, Any]:
+    return experts.PREDICTION.write(layers) if layers[0].mtp_num_layers else {}
+
+
+FAMILY = deepseek_family(
+    "Glm4MoeLiteForCausalLM",
+    "glm4_moe_lite",
+    202752,
+    (
+        *experts.LATENT_ATTENTION,
+        *experts.latent_sizes(768, 192, 256, 1e-5),
+        experts.expert_key(experts.COUNT, "num_experts", 64),
+        experts.scaling(1.8),
+        experts.expert_width(experts.WIDTH, "moe_ffn_hidden_size", 1536),
+        experts.shared_experts(1, 1536),
+        experts.expert_key(experts.TOPK, "moe_router_topk", 4),
+        experts.groups(1, 1),
+        experts.normalized(True),
+        experts.mlp_types(1),
+        *experts.OF_SIGMOIDS,
+        Rule(experts.PREDICTION.keys, experts.PREDICTION.read, write_prediction),
+        experts.SIGMOID,
+    ),
+)

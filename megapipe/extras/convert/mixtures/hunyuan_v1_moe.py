@@ -1,0 +1,89 @@
+"""Hunyuan-A13B (HunYuanMoEV1ForCausalLM): queries and keys are normalized after their rotation, and every layer has one
+shared expert as wide as the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megapipe.errors import ConfigError
+from megapipe.extras.convert import experts
+from megapipe.extras.convert.family import HEAD_DIM, NO_ATTENTION_BIAS, llama_family
+from megapipe.extras.convert.layer_types import PARAMETERS, ROPE, SCALING, THETA
+from megapipe.extras.convert.tables import LLAMA, OURS, Layers, Row, Rule, Settings, always, fixed, unwritten
+
+ALPHA = "alpha"  # of rope_type dynamic: a factor on the base, whatever the length is
+
+
+def read_rope(settings: Settings) -> dict[str, Any]:
+    """Read rotary positions; with alpha the base is theta x alpha^(d / (d - 2)) for heads of d channels."""
+    found = dict(settings)
+    for name in (SCALING, PARAMETERS):
+        given = settings.get(name)
+        kind = given.get("rope_type", given.get("type")) if isinstance(given, Mapping) else None
+        if kind == "dynamic" and given is not None and given.get(ALPHA):
+            size = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+            theta = given.get(THETA) or settings.get(THETA) or 1e4
+            found[name], found[THETA] = {}, theta * given[ALPHA] ** (size / (size - 2))
+    return ROPE.read(found)
+
+
+def same_of_all(theirs: str, more: tuple[str, ...], ours: str, default: int) -> Rule:
+    """Return the rule of a number that may be a list with the same number for every layer. more: other names of it."""
+
+    def value(settings: Settings, name: str) -> Any:
+        given = settings.get(name)
+        if isinstance(given, list) and len(set(given)) > 1:
+            raise ConfigError(f"{name} {given} cannot be expressed: all layers have the same number here")
+        return given[0] if isinstance(given, list) else given
+
+    one = experts.expert_key((theirs, *more), ours, default)
+    return Rule(one.keys, lambda settings: one.read({name: value(settings, name) for name in one.keys}), one.write)
+
+
+def stated(name: str) -> Rule:
+    """Return the rule of a key, perhaps a list, that repeats what the architecture has."""
+
+    def read(settings: Settings) -> dict[str, Any]:
+        given, one = settings.get(name), 1 if name == "num_shared_expert" else settings[experts.DENSE_WIDTH]
+        if given is not None and any(value != one for value in (given if isinstance(given, list) else [given])):
+            raise ConfigError(f"{name} {given} cannot be expressed: it is {one} in every layer of this architecture")
+        return {}
+
+    return Rule((name,), read, lambda layers: {})
+
+
+def write_shared(layers: Layers) -> dict[str, Any]:
+    layer = experts.of_expert_layer(layers)
+    if layer.moe_shared_expert_intermediate_size != layer.expert_ffn_size:
+        raise ConfigError("this architecture has one shared expert, as wide as the others")
+    return {}
+
+
+FAMILY = llama_family(
+    "HunYuanMoEV1ForCausalLM",
+    "hunyuan_v1_moe",
+    2048,
+    HEAD_DIM,
+    *NO_ATTENTION_BIAS,
+    always(qk_layernorm=True, qk_layernorm_after_rope=True, moe_router_dtype="fp32"),
+    Rule((), lambda settings: {experts.SHARED: settings[experts.DENSE_WIDTH]}, write_shared),
+    unwritten(fixed("use_qk_norm", True, "this architecture normalizes queries and keys")),
+    unwritten(fixed("use_cla", False, "every layer has its own keys and values here")),
+    unwritten(fixed("mlp_bias", False, "linears of this architecture have no biases")),
+    *(unwritten(stated(name)) for name in ("num_shared_expert", experts.WIDTH)),
+    epsilon=1e-5,
+    rope=Rule(ROPE.keys, read_rope, ROPE.write),
+    mlp=(
+        same_of_all("num_experts", ("num_local_experts",), "num_experts", 1),
+        same_of_all("moe_topk", (experts.TOPK,), "moe_router_topk", 1),
+        experts.expert_width(experts.DENSE_WIDTH, "ffn_hidden_size"),
+    ),
+    more_rows=(
+        Row(f"{OURS}.mlp.router", (f"{LLAMA}.mlp.gate.wg",)),
+        *experts.ROWS[1:],
+        *experts.shared_rows("mlp.shared_mlp"),
+    ),
+    of_heads=("query_layernorm", "key_layernorm"),
+)

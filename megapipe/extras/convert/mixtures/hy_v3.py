@@ -1,0 +1,34 @@
+"""Hunyuan-3 (HYV3ForCausalLM): normalized queries and keys, sigmoid scores with biases, shared experts."""
+
+from __future__ import annotations
+
+from megapipe.extras.convert import experts
+from megapipe.extras.convert.family import NO_ATTENTION_BIAS, llama_family
+from megapipe.extras.convert.layer_types import rope
+from megapipe.extras.convert.tables import LLAMA, OURS, Row, Rule, always, fixed, key
+
+FAMILY = llama_family(
+    "HYV3ForCausalLM",
+    "hy_v3",
+    131072,
+    key("head_dim", "kv_channels", 128),
+    *NO_ATTENTION_BIAS,
+    fixed("mlp_bias", False, "linears have biases in attention and MLPs, or in none"),
+    always(qk_layernorm=True),
+    experts.SIGMOID,
+    experts.scaling(2.826, "router_scaling_factor"),
+    experts.shared_experts(1, 1536, "num_shared_experts"),
+    experts.mlp_types(1),
+    # in which precision two results are added, in half types
+    Rule(("enable_moe_fp32_combine",), lambda settings: {}, lambda layers: {}),
+    epsilon=1e-5,
+    groups=8,
+    rope=rope(11_158_840.0),
+    mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
+    more_rows=(
+        Row(f"{OURS}.mlp.router", (f"{LLAMA}.mlp.router.gate",)),
+        *experts.ROWS[1:],
+        *experts.shared_rows("mlp.shared_mlp"),
+        Row(f"{OURS}.mlp.router.expert_bias", (f"{LLAMA}.mlp.expert_bias",)),
+    ),
+)
