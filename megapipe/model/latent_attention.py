@@ -190,7 +190,8 @@ def latent_gradients(
 class _Heads(Function):
     """`LatentHeads`, with the rotated channels of q written back. Saves nothing but rotary tables.
 
-    factor: on q, [s, b, 1, 1, 1]. owns: the gradient of q is not in use elsewhere, so that its rotated channels are written back, too.
+    factor: on q, [s, b, 1, 1, 1]. owns: the gradient of q is not in use elsewhere, so that its rotated channels are
+    written back, too.
     """
 
     @staticmethod

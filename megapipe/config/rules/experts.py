@@ -36,7 +36,8 @@ def choice(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"--moe-router-group-topk {taken} is above --moe-router-num-groups {groups}; use at most {groups}"
     elif taken > topk and layer.moe_router_group_score_topk is None:
         rule = "a group's score is the sum of its topk // group-topk best experts, of which there would be none"
-        yield f"--moe-router-group-topk {taken} is above --moe-router-topk {topk}: {rule}; use at most {topk}, or give --moe-router-group-score-topk"
+        way = f"use at most {topk}, or give --moe-router-group-score-topk"
+        yield f"--moe-router-group-topk {taken} is above --moe-router-topk {topk}: {rule}; {way}"
     elif (layer.moe_router_group_score_topk or 1) > experts // groups:
         rule = f"a group has {experts // groups} experts"
         yield f"--moe-router-group-score-topk {layer.moe_router_group_score_topk}: {rule}; use at most as many"
