@@ -118,6 +118,8 @@ model.moe_token_dispatcher_type | --moe-token-dispatcher-type allgather | plan m
     {MOE} --expert-model-parallel-size 2 | 2
 model.moe_combine_in_node | --moe-combine-in-node | plan memory | \
     {MOE} --expert-model-parallel-size 4 --moe-token-dispatcher-type flex | 4
+model.moe_flex_dispatcher_backend | --moe-flex-dispatcher-backend deepep | said dispatcher-backend deepep: | \
+    {MOE} --moe-token-dispatcher-type flex
 model.moe_pad_expert_input_to_capacity | --moe-pad-expert-input-to-capacity | saved_bytes | {MOE} {ROOM}
 model.moe_router_dtype | --moe-router-dtype fp32 | records | {MOE} --bf16
 model.moe_router_force_load_balancing | --moe-router-force-load-balancing | records | {MOE}

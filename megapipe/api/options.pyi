@@ -112,6 +112,8 @@ class Options(TypedDict, total=False):
     moe_token_dispatcher_type: str
     moe_combine_in_node: bool
     no_moe_combine_in_node: bool
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] | None
+    moe_enable_deepep: bool
     moe_router_load_balancing_type: Sequence[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]] | str | None
     moe_aux_loss_coeff: Sequence[float] | str | None
     moe_z_loss_coeff: float | None

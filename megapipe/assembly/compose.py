@@ -34,6 +34,7 @@ from megapipe.gpu.kernels import Kernels
 from megapipe.gpu.libraries import Apex
 from megapipe.layers.model import comm_chunks
 from megapipe.model.context import SharedTables
+from megapipe.model.deep_ep import DeepEP, why_not_deep_ep
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.run_plan import RunPlan
@@ -76,6 +77,9 @@ def communicators(plan: RunPlan, groups: ProcessGroups, trains: bool) -> list[St
     A collective where groups are made: what it makes depends on the plan, never on the rank.
     """
     experts = ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp, groups.ep_places, groups.ep_nodes)
+    uses_deep_ep, hidden = not why_not_deep_ep(plan, backend_of(groups.ep)), plan.config.model.hidden_size
+    if uses_deep_ep:
+        experts = replace(experts, deep_ep=DeepEP.of(groups.ep, hidden))
     first = StageCommunicators(groups.tp, experts, groups.context, sharings(plan, groups, trains))
     found = [first] * len(plan.placement.stages_of(groups.pp.rank))
     if trains and plan.parts is None and Op.OVERLAP in plan.schedule(min(plan.decisive_counts)).ops:
@@ -90,6 +94,8 @@ def communicators(plan: RunPlan, groups: ProcessGroups, trains: bool) -> list[St
             if experts.has_levels:
                 levels = second_communicator(experts.places), second_communicator(experts.nodes)
             experts = ExpertGroups(ep, etp, dp, context.cp, *levels)
+            if uses_deep_ep:
+                experts = replace(experts, deep_ep=DeepEP.of(ep, hidden))
         leg = plan.whole_stages().placement.stages_of(groups.pp.rank)[0]
         units = plan.num_units[leg] if plan.num_units else 1
         second = StageCommunicators(tp, experts, context, first.sharings)

@@ -141,7 +141,8 @@ class ExpertGroups:
     other parts of the sequences.
 
     places, nodes: the two levels of ep (topology.GROUP_AXES). counts: those of the group over which tokens leave a
-    rank, with another communicator, for the numbers of rows, where rows of others are in flight there.
+    rank, with another communicator, for the numbers of rows, where rows of others are in flight there. deep_ep: the
+    adapter of DeepEP (model.deep_ep), if it sends the tokens.
     """
 
     ep: Group = field(default_factory=lambda: Group.alone("ep"))
@@ -151,6 +152,7 @@ class ExpertGroups:
     places: Group = field(default_factory=lambda: Group.alone("ep_places"))
     nodes: Group = field(default_factory=lambda: Group.alone("ep_nodes"))
     counts: Group | None = None
+    deep_ep: Any = None
 
     @property
     def has_levels(self) -> bool:

@@ -82,7 +82,7 @@ TABLE = {
         # the padding of the vocabulary is masked out of the softmax; a table of positions has its own shape
         "model": """
             max_position_embeddings padded_vocab_size make_vocab_size_divisible_by moe_pad_expert_input_to_capacity
-            moe_token_dispatcher_type moe_combine_in_node init_method_std
+            moe_token_dispatcher_type moe_combine_in_node moe_flex_dispatcher_backend init_method_std
         """,
         "parallel": """
             tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size cp_comm_type

@@ -435,6 +435,14 @@ class ModelConfig:
         "up to rounding",
         needs=FLEX,
     )
+    moe_flex_dispatcher_backend: str | None = option(
+        None,
+        "library that sends tokens with --moe-token-dispatcher-type flex: DeepEP where it is installed and fits (bf16, "
+        "NCCL, etp 1), with sums on the way back; others and unset: megapipe's all-to-alls",
+        choices=("deepep", "hybridep", "ncclep"),
+        needs=FLEX,
+        more_flags=(Flag("--moe-enable-deepep", "deepep"),),
+    )
     moe_router_load_balancing_type: tuple[str, ...] = option(
         ("aux_loss",),
         "losses that balance the experts' load: over a microbatch, each sequence (seq_aux_loss) or the microbatches of "

@@ -31,6 +31,7 @@ from megapipe.errors import ConfigError
 from megapipe.layers.distinct_nodes import num_pairs
 from megapipe.layers.moe import expert_capacity, rows_of_capacity
 from megapipe.model.context import LayerContext, Unit
+from megapipe.model.deep_ep import DeepRoutes
 from megapipe.model.dispatch import GatheredRoutes, KeptRouting, Routes, Routing, rows_by_expert
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP
@@ -81,6 +82,7 @@ class MoE(nn.Module):
         self.experts = ExpertWeights(layer, factory)
         self.groups = factory.experts
         self.gathers = model.moe_token_dispatcher_type == "allgather"
+        self.copies_there = self.gathers or self.groups.deep_ep is not None  # not before tokens are sent
         self.places = Elements([Segment("places", Places(model), self._tokens)])
         self.by_expert = Elements([Segment("rows_by_expert", rows_by_expert, has_rows=True)])
         self.permuted = Elements([Segment("permuted", permuted, has_rows=True)])
@@ -115,8 +117,8 @@ class MoE(nn.Module):
             return x if shared is not None else tensor_of(x).shape
 
         yield Operator("router", lambda context, x: (seen(x), *self.route(x, context)))
-        yield Operator("dispatch", _dispatched, SENT)
-        if self.gathers:
+        yield Operator("dispatch", _dispatched if self.groups.deep_ep is None else _sent, SENT)
+        if self.copies_there:
             yield from self.experts.elements
             yield Operator("combine", lambda context, routing, rows: routing.routes.combine(rows), ROWS)
         else:
@@ -140,7 +142,7 @@ class MoE(nn.Module):
         get as many. Where tokens are gathered they are not copied yet: weights [t, k] and tokens [t, h].
         """
         weights, routing = self._decide(x, context)
-        if self.gathers:
+        if self.copies_there:
             return routing, weights, tensor_of(x).flatten(0, -2)
         values = routing.order, routing.slots, weights, tensor_of(x)
         return routing, *run_branch(self.copies[self._is_whole(routing)], values, context)
@@ -163,7 +165,11 @@ class MoE(nn.Module):
         else:
             capacity = router.capacity(chosen.shape[0], padding)
             load, kept_load, order, slots = run_branch(self.places, (chosen, weights.detach()), context)
-            routing = Routing(chosen, *self._routes(order, slots, kept_load, context))
+            if self.groups.deep_ep is None:
+                routing = Routing(chosen, *self._routes(order, slots, kept_load, context))
+            else:
+                sent = chosen.masked_fill(slots >= kept_load.sum(), -1)
+                routing = Routing(chosen, None, None, DeepRoutes.unsent(sent, router.num_experts, self.groups))
         if context.dropout_key is not None:
             router.record(context.unit, load, capacity)
         if kept is not None:
@@ -787,6 +793,13 @@ class _BiasGradients(QueuedGradient):
 def _dispatched(context: LayerContext, routing: Routing, weights: Tensor, rows: Tensor) -> tuple[Any, ...]:
     """Return the routing, and the weights and rows that the ranks of ep send to this one."""
     return routing, *routing.routes.dispatch(weights, rows)
+
+
+def _sent(context: LayerContext, routing: Routing, weights: Tensor, tokens: Tensor) -> tuple[Any, ...]:
+    """Return the routing of tokens that DeepEP sends, and the weights and rows of this rank's experts."""
+    assert isinstance(routing.routes, DeepRoutes)
+    routes, own, rows = routing.routes.send(weights, tokens)
+    return routing._replace(routes=routes), own, rows
 
 
 def _sum_of_experts(shared: Tensor, output: Tensor) -> Tensor:

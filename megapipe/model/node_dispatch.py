@@ -163,7 +163,8 @@ class NodeRoutes(Routes):
 
     def of_own(self, results: Tensor) -> Tensor:
         """Return the results of the rows that were passed on. results: as of `Routes.of_own`."""
-        return WithAdjoint.apply(super().of_own(results), self._from_owners, self._to_owners)  # type: ignore[no-any-return]
+        passed: Tensor = WithAdjoint.apply(super().of_own(results), self._from_owners, self._to_owners)
+        return passed
 
     def _to_owners(self, rows: Tensor) -> Tensor:
         return exchange(rows, self.to_places, self.from_places, self.groups.places)

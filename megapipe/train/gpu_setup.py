@@ -27,6 +27,7 @@ from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
 from megapipe.gpu.kernels import Kernels, missing_compiler, why_not_packed
 from megapipe.layers.model import model_spec
+from megapipe.model.deep_ep import why_not_deep_ep
 from megapipe.plan.hardware import hardware_named, hardware_of
 from megapipe.plan.layer_time import layer_seconds, ring_link
 from megapipe.plan.memory import rank_memory
@@ -273,12 +274,22 @@ def graph_words(plan: RunPlan) -> tuple[str, ...]:
     return (f"graphs     {recorded} {gpu.cuda_graph_warmup_steps} {rest}",)
 
 
-def dispatch_words(plan: RunPlan) -> tuple[str, ...]:
-    """Describe how --moe-token-dispatcher-type flex sends tokens, in one line for the start of a run; () without it."""
+def dispatch_words(plan: RunPlan, backend: str) -> tuple[str, ...]:
+    """Describe how --moe-token-dispatcher-type flex sends tokens, in one line for the start of a run; () without it.
+
+    backend: of the communicators.
+    """
     model, topology = plan.config.model, plan.topology
     if model.num_experts is None or model.moe_token_dispatcher_type != "flex":
         return ()
     flag, places = "(--moe-token-dispatcher-type flex)", topology.ep_inner
+    why_not = why_not_deep_ep(plan, backend)
+    if not why_not:
+        sums = "results are added on the way, equal up to rounding (--moe-flex-dispatcher-backend deepep)"
+        return (f"dispatch   a token once to each rank by DeepEP {flag}; {sums}",)
+    if model.moe_flex_dispatcher_backend is not None:
+        why_not = why_not if model.moe_flex_dispatcher_backend == "deepep" else "megapipe has no adapter of it"
+        flag += f", not --moe-flex-dispatcher-backend {model.moe_flex_dispatcher_backend}: {why_not}"
     if not plan.shape.has_levels:
         where = "lies on one node" if places == topology.ep else "has one rank on each node"
         return (f"dispatch   k rows of each token by all-to-all, since ep {topology.ep} {where} {flag}",)

@@ -113,7 +113,12 @@ def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
         check_fp8(config, world.device)
         check_compiler(config, world.device)
         found = active_kernels(plan, kernels, world.device)
-        words = (*describe_kernels(kernels, config, world.device), *found, *graph_words(plan), *dispatch_words(plan))
+        words = (
+            *describe_kernels(kernels, config, world.device),
+            *found,
+            *graph_words(plan),
+            *dispatch_words(plan, world.backend),
+        )
         if environment.global_rank == 0:
             described = _description(plan, world)
             text = {"config": job.config_text, "plan": plan_text(plan), "remarks": list(job.remarks)}

@@ -165,7 +165,7 @@ def test_sums_in_the_node_need_tokens_that_go_once_to_a_node() -> None:
 
 def test_the_start_says_how_tokens_travel() -> None:
     def words(**options: Any) -> str:
-        (line,) = dispatch_words(resolve(make_config(**SMALL | FLEX | {"ep": 4} | options), 4, per_node))
+        (line,) = dispatch_words(resolve(make_config(**SMALL | FLEX | {"ep": 4} | options), 4, per_node), "gloo")
         return line
 
     per_node = 2
@@ -175,4 +175,7 @@ def test_the_start_says_how_tokens_travel() -> None:
     assert "by all-to-all, since ep 4 lies on one node" in words()
     per_node = 1
     assert "by all-to-all, since ep 4 has one rank on each node" in words()
-    assert dispatch_words(resolve(make_config(**SMALL), 1)) == ()
+    assert dispatch_words(resolve(make_config(**SMALL), 1), "gloo") == ()
+    deep = words(moe_flex_dispatcher_backend="deepep")
+    assert "not --moe-flex-dispatcher-backend deepep: it needs --bf16" in deep
+    assert "hybridep: megapipe has no adapter of it" in words(moe_flex_dispatcher_backend="hybridep")
