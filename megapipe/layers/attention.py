@@ -176,15 +176,18 @@ class AttentionTable:
         """Return the bytes that a rank sends for one microbatch to other cp ranks, in a forward and in a backward, by
         group.
 
-        A ring sends keys and values to each rank that needs them, in the backward again, and their gradients back in
-        at least fp32; gathering them costs the same. An exchange of heads and positions sends q, k, v and the output.
+        A ring sends keys and values to each rank that needs them, in the backward again, and their gradients back, in
+        at least fp32 where they are sums; gathering them, always sums. An exchange of heads and positions sends q, k, v
+        and the output.
         """
         if shape.cp == 1:
             return {}, {}
         ring, keys, element = self._ring(shape), self._reached_keys(shape), shape.element
         a2a = self._exchange_bytes(shape)
-        steps = ring - 1 if self.cp_comm_type == "all_gather" else len(self.visibility(shape).sources) - 1
-        to_ring, back = float(steps * keys * element), float(steps * keys * (element + shape.wide))
+        gathers, seen = self.cp_comm_type == "all_gather", self.visibility(shape)
+        steps = ring - 1 if gathers else len(seen.sources) - 1
+        of_gradient = shape.wide if gathers or seen.adds_key_gradients else element
+        to_ring, back = float(steps * keys * element), float(steps * keys * (element + of_gradient))
         if self.cp_comm_type == "a2a+p2p":
             return {"cp_a2a": a2a, "cp_p2p": to_ring}, {"cp_a2a": a2a, "cp_p2p": back}
         return {"cp": a2a + to_ring}, {"cp": a2a + back}

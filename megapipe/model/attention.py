@@ -221,7 +221,14 @@ class CoreAttention:
         part = WHOLE_SEQUENCE if self.parallel is None else self.parallel.part
         kernel = self._block_kernel(q, k, v, context, part)
         attention = BlockAttention(
-            self.layer, context.blocks, kernel, ring, context.slice, context.kept_attention, self.passes
+            self.layer,
+            context.blocks,
+            kernel,
+            ring,
+            context.adds_key_gradients,
+            context.slice,
+            context.kept_attention,
+            self.passes,
         )
         return attention(q, k, v, self._sink(q, offset))
 

@@ -70,6 +70,7 @@ class LayerContext:
     compiler: Compiler | None = None  # of the layer's segments
     # of attention in blocks, by rank of the ring whose keys they are; its own first, under 0 without a ring
     blocks: Mapping[int, MaskedBlocks] = field(default_factory=dict)
+    adds_key_gradients: bool = False  # Visibility.adds_key_gradients
     slice: MicrobatchSlice | None = None
     # factor on losses over the microbatch that are means: its tokens with --calculate-per-token-loss, which divides
     # by all tokens of the step
@@ -148,7 +149,7 @@ class ContextBuilder:
             if microbatch.loss_tokens is not None:
                 weight = microbatch.loss_tokens
         for layer, ring in self._kinds:
-            mask, explicit = None, False
+            mask, explicit, adds = None, False, False
             blocks: Mapping[int, MaskedBlocks] = {}
             if layer.has_attention and not has_kernel:
                 explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
@@ -165,12 +166,22 @@ class ContextBuilder:
                 sees_all = place.length == 1 or not place.start  # of the keys that a kernel without a mask sees
                 is_causal = seen.is_causal and sees_all and (kv_cache is None or kv_cache.starts is None)
                 if in_blocks:
-                    blocks = make(masked_blocks, seen)
+                    blocks, adds = make(masked_blocks, seen), seen.adds_key_gradients
                 elif microbatch.borders is None and (explicit or not is_causal):
                     mask = make(whole_mask, seen)
             rotary = None if layer.rotary is None else tables[layer.rotary]
             kept = microbatch.cache, microbatch.borders
-            own = LayerContext(rotary, mask, explicit, key, *kept, blocks=blocks, slice=of_slice, loss_weight=weight)
+            own = LayerContext(
+                rotary,
+                mask,
+                explicit,
+                key,
+                *kept,
+                blocks=blocks,
+                adds_key_gradients=adds,
+                slice=of_slice,
+                loss_weight=weight,
+            )
             contexts.append(own if real is None else replace(own, real=real))
         return {number: contexts[kind] for number, kind in self._kind_of.items()}
 

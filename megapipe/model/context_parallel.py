@@ -153,19 +153,28 @@ class Ring:
         sends[(self.group.rank + step) % ranks] = receives[(self.group.rank - step) % ranks] = tensor.shape[0]
         return received, all_to_all(received, tensor, receives, sends, self.group, async_op=True)
 
-    def sums(self, keys: Tensor, widths: Widths, passes: Passes, into: Tensor | None) -> _GatheredSums | _RingSums:
+    def sums(
+        self, keys: Tensor, widths: Widths, passes: Passes, into: Tensor | None, adds: bool
+    ) -> _GatheredSums | _RingSums:
         """Return what sums the gradients of keys and values over the ring. widths: channels of keys and of values.
 
-        into: this rank's are added to these, in at least fp32; None: they are returned in the dtype of keys.
+        into: this rank's are added to these, in at least fp32; None: they are returned in the dtype of keys. adds:
+        False if a rank has no more than one block for a key of another rank; one block's gradients travel in the dtype
+        of keys, as its kernel gives them, sums in at least fp32.
         """
-        return (_GatheredSums if self.gathers else _RingSums)(self, keys, widths, passes, into)
+        if self.gathers:
+            return _GatheredSums(self, keys, widths, passes, into)
+        return _RingSums(self, keys, widths, passes, into, at_least_fp32(keys.dtype) if adds else keys.dtype)
 
 
 class _RingSums:
     """Gradients of keys and values that go back to their rank one by one, each under the computation of the next."""
 
-    def __init__(self, ring: Ring, keys: Tensor, widths: Widths, passes: Passes, into: Tensor | None) -> None:
+    def __init__(
+        self, ring: Ring, keys: Tensor, widths: Widths, passes: Passes, into: Tensor | None, dtype: torch.dtype
+    ) -> None:
         self.ring, self.keys, self.widths, self.passes, self.into = ring, keys, widths, passes, into
+        self.dtype = dtype  # of messages
         self.own = PartialSums(len(keys), passes)
         self.others: PartialSums | None = None  # of the source at hand
         self.following: tuple[Tensor, Tensor, Work] | None = None  # sent, received
@@ -183,7 +192,7 @@ class _RingSums:
         if source == self.ring.group.rank:
             return
         self._receive()
-        sent = torch.empty_like(self.keys, dtype=at_least_fp32(self.keys.dtype))
+        sent = torch.empty_like(self.keys, dtype=self.dtype)
         sent = sent.zero_() if self.others is None else self.others.write(sent)
         self.others, self.following = None, (sent, *self.ring.shift(sent, source - self.ring.group.rank))
 

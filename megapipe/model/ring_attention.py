@@ -34,14 +34,15 @@ Blocks = Mapping[int, Sequence[MaskedBlock]]  # by rank of the ring whose keys t
 class BlockAttention:
     """Attention in blocks of one layer: all it needs besides q, k and v.
 
-    layer: its global index. slice: of the microbatch, if any. kept: keeps the output and its log-sum-exp for a
-    recompute. passes: merge and add the results of blocks.
+    layer: its global index. adds_key_gradients: as in `Visibility`. slice: of the microbatch, if any. kept: keeps the
+    output and its log-sum-exp for a recompute. passes: merge and add the results of blocks.
     """
 
     layer: int
     blocks: Blocks
     kernel: BlockKernel
     ring: Ring
+    adds_key_gradients: bool
     slice: MicrobatchSlice | None = None
     kept: KeptAttention | None = None
     passes: Passes = field(default_factory=Passes)
@@ -88,7 +89,8 @@ class BlockAttention:
         keys: as `joined`.
         """
         into = None if self.slice is None else self.slice.keys.gradients(self.layer, keys)
-        grad_q, sums = PartialSums(len(q), self.passes), self.ring.sums(keys, widths, self.passes, into)
+        sums = self.ring.sums(keys, widths, self.passes, into, self.adds_key_gradients)
+        grad_q = PartialSums(len(q), self.passes)
         for source, held in self.ring.keys(keys, tuple(self.blocks)):
             for block in self.blocks[source]:
                 rows, seen = slice(*block.block.queries), slice(*block.block.keys)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import pairwise, permutations
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -162,6 +163,16 @@ class Visibility:
             return any(each.blocks((each.part.rank - step) % ranks) for each in others)
 
         return tuple((rank - step) % ranks for step in range(ranks) if step == 0 or is_needed(step))
+
+    @cached_property
+    def adds_key_gradients(self) -> bool:
+        """True if some rank of the ring has several blocks for a key of another rank, whose gradient is then a sum."""
+        ranks = range(self.part.ranks)
+        for rank, source in permutations(ranks, 2):
+            keys = sorted(block.keys for block in replace(self, part=SequencePart(rank, len(ranks))).blocks(source))
+            if any(before[1] > after[0] for before, after in pairwise(keys)):
+                return True
+        return False
 
     def blocks(self, source: int = 0) -> tuple[KeyBlock, ...]:
         """Return the blocks of the keys of a rank that the queries see; () if nothing.

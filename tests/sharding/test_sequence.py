@@ -63,6 +63,27 @@ def test_blocks_hold_what_queries_see(seen: Visibility) -> None:
 
 
 @given(visibilities())
+def test_gradients_of_keys_are_sums_where_two_blocks_of_a_rank_hold_a_key(seen: Visibility) -> None:
+    ranks = range(seen.part.ranks)
+    counts = [
+        sum(key in range(*block.keys) for block in replace(seen, part=SequencePart(rank, len(ranks))).blocks(source))
+        for rank in ranks
+        for source in ranks
+        if source != rank
+        for key in range(seen.place.stop // len(ranks))
+    ]
+    assert seen.adds_key_gradients == (max(counts, default=0) > 1)
+
+
+def test_without_windows_and_slices_no_ring_sums_gradients_of_keys() -> None:
+    for ranks in (2, 4, 8):
+        part = SequencePart(1, ranks)
+        assert not Visibility(SequenceSlice((4 * ranks,)), part=part).adds_key_gradients
+        assert Visibility(SequenceSlice((4 * ranks, 8 * ranks), 1), part=part).adds_key_gradients
+        assert Visibility(SequenceSlice((4 * ranks,)), 3 * ranks, part=part).adds_key_gradients
+
+
+@given(visibilities())
 def test_each_query_comes_first_in_a_block_with_its_own_key(seen: Visibility) -> None:
     rank, met = seen.part.rank, set[int]()
     queries, keys = positions(seen.query_runs), positions(seen.key_runs(rank))
