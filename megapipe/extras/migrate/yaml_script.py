@@ -74,6 +74,8 @@ def _words(flag: str, value: Any) -> list[str]:
     row, takes = megatron_flags().get(flag), "1"
     if row is not None:
         takes = row.values
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        value = value[1:-1]  # for the shell that the launcher puts it into
     items = value if isinstance(value, list) else [value]
     if isinstance(value, str) and (match := LISTED.fullmatch(value)):
         items = match[1].replace(",", " ").split()
