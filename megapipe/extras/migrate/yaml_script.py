@@ -61,8 +61,8 @@ def _loaded(text: str, path: Path, given: Mapping[str, str]) -> Tree:
         return given.get(name, match[0] if match[2] is None else match[2])
 
     try:
-        tree = yaml.load(VARIABLE.sub(value, text), Loader=yaml.BaseLoader)  # which makes only texts
-    except yaml.YAMLError as error:
+        tree = yaml.BaseLoader(VARIABLE.sub(value, text)).get_single_data()  # all values as texts
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping")
