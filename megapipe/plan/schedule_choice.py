@@ -166,6 +166,8 @@ def asked_chunks(parallel: ParallelConfig, num_layers: int) -> int | None:
         asked[CHUNKS_FLAG] = parallel.num_virtual_stages_per_pipeline_rank
     per_stage = parallel.num_layers_per_virtual_pipeline_stage
     if per_stage is not None:
+        # as in Megatron
+        num_layers += parallel.account_for_embedding_in_pipeline_split + parallel.account_for_loss_in_pipeline_split
         if num_layers % (pp * per_stage):
             raise ConfigError(
                 f"--num-layers-per-virtual-pipeline-stage {per_stage}: {num_layers} layers are not a multiple of "

@@ -12,6 +12,8 @@ from megapipe.schedule.validate import validate
 from megapipe.sharding.audit import audit_buffers, audit_slices, audit_stages
 from tests.tiny import small_config
 
+BOTH_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
 
 @pytest.mark.parametrize(
     ("fields", "counts"),
@@ -24,7 +26,8 @@ from tests.tiny import small_config
         ({"decoder_last_pipeline_num_layers": 2}, (6, 2)),
         ({"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 6}, (2, 6)),
         ({"decoder_first_pipeline_num_layers": 2, "num_virtual_stages_per_pipeline_rank": 2}, (1, 3, 1, 3)),
-        ({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}, (4, 4)),
+        (BOTH_ENDS, (4, 4)),
+        ({"num_layers": 6, "num_layers_per_virtual_pipeline_stage": 2} | BOTH_ENDS, (1, 2, 2, 1)),
         ({"num_layers": 7, "account_for_embedding_in_pipeline_split": True}, (3, 4)),
         ({"num_layers": 7, "account_for_loss_in_pipeline_split": True}, (4, 3)),
         ({"num_layers_per_virtual_pipeline_stage": 2}, (2, 2, 2, 2)),
@@ -33,7 +36,8 @@ from tests.tiny import small_config
     ],
     ids=[
         "layout_of_5_stages", "layout", "layout_with_chunks_and_an_empty_stage", "layout_of_5_stages_again", "first",
-        "last", "first_and_last", "first_with_chunks", "embedding_and_loss", "embedding", "loss", "layers_a_stage",
+        "last", "first_and_last", "first_with_chunks", "embedding_and_loss", "both_ends_by_layers", "embedding", "loss",
+        "layers_a_stage",
         "even", "by_cost",
     ],
 )  # fmt: skip

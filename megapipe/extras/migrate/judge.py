@@ -216,7 +216,7 @@ class Migration:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a run says of options that are accepted, but not their own way."""
+        """The lines that a run prints at its start about options that are accepted without their own effect."""
         return () if self.judgement.loaded is None else tuple(remarks(self.judgement.loaded.config))
 
     def outside(self) -> dict[str, list[str]]:

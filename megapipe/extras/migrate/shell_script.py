@@ -262,6 +262,8 @@ REPLACED = re.compile(r"(//?)([^/\\*?[#%][^/\\*?[]*)(?:/(.*))?", re.DOTALL)
 ALL_IN_QUOTES = re.compile(r'"\$(@|\{(@|\w+\[@\])\})"')
 BLANKS = re.compile(rf"{OPEN}[^{CLOSE}]*{CLOSE}|[ \t\n]")
 ELEMENT = re.compile(r"[A-Za-z_]\w*\[.*\]\+?=", re.DOTALL)
+INDEX = re.compile(r"\[[^]]*\]\+?=")
+LAYERS = re.compile(r"[][()\d+*,]+")  # `[0]*3+[1]*58`, which names no file
 FILE_NAMES = re.compile(r"[*?]|\{[^{}]*(,|\.\.)[^{}]*\}")  # words that bash replaces by file names or several words
 CHANGES = re.compile(r"\+\+|--|(?<![=!<>])=(?!=)")
 ARITHMETIC = re.compile(r"(?!.*\d[A-Za-z_])[\w\s()+*/%<>=!&|-]{,1000}", re.DOTALL | re.ASCII)
@@ -557,7 +559,7 @@ class Walk(Reading):
         old = self.variables.get(name, []) if match[2] else []
         if source.startswith("("):
             elements = [token.text for token in tokens_of(source[1:-1], self.line) if token.is_word]
-            if any(element.startswith("[") for element in elements):
+            if any(INDEX.match(element) for element in elements):
                 raise self.refused("[INDEX]= in an array")
             self.variables[name] = old + [text for element in elements for text in self.fields(element)]
         else:
@@ -643,7 +645,8 @@ class Walk(Reading):
         """Return the words that a word becomes: expansions outside quotes are split at blanks."""
         if word.startswith(DOCUMENT):
             return [DOCUMENT + (word[2:] if word[1:2] == "'" else self.document(word[1:]))]
-        if FILE_NAMES.search("".join(piece if len(piece) == 1 else "_" for piece in pieces_of(word))):
+        marks = "".join(piece if len(piece) == 1 else "_" for piece in pieces_of(word))
+        if FILE_NAMES.search(marks) and not LAYERS.fullmatch(word):
             return [placeholder(self.text(word))]
         return [text.replace(QUOTED, "") for text in self.expand(word, splits=True).split(BREAK) if text]
 

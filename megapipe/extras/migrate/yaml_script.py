@@ -61,8 +61,8 @@ def _loaded(text: str, path: Path, given: Mapping[str, str]) -> Tree:
         return given.get(name, match[0] if match[2] is None else match[2])
 
     try:
-        tree = yaml.BaseLoader(VARIABLE.sub(value, text)).get_single_data()  # which makes only texts
-    except yaml.YAMLError as error:
+        tree = yaml.BaseLoader(VARIABLE.sub(value, text)).get_single_data()  # all values as texts
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping")
@@ -74,6 +74,8 @@ def _words(flag: str, value: Any) -> list[str]:
     row, takes = megatron_flags().get(flag), "1"
     if row is not None:
         takes = row.values
+    if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+        value = value[1:-1]  # for the shell that the launcher puts it into
     items = value if isinstance(value, list) else [value]
     if isinstance(value, str) and (match := LISTED.fullmatch(value)):
         items = match[1].replace(",", " ").split()

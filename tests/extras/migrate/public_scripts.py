@@ -1,7 +1,8 @@
 """The argument lists of public launch scripts and of NVIDIA's functional tests, and their table in docs/migrate.md.
 
-Every file of scripts/ names its source in its head; below are the flags that the script passes to pretrain_gpt.py, as
-`megapipe migrate` read them from the original, with paths and names replaced by variables. No script is copied here.
+Every file of scripts/, and of scripts_of_experts/ for mixtures, names its source in its head; below are the flags that
+the script passes to pretrain_gpt.py, as `megapipe migrate` read them from the original, with paths and names replaced
+by variables. No script is copied here.
 `python -m tests.extras.migrate.public_scripts` writes the table of docs/migrate.md again.
 """
 
@@ -16,7 +17,11 @@ from megapipe.extras.migrate.judge import TO_CHANGE, Migration, text_report
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parents[2] / "docs" / "migrate.md"
-BEGIN, END = "<!-- table of public scripts -->\n", "<!-- end of the table -->\n"
+# folder of scripts -> where the page has their table
+FOLDERS = {"scripts": "<!-- table of public scripts -->\n", "scripts_of_experts": "<!-- table of mixtures -->\n"}
+END = "<!-- end of the table -->\n"
+# values that are being built, and that scripts are judged without
+LATER = ("--moe-token-dispatcher-type flex", "--moe-enable-deepep", "--moe-flex-dispatcher-backend")
 EXAMPLE = re.compile(r"(```bash\n# train\.sh\n)(.*?)(```.*?```text\n)(.*?)(```\n)", re.DOTALL)
 
 
@@ -37,17 +42,18 @@ class PublicScript:
         launcher = "python"
         if total:
             launcher = f"torchrun --nproc_per_node {per_node} --nnodes {int(total) // int(per_node)}"
-        return " \\\n    ".join([f"{launcher} pretrain_gpt.py", *self.flags])
+        flags = [flag for flag in self.flags if not flag.startswith(LATER)]
+        return " \\\n    ".join([f"{launcher} pretrain_gpt.py", *flags])
 
     def migration(self) -> Migration:
         """Return what `megapipe migrate` says of it."""
         return reported(self.launch(), self.name)
 
 
-def public_scripts() -> list[PublicScript]:
-    """Read all files of the folder."""
+def public_scripts(folder: str = "scripts") -> list[PublicScript]:
+    """Read all files of a folder."""
     found = []
-    for path in sorted((FOLDER / "scripts").glob("*.txt")):
+    for path in sorted((FOLDER / folder).glob("*.txt")):
         lines = path.read_text(encoding="utf-8").splitlines()
         head = [line[2:] for line in lines if line.startswith("# ")]
         ranks = next(line for line in head if line.startswith("ranks: "))
@@ -114,14 +120,15 @@ def to_change(migration: Migration) -> str:
     return ", ".join(f"`{flag}`" for flag in dict.fromkeys(flags)) or "; ".join(migration.to_change)
 
 
-def table() -> str:
-    """Return the table of docs/migrate.md."""
+def table(folder: str = "scripts") -> str:
+    """Return a table of docs/migrate.md."""
     rows = ["| script | flags | runs here |", "|---|---|---|"]
-    for script in public_scripts():
+    for script in public_scripts(folder):
         migration = script.migration()
         verdict = "as it is" if migration.runs else f"without {to_change(migration)}"
         repository, _, path = script.source.partition(" ")
-        rows.append(f"| {repository} `{Path(path).name}` | {len(script.flags)} | {verdict} |")
+        name = Path(path).name if Path(path).name != "model_config.yaml" else Path(path).parent.name
+        rows.append(f"| {repository} `{name}` | {len(script.flags)} | {verdict} |")
     return "\n".join(rows) + "\n"
 
 
@@ -137,5 +144,7 @@ def example(page: str) -> str:
 
 if __name__ == "__main__":
     page = example(PAGE.read_text(encoding="utf-8"))
-    before, _, rest = page.partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], encoding="utf-8")
+    for folder, begin in FOLDERS.items():
+        before, _, rest = page.partition(begin)
+        page = before + begin + table(folder) + END + rest.partition(END)[2]
+    PAGE.write_text(page, encoding="utf-8")

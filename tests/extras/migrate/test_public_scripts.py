@@ -9,9 +9,9 @@ import pytest
 from megapipe.extras.migrate.judge import judge
 from megapipe.extras.migrate.shell_script import read_script
 from tests.extras.migrate.public_scripts import (
-    BEGIN,
     END,
     EXAMPLE,
+    FOLDERS,
     PAGE,
     example,
     functional_tests,
@@ -20,6 +20,13 @@ from tests.extras.migrate.public_scripts import (
 )
 
 SCRIPTS = {script.name: script for script in public_scripts()}
+MIXTURES = {script.name: script for script in public_scripts("scripts_of_experts")}
+MIXTURES_THAT_RUN = (
+    "nvidia_fsdp_deepseek_v3 nvidia_gpt_oss_20b nvidia_mixtral_8x7b nvidia_test_fp8_mtp nvidia_test_fsdp "
+    "nvidia_test_muon nvidia_test_sinkhorn rocm_mixtral_8x7b swissai_mixtral_8x7b zoo_deepseek_v2_lite "
+    "zoo_deepseek_v3_b200 zoo_deepseek_v3_h100 zoo_deepseek_v3_proxy zoo_mixtral_8x22b_fp8 zoo_mixtral_8x2b "
+    "zoo_mixtral_8x7b zoo_qwen3_235b_gb200 zoo_qwen3_235b_h100 zoo_qwen3_30b"
+).split()
 RUN_AS_THEY_ARE = (
     "alibaba_gpt3_7b aws_gpt3 aws_llama2_70b azure_gpt3_175b azure_gpt3_175b_aks bigscience_gpt2 hygon_llama2_7b "
     "hygon_llama3_70b hygon_qwen3_14b lumiopen_viking_7b nvidia_gpt3_175b_2024 nvidia_llama3_8b_fp8 surf_1_7b"
@@ -33,9 +40,23 @@ def test_a_public_script_runs_as_it_is(name: str) -> None:
     assert migration.runs
 
 
-def test_the_page_has_the_verdict_on_every_script() -> None:
-    written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
-    assert written == table(), "write it again: python -m tests.extras.migrate.public_scripts"
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_public_script_of_a_mixture_runs_or_names_what_to_change(name: str) -> None:
+    migration = MIXTURES[name].migration()
+    assert migration.runs == (name in MIXTURES_THAT_RUN), migration.to_change
+    assert migration.runs == (not migration.to_change)
+
+
+def test_the_share_of_public_scripts_of_mixtures_is_on_the_page() -> None:
+    assert len(MIXTURES) >= 24
+    text = f"{len(MIXTURES_THAT_RUN)} of {len(MIXTURES)} scripts of mixtures run as they are"
+    assert text in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_page_has_the_verdict_on_every_script(folder: str) -> None:
+    written = PAGE.read_text(encoding="utf-8").partition(FOLDERS[folder])[2].partition(END)[0]
+    assert written == table(folder), "write it again: python -m tests.extras.migrate.public_scripts"
 
 
 def test_the_page_shows_a_real_run() -> None:
@@ -45,7 +66,7 @@ def test_the_page_shows_a_real_run() -> None:
 
 
 def test_every_script_names_its_source_and_a_free_licence() -> None:
-    for script in SCRIPTS.values():
+    for script in (*SCRIPTS.values(), *MIXTURES.values()):
         assert re.fullmatch(r"[\w.-]+/[\w.-]+ \S+", script.source), script.name
         assert re.fullmatch(r"[0-9a-f]{40}", script.commit), script.name
         assert re.match(r"MIT|Apache-2|Megatron-LM licence \(BSD", script.licence), script.name

@@ -35,6 +35,7 @@ def in_bash(script: str, *words: str) -> list[str]:
 
 
 LIKE_BASH = {
+    "a list of layers": "A=(--moe-layer-freq [0]*3+[1]*58)\nRUN ${A[@]} [0]*2",
     "a here-document": "A='1 2'\nbash <<EOF\nB=3\nRUN $A \\$B \"x $A\" 'q r' ${Z:-d} \\\\ a\\\"b\nEOF\n",
     "a here-document in quotes": "A=4\nbash -x <<'EOF'\nA=5\nRUN $A \"$A b\"\nEOF\nA=6",
     "here-documents of one line": ": <<-A <<B; RUN 1\n\ta\n\tA\nx\nB\nC=1",
