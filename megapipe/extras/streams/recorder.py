@@ -216,15 +216,20 @@ def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, 
 
 def where() -> str:
     """Return where in megapipe, `comm` aside, the host is; in autograd's thread maybe only where its caller is."""
-    frames = (sys._getframe(1), sys._current_frames()[threading.main_thread().ident or 0])
-    for frame in frames:
-        at: Any = frame
-        while at is not None:
-            path = at.f_code.co_filename
-            if is_ours(path) and not path.startswith(COMM):
-                return f"{path.removeprefix(INSIDE)}:{at.f_code.co_name}"
-            at = at.f_back
-    return "outside"
+    main = threading.main_thread().ident or 0
+    found = _place_of(sys._getframe(1))
+    if found is None and threading.get_ident() != main:  # of the own thread it would hold this frame, and its tensors
+        found = _place_of(sys._current_frames()[main])
+    return found or "outside"
+
+
+def _place_of(frame: Any) -> str | None:
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_ours(path) and not path.startswith(COMM):
+            return f"{path.removeprefix(INSIDE)}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
 
 
 class OrderedAnswers(Answers):
