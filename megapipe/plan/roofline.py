@@ -1,68 +1,73 @@
-"""The roofline of a step: its kernels, the bytes that they read and write, and the seconds that these take.
+"""The roofline of a step: its kernels, the bytes that they move, and the seconds that these take.
 
-`layer_work` and `step_work` are the budget of what the code asks of a GPU: one row for each part, with the kernels that
-it launches and the reason for them. They hold for layers as those of Llama; tests/fake_cuda/test_budget.py counts the
-same on a fake CUDA device and compares row by row. `megapipe plan --roofline` prints them with the time at rates that
-good kernels reach. Nothing of this was measured on a GPU.
+`extras.streams.count` counts the launches of the code on a fake CUDA device, for a plan with few layers and
+microbatches; here are the seconds of each launch at rates that good kernels reach, and the step that follows from them.
+`megapipe plan --roofline` prints it. Nothing of this was measured on a GPU.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from megapipe.errors import ConfigError
+from megapipe.config.parallel import RecomputeConfig
+from megapipe.dtypes import FP8
 from megapipe.formatting import text_table
-from megapipe.layers.attention import AttentionTable
-from megapipe.layers.ends import loss_block_bytes
-from megapipe.layers.mlp import MLPTable
 from megapipe.layers.model import LayerSpec
-from megapipe.layers.table import CommChunks
-from megapipe.plan.hardware import GIGA, Hardware
-from megapipe.plan.layer_costs import layer_flops, step_flops
-from megapipe.plan.layer_time import layer_seconds, ring_link
+from megapipe.layers.table import ALL_REDUCE, ring_bytes
+from megapipe.plan.activations import layers_with_recompute
+from megapipe.plan.hardware import GIGA, TERA, Hardware
+from megapipe.plan.layer_costs import layer_flops
+from megapipe.plan.layer_time import OpSeconds, context_links, expert_links_of, ring_link
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.step_time import optimizer_bytes, predict_step, update_bytes
+from megapipe.plan.step_time import StepTime, optimizer_bytes, predict_step
+from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.partition import StageLayers
 
 # Shares of data-sheet peaks that good kernels reach on large tensors of an H100 SXM: 690 of 989 TFLOP/s in GEMMs (and
 # as much of the peak in fp8), 2.5 of 3.35 TB/s, attention 600 TFLOP/s forward and 480 backward.
 GEMM_SHARE, MEMORY_SHARE = 690 / 989, 2.5 / 3.35
 ATTENTION_SHARES = (600 / 989, 480 / 989)
 KERNEL_SECONDS = 2e-6  # from the end of one kernel to the start of the next
-NORMS = "forward 1, backward 2 and the sum of the weight's gradient, twice; sequence parallel a copy to sum it over tp"
-SMALL_BLOCKS = 1 << 23  # bytes of logits raised to fp32 at a time before they had a budget for GPUs
+WITHOUT_MATRIX_UNITS = 16  # times slower than 16 bits: GEMMs in fp32, in which the configuration allows no TF32
+# kinds of launches; '' moves memory
+GEMM, ATTENTION, ATTENTION_BACKWARD = "GEMM", "attention", "attention backward"
+COLLECTIVE, MESSAGE, HOST_WAIT = "collective", "message", "host wait"
+KERNELS = ("", GEMM, ATTENTION, ATTENTION_BACKWARD)
+COMPUTE = {op.value for op in COMPUTE_OPS}
+LAYER_GROUPS = ("tp", "cp", "ep", "etp", "kv")  # whose collectives stand in layers; of the others a step has its own
+LEAST_SHOWN = 5e-6  # seconds
+OF_MODEL = ("num_layers", "layer_pattern", "window_attn_skip_freq", "no_rope_freq", "moe_layer_freq")
 
 
-@dataclass(frozen=True)
-class Forms:
-    """How parts are computed that have more than one form; the defaults are those of a run without options."""
+class Launch(NamedTuple):
+    """One kernel, collective or message, or one wait of the host, as a rank launches it.
 
-    compiles: bool = False  # --compile-pointwise: the activation
-    compiles_loss: bool = False  # --compile-loss
-    fuses_casts: bool = True  # casts to fp8 are one kernel each
-    loss_block_bytes: int = loss_block_bytes(is_cuda=True)
-    fuses_rotary: bool = False  # one kernel each way, as compiled blocks make of it
-    fuses_update: bool = False  # --optimizer-impl compiled
-    hides_tp: bool = False  # --tp-comm-overlap
+    layer: its global number, None outside of layers. part: the element of the layer. op, stage, microbatch: of the
+    action; '' and -1 outside of the row. num_bytes: read and written; of a collective its whole tensor. dtype: of a
+    product's operands. group: kind of the group of a collective.
+    """
 
-
-@dataclass(frozen=True)
-class PartWork:
-    """The kernels of one part of a layer or step. kernels: launches, GEMMs and attention included."""
-
+    queue: str
+    name: str
+    file: str  # file:function
+    layer: int | None
     part: str
-    kernels: float
-    num_bytes: float  # read and written, but by GEMMs and attention
-    reason: str
-    seconds: float | None = None  # of GEMMs, attention and collectives; None: by bytes
-    is_per_step: bool = False  # else for each microbatch
+    op: str
+    stage: int
+    microbatch: int
+    num_bytes: float = 0.0
+    kind: str = ""
+    flops: float = 0.0
+    dtype: str = ""
+    group: str = ""
 
-    def time(self, hardware: Hardware) -> float:
-        """Return its seconds."""
-        if self.seconds is not None:
-            return self.seconds
-        return self.num_bytes / hardware.memory_bytes_per_second + self.kernels * KERNEL_SECONDS
+
+Timed = tuple[Launch, float]  # with the seconds that it adds
+Counted = Mapping[int, Sequence[Timed]]  # of each rank one step
 
 
 def achievable(hardware: Hardware) -> Hardware:
@@ -72,237 +77,357 @@ def achievable(hardware: Hardware) -> Hardware:
     return replace(hardware, gemm_shares=shares, memory_bytes_per_second=rate, attention_share=ATTENTION_SHARES[0])
 
 
-def check_counted(plan: RunPlan) -> None:
-    """Raise ConfigError for a model or option whose kernels have not been counted."""
-    config, model = plan.config, plan.config.model
-    wanted = {
-        "--normalization RMSNorm": model.normalization == "RMSNorm",
-        "--position-embedding-type rope": model.position_embedding_type == "rope",
-        "--swiglu": model.activation == "swiglu",
-        "--disable-bias-linear": not model.add_bias_linear and not model.add_qkv_bias,
-        "--hidden-dropout 0 --attention-dropout 0": not model.hidden_dropout and not model.attention_dropout,
-        "norms before attention and MLP alone": model.norm_position == "before" and not model.qk_layernorm,
-        "--bf16 or --fp16": config.precision.dtype in ("bf16", "fp16"),
-        "--context-parallel-size 1": plan.topology.cp == 1,
-        "no --pipe-sp-splits": plan.num_slices == 1,
-        "no --multi-latent-attention": not model.multi_latent_attention,
-        "alike layers": len(plan.model.kinds) == 1,
-        "no --window-size, soft-caps or reset masks": not (
-            model.window_size or model.attn_logit_softcapping or config.data.reset_attention_mask
-        ),
-        "no recomputation or offloading": config.recompute.recompute_granularity is None
-        and not config.offload.cpu_offloading_num_layers,
-        "a schedule without I and W": not plan.splits_backward,
-        "the default kernels": (config.kernels.transformer_impl == "local" and config.kernels.attention_impl == "sdpa"),
-        "no --use-precision-aware-optimizer": not config.optimizer.use_precision_aware_optimizer,
-    }
-    if lacking := [name for name, is_met in wanted.items() if not is_met]:
-        raise ConfigError(
-            f"--roofline has counted the kernels of layers like Llama's; it needs {', '.join(lacking)}; "
-            "megapipe plan --gpus N --gpu NAME predicts the time of any configuration"
-        )
+def launch_seconds(plan: RunPlan, hardware: Hardware) -> Callable[[Launch], float]:
+    """Return the function that gives the seconds of a launch. hardware: `achievable`."""
+    dtypes = {"float16": "fp16", "bfloat16": "bf16"}
+    own = plan.config.precision.dtype
+    shares = {GEMM: GEMM_SHARE, ATTENTION: ATTENTION_SHARES[0], ATTENTION_BACKWARD: ATTENTION_SHARES[1]}
+
+    def peak(dtype: str) -> float:
+        if dtype.startswith("float8"):
+            return hardware.peak(FP8)
+        return hardware.peak(dtypes[dtype]) if dtype in dtypes else hardware.peak("bf16") / WITHOUT_MATRIX_UNITS
+
+    def seconds(launch: Launch) -> float:
+        if launch.kind == COLLECTIVE:
+            return collective_seconds(launch, plan, hardware)
+        if launch.kind in (MESSAGE, HOST_WAIT):
+            return 0.0
+        moved = launch.num_bytes / hardware.memory_bytes_per_second if launch.kind in ("", GEMM) else 0.0
+        computed = launch.flops / (peak(launch.dtype) * shares[launch.kind]) if launch.kind else 0.0
+        return max(moved, computed) + KERNEL_SECONDS
+
+    hardware.peak(own)  # an error before anything is counted
+    return seconds
 
 
-def layer_work(plan: RunPlan, hardware: Hardware, forms: Forms) -> tuple[PartWork, ...]:
-    """Return the work of one layer for one microbatch, forward and backward, on one rank."""
-    shape, layer = plan.shape, plan.model.kinds[0]
-    attention, mlp = _parts(layer)
-    tokens, own, element = shape.tokens, shape.own_tokens, shape.element
-    hidden, qkv = layer.hidden_size, attention.gemms(shape.tp)[0].outputs
-    channels = attention.model.kv_channels
-    rotated = qkv - max(1, attention.model.num_query_groups // shape.tp) * channels  # all but v
-    ffn = mlp.gemms(shape.tp)[1].inputs
-    ring = ring_link(plan.topology, "tp", hardware.node, hardware.network)
-    times = layer_seconds(layer, replace(shape, chunks=CommChunks(4, 4)) if forms.hides_tp else shape, hardware, ring)
-    core = sum(
-        operation.attention.flops
-        * (1 / ATTENTION_SHARES[0] + operation.attention.backward_forwards / ATTENTION_SHARES[1])
-        for operation in attention.table(shape).operations
-        if operation.attention is not None
-    ) / hardware.peak(shape.dtype)
-    gemm = times.forward["gemm"] + times.inputs["gemm"] + times.weights["gemm"]
-    rows = [
-        PartWork("GEMMs", 12, 0.0, "four linears: output, input gradient, weight gradient added in fp32", gemm),
-        PartWork("attention", 2, 0.0, "one fused kernel forward; one call backward", core),
-        PartWork("norms", 10 if shape.sequence_parallel else 8, 14.0 * own * hidden * element, NORMS),
-        PartWork("residual", 4, 12.0 * own * hidden * element, "two sums, and two of gradients"),
-        _rotary(tokens * rotated, tokens * qkv * element, shape.seq * channels // 2, element, forms.fuses_rotary),
-        PartWork("qkv gradient", 1, 2.0 * tokens * qkv * element, "gradients of q, k and v are copied side by side"),
-        PartWork("activation", 2, 8.0 * tokens * ffn * element, "one compiled kernel each way")
-        if forms.compiles
-        else PartWork("activation", 7, 18.0 * tokens * ffn * element, "silu and product; backward five kernels"),
-    ]
-    if layer.is_fp8:
-        rows += _casts(layer, plan, forms)
-    if shape.tp > 1:
-        exposed = times.forward["tp"] + times.inputs["tp"] + times.weights["tp"] - times.hidden
-        rows.append(PartWork("tp messages", 0, 0.0, "gathers and sums that no GEMM hides", exposed))
-    return tuple(rows)
+def collective_seconds(launch: Launch, plan: RunPlan, hardware: Hardware) -> float:
+    """Return the seconds of a collective on the links of its group."""
+    topology, kind = plan.topology, launch.group
+    links = hardware.node, hardware.network
+    ranks = len(topology.group_of(kind, 0))
+    if launch.name == "all_to_all" and kind == "ep":
+        return expert_links_of(topology, *links).exchange(launch.num_bytes)
+    link, num_bytes = ring_link(topology, kind, *links), ring_bytes(launch.num_bytes, ranks)
+    if launch.name == "all_to_all":
+        contexts = context_links(topology, *links)
+        is_ring = launch.file.endswith(":shift")  # all of it goes to the next rank
+        link = contexts.ring if is_ring else contexts.inner if kind == "cp_a2a" else contexts.exchange
+        num_bytes = launch.num_bytes if is_ring else num_bytes
+    passes = ALL_REDUCE if launch.name == "all_reduce" else 1
+    return passes * (num_bytes / link.bytes_per_second + link.latency_seconds)
 
 
-def _parts(layer: LayerSpec) -> tuple[AttentionTable, MLPTable]:
-    assert layer.attention is not None and layer.mlp is not None
-    return layer.attention, layer.mlp
+@dataclass
+class Row:
+    """The launches of one part: numbers, and seconds that they add."""
+
+    kernels: float = 0.0
+    collectives: float = 0.0
+    waits: float = 0.0
+    num_bytes: float = 0.0  # of what is no GEMM or attention
+    flops: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, launch: Launch, seconds: float, share: float = 1.0) -> None:
+        """Add a launch, or a share of it where it is one of several alike."""
+        self.seconds += seconds * share
+        self.waits += share * (launch.kind == HOST_WAIT)
+        self.collectives += share * (launch.kind == COLLECTIVE)
+        self.kernels += share * (launch.kind in KERNELS)
+        self.flops += launch.flops * share
+        self.num_bytes += launch.num_bytes * share * (launch.kind in ("", COLLECTIVE))
+
+    def __add__(self, other: Row) -> Row:
+        return Row(*(one + two for one, two in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-def _rotary(rotated: int, qkv_bytes: int, table: int, element: int, is_fused: bool) -> PartWork:
-    """Return the work of rotating so many elements of q and k, and their gradients, of qkv_bytes with those of v.
+@dataclass
+class Work:
+    """The work of a layer, or of the ends of a stage. rows: by part, for one microbatch.
 
-    table: elements of cos, and of sin.
+    seconds: of each op by what takes them, as in OpSeconds. once: seconds a step, beyond those of its microbatches.
     """
-    wide = 4
-    if is_fused:
-        moved = 4.0 * rotated * element + 4.0 * table * wide
-        return PartWork("rotary", 2, moved, "one kernel each way, in place")
-    casts, copies = rotated * (element + wide), rotated * (wide + element)
-    products, sums = 4 * rotated / 2 * 2 * wide, 2 * rotated / 2 * 3 * wide
-    each_way = casts + products + sums + copies
-    tables = 10.0 * table * wide  # a product reads one, and the gradient turns by -sin
-    reason = "raise both halves, four products, two sums, write both halves; the gradient is copied first"
-    return PartWork("rotary", 22, 2.0 * each_way + 2.0 * qkv_bytes + tables, reason)
+
+    rows: dict[str, Row] = field(default_factory=lambda: defaultdict(Row))
+    seconds: dict[Op, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    once: float = 0.0
+
+    @property
+    def total(self) -> Row:
+        return sum(self.rows.values(), Row())
+
+    def add(self, launch: Launch, seconds: float, share: float = 1.0) -> None:
+        """Add a launch to its row."""
+        self.rows[f"{launch.group} messages" if launch.group else launch.part].add(launch, seconds, share)
 
 
-def _casts(layer: LayerSpec, plan: RunPlan, forms: Forms) -> Iterator[PartWork]:
-    """Yield the work of the casts to fp8 of a layer, with delayed scales."""
-    element, tokens = plan.shape.element, plan.shape.tokens
-    gemms = layer.gemms(plan.shape.tp)
-    read, written = (tokens * sum(getattr(gemm, side) for gemm in gemms) for side in ("inputs", "outputs"))
-    weights = sum(gemm.num_weights for gemm in gemms)
-    if forms.fuses_casts:
-        moved, kernels = (element + 1.0) * 2 * read + (element + 2.0) * written, 3 * len(gemms)
-        reason = "input in F and W, gradient with its transpose: one kernel each, with its amax"
-    else:
-        chain = 2 * element + 4 + 8 + 8 + 4 + 1.0
-        moved, kernels = (2 * chain + 2) * (read + written), 4 * 6 * len(gemms)
-        reason = "amax, raise, scale, clamp, round, transpose as kernels, of input and gradient, twice each"
-    sums = 3 * len(gemms)  # an amax joins those of its step twice, and a weight gradient leaves its GEMM in fp32
-    yield PartWork("fp8 casts", kernels + sums, moved + 12.0 * weights, f"{reason}; weight gradients added in fp32")
-    once = "weights cast in both layouts into fixed memory; new scales of three operands a linear"
-    yield PartWork("fp8 weights", 35 * len(gemms), (element + 6.0) * weights, once, is_per_step=True)
+class Kind(NamedTuple):
+    """The properties by which layers are alike."""
+
+    parts: tuple[Hashable, ...]
+    is_fp8: bool
+    recompute: RecomputeConfig
+    predicts: bool
 
 
-def step_work(plan: RunPlan, forms: Forms) -> dict[str, PartWork]:
-    """Return the work outside of the layers: 'loss' for one microbatch, 'update' for one parameter on one rank."""
-    shape = plan.shape
-    vocabulary = plan.config.model.padded_vocab_size // shape.tp
-    logits = float(shape.tokens * vocabulary)
-    blocks = math.ceil(shape.tokens / max(forms.loss_block_bytes // (4 * vocabulary), 1))
-    # the terms of all ranks are summed; the embedding looks for the tokens that are in this rank's rows
-    over_tp = 3 + 5 if shape.tp > 1 else 0
-    if forms.compiles_loss:
-        loss = PartWork(
-            "loss", 31 + over_tp, 8 * logits, "maximum, sum of exponentials, gradient: a pass over the logits each"
+class Ends(NamedTuple):
+    """The ends of the model that a stage holds."""
+
+    has_embedding: bool
+    has_head: bool
+
+
+Owner = Kind | Ends
+
+
+def kinds_of(plan: RunPlan, stage: StageLayers) -> list[tuple[int, Kind, LayerSpec]]:
+    """Return the layers of a stage by their global number; those of multi-token prediction come after all others."""
+    found = []
+    for place, (spec, recompute) in enumerate(layers_with_recompute(plan.model, plan.shape, stage)):
+        number = stage.first_layer + place
+        predicts = number >= stage.last_layer_exclusive
+        if predicts:
+            number += plan.config.model.num_layers - stage.last_layer_exclusive
+        parts = tuple(
+            (type(part).__name__, getattr(part, "cp_comm_type", ""), *_values(part.model)) for part in spec.parts
         )
-    else:
-        reason = (
-            "maximum; by blocks in fp32: difference, exponential, sum; backward difference, exponential, factor, copy"
-        )
-        loss = PartWork("loss", 21 + over_tp + 17 * blocks, 48 * logits, reason)
-    dtypes = plan.state_dtypes(0)
-    moved = update_bytes(dtypes, shape.element, forms.fuses_update) + dtypes.gradient_bytes
-    pass_bytes = "one pass 30 that writes 16-bit weights" if forms.fuses_update else "AdamW 32, weights 6"
-    update = PartWork("update", 0, float(moved), f"bytes a parameter: norm 4, {pass_bytes}, zeros 4")
-    return {"loss": loss, "update": update}
+        found.append((number, Kind(parts, spec.is_fp8, recompute, predicts), spec))
+    return found
+
+
+def _values(layer: Any) -> Iterator[Hashable]:
+    """Yield the options of a layer, without those that say which layers of the model have it."""
+    return (getattr(layer, field.name) for field in fields(layer) if field.name not in OF_MODEL)
+
+
+def ranks_to_count(plan: RunPlan) -> tuple[int, ...]:
+    """Return the pp_ranks that together hold both ends of the model and every kind of layer."""
+    held: dict[int, set[Hashable]] = {}
+    for pp_rank in range(plan.topology.pp):
+        stages = [plan.partition.stages[stage] for stage in plan.placement.stages_of(pp_rank)]
+        held[pp_rank] = {kind for stage in stages for _, kind, _ in kinds_of(plan, stage)}
+        held[pp_rank] |= {(stage.has_embedding, stage.has_head) for stage in stages}
+    chosen: list[int] = []
+    missing = set().union(*held.values())
+    while missing:
+        best = max(held, key=lambda pp_rank: len(held[pp_rank] & missing))
+        chosen.append(best)
+        missing -= held[best]
+    return tuple(chosen)
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """The predicted step of a configuration in some forms."""
+    """The counted work and the step that follows from it.
 
-    layer: tuple[PartWork, ...]
-    layer_seconds: float
-    loss_seconds: float  # of a microbatch, with the output layer
+    plan: the whole one. works: of layers of each kind, and of stages outside of their layers. update: of the optimizer
+    and of all else that a step has once, as counted on the rank where it takes longest.
+    """
+
+    plan: RunPlan
+    works: Mapping[Owner, Work]
+    update: Work
     update_seconds: float
-    seconds: float  # of the step
-    mfu: float  # causal attention counted half
-    layer_mfu: float
+    step: StepTime
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds - self.step.parts["optimizer"] + self.update_seconds
+
+    @cached_property
+    def layers(self) -> dict[Kind, tuple[list[int], LayerSpec]]:
+        """The global numbers of the layers of each kind, and one of them."""
+        found: dict[Kind, tuple[list[int], LayerSpec]] = {}
+        for stage in self.plan.partition.stages:
+            for number, kind, spec in kinds_of(self.plan, stage):
+                found.setdefault(kind, ([], spec))[0].append(number)
+        return found
 
 
-def roofline(plan: RunPlan, hardware: Hardware, forms: Forms) -> Roofline:
-    """Return the step of the busiest rank. hardware: of the table; its rates are replaced by achievable ones."""
-    check_counted(plan)
-    fast = achievable(hardware)
-    layer = layer_work(plan, fast, forms)
-    count = plan.batch.num_microbatches
-    one_layer = sum(work.time(fast) / (count if work.is_per_step else 1) for work in layer)
-    step = step_work(plan, forms)
-    head = plan.model.head.gemm(plan.shape.tp)
-    peak = hardware.peak(plan.config.precision.dtype)
-    product = 2.0 * plan.shape.tokens * head.num_weights / (peak * GEMM_SHARE)
-    loss = step["loss"].time(fast) + 3 * product
-    moved = max(optimizer_bytes(plan, rank, forms.fuses_update) for rank in range(plan.topology.pp))
-    update = moved / fast.memory_bytes_per_second
-    held = [
-        [plan.partition.stages[stage] for stage in plan.placement.stages_of(rank)] for rank in range(plan.topology.pp)
+def roofline(plan: RunPlan, small: RunPlan, hardware: Hardware, counted: Counted) -> Roofline:
+    """Return the step of a plan. small: the plan whose ranks were counted. hardware: of the table."""
+    hardware = achievable(hardware)
+    works, updates = _works(small, hardware, counted)
+    stages, casts = [], []
+    for stage in plan.partition.stages:
+        held = [works[kind] for _, kind, _ in kinds_of(plan, stage)]
+        casts.append(sum(work.once for work in held))
+        stages.append(_op_seconds([*held, works.get(Ends(stage.has_embedding, stage.has_head), Work())]))
+    longest = max(updates, key=lambda rank: updates[rank].total.seconds)
+    # an update is as long as its bytes, which the planner knows for both
+    counted_bytes = _update_bytes(small, small.topology.coordinates(longest).pp_rank)
+    rate = updates[longest].total.seconds / max(1, counted_bytes)
+    seconds = max(
+        rate * _update_bytes(plan, pp_rank) + sum(casts[stage] for stage in plan.placement.stages_of(pp_rank))
+        for pp_rank in range(plan.topology.pp)
+    )
+    return Roofline(plan, works, updates[longest], seconds, predict_step(plan, hardware, tuple(stages)))
+
+
+def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
+    return optimizer_bytes(plan, pp_rank, plan.config.kernels.optimizer_impl == "compiled")
+
+
+def _works(small: RunPlan, hardware: Hardware, counted: Counted) -> tuple[dict[Owner, Work], dict[int, Work]]:
+    """Return the mean work of layers of each kind and of the ends of stages, and what each rank does once a step."""
+    seconds_of, owner_of = launch_seconds(small, hardware), _owners(small)
+    works: dict[Owner, Work] = defaultdict(Work)
+    once: dict[int, Work] = defaultdict(Work)
+    launches = [
+        (rank, owner_of(launch), launch, seconds)
+        for rank, log in counted.items()
+        for launch, seconds in log
+        if launch.kind != MESSAGE  # the simulated schedule has them
     ]
-    microbatch = max(sum(stage.num_layers * one_layer + stage.has_head * loss for stage in stages) for stages in held)
-    busiest = microbatch * count
-    simulated = predict_step(plan, fast)
-    others = simulated.parts["reduce"] + simulated.parts["gather"]
-    span = simulated.seconds - others - simulated.parts["optimizer"]
-    seconds = busiest * span / (span - simulated.parts["bubble"]) + others + update
-    flops = step_flops(plan.config.model, plan.batch.full, causal=True) / plan.topology.world_size
-    of_layer = (
-        3.0 * plan.shape.tokens / plan.shape.tp * layer_flops(plan.model.kinds[0], plan.shape.whole_seq, causal=True)
-    )
-    return Roofline(layer, one_layer, loss, update, seconds, flops / seconds / peak, of_layer / one_layer / peak)
+    seen: dict[tuple[int, int], set[int]] = defaultdict(set)  # microbatches, by rank and stage
+    for rank, owner, launch, _ in launches:
+        if owner is not None:
+            seen[rank, launch.stage].add(launch.microbatch)
+    ends = {key: (min(numbers), max(numbers)) for key, numbers in seen.items()}
+    # what is counted several times: an owner on ranks and in layers, and there each op after the first microbatch
+    places: dict[Owner, set[Any]] = defaultdict(set)
+    runs: dict[tuple[Owner, str], set[Any]] = defaultdict(set)
+    for rank, owner, launch, _ in launches:
+        if owner is not None:
+            place, (first, last) = (rank, launch.stage, launch.layer), ends[rank, launch.stage]
+            places[owner].add(place)
+            if launch.microbatch > first or first == last:
+                runs[owner, launch.op].add((place, launch.microbatch))
+    for rank, owner, launch, seconds in launches:
+        if owner is None:
+            once[rank].add(launch, 0.0 if launch.group else seconds)
+            continue
+        if launch.group == "ep" and small.parts is not None:
+            seconds = seconds_of(launch)  # what overlap hides is the planner's
+        work, share, (first, last) = works[owner], 1 / len(places[owner]), ends[rank, launch.stage]
+        if launch.microbatch == last:
+            work.add(launch, seconds, share)
+        if launch.microbatch > first or first == last:
+            part = launch.group or ("layers" if isinstance(owner, Kind) else "ends")
+            work.seconds[Op(launch.op)][part] += seconds / len(runs[owner, launch.op])
+        if first != last and launch.microbatch in (first, last):
+            work.once += seconds * share * (1 if launch.microbatch == first else -1)
+    return dict(works), once
 
 
-def configured_forms(plan: RunPlan) -> Forms:
-    """Return the forms that the configuration chooses."""
-    kernels = plan.config.kernels
-    return Forms(
-        compiles=kernels.compile_pointwise,
-        compiles_loss=bool(kernels.compile_loss),
-        fuses_update=kernels.optimizer_impl == "compiled",
-        hides_tp=plan.config.parallel.tp_comm_overlap,
-    )
+def _owners(small: RunPlan) -> Callable[[Launch], Owner | None]:
+    """Return the function that gives what a launch is work of; None: of the step."""
+    layers = {number: kind for stage in small.partition.stages for number, kind, _ in kinds_of(small, stage)}
+
+    def owner(launch: Launch) -> Owner | None:
+        if launch.op not in COMPUTE or (launch.group and launch.group.partition("_")[0] not in LAYER_GROUPS):
+            return None
+        stage = small.partition.stages[launch.stage]
+        return Ends(stage.has_embedding, stage.has_head) if launch.layer is None else layers[launch.layer]
+
+    return owner
 
 
-def remedies(plan: RunPlan) -> Iterator[tuple[str, Forms]]:
-    """Yield the forms as a review found them, and then with one remedy after the other, those before it included."""
-    forms = Forms(fuses_casts=False, loss_block_bytes=SMALL_BLOCKS)
-    yield "as reviewed", forms
-    if plan.config.precision.fp8_format is not None:
-        forms = replace(forms, fuses_casts=True)
-        yield "casts to fp8 fused, always on CUDA", forms
-    forms = replace(forms, loss_block_bytes=Forms.loss_block_bytes)
-    yield "cross entropy in blocks of 128 MiB", forms
-    forms = replace(forms, compiles=True, compiles_loss=True)
-    yield "--compile-pointwise: activation, loss", forms
-    forms = replace(forms, fuses_rotary=True)
-    yield "rotary positions in one kernel", forms
-    forms = replace(forms, fuses_update=True)
-    yield "--optimizer-impl compiled", forms
-    if plan.shape.tp > 1:
-        yield "--tp-comm-overlap", replace(forms, hides_tp=True)
+def _op_seconds(works: Iterable[Work]) -> OpSeconds:
+    """Return the seconds of a stage with these layers and ends."""
+    sums: dict[Op, dict[str, float]] = {op: defaultdict(float) for op in (Op.F, Op.B, Op.I, Op.W)}
+    for work in works:
+        for op, parts in work.seconds.items():
+            for part, seconds in parts.items():
+                sums[op][part] += seconds
+    split = sum(sums[Op.I].values()) + sum(sums[Op.W].values())
+    if not split:
+        return OpSeconds(sums[Op.F], sums[Op.B], {})
+    whole = sum(sums[Op.B].values())
+    return OpSeconds(sums[Op.F], sums[Op.I], sums[Op.W], split - whole if whole else 0.0)
 
 
-def roofline_text(plan: RunPlan, hardware: Hardware) -> str:
-    """Return the table of one layer, the step, and its time before and after each remedy."""
-    found, fast = roofline(plan, hardware, configured_forms(plan)), achievable(hardware)
+def report(found: Roofline, cut: Sequence[str], hardware: Hardware) -> str:
+    """Return what is printed. cut: what was left out of the counted step. hardware: of the table."""
+    fast, plan = achievable(hardware), found.plan
     peak = hardware.peak(plan.config.precision.dtype)
-    tera = [share * peak / 1e12 for share in (GEMM_SHARE, *ATTENTION_SHARES)]
-    layer = [("part", "kernels", "GB", "ms", "share", "made of")]
-    for work in found.layer:
-        seconds = work.time(fast) / (plan.batch.num_microbatches if work.is_per_step else 1)
-        moved = "" if work.seconds is not None else f"{work.num_bytes / GIGA:.2f}"
-        share = f"{seconds / found.layer_seconds:.1%}"
-        part = f"{work.part}, once a step" if work.is_per_step else work.part
-        layer.append((part, f"{work.kernels:g}", moved, f"{1e3 * seconds:.2f}", share, work.reason))
-    rows: list[tuple[str, ...]] = [("", "layer ms", "loss ms", "update ms", "step ms", "MFU")]
-    for name, forms in (("as configured", configured_forms(plan)), *remedies(plan)):
-        each = roofline(plan, hardware, forms)
-        times = (each.layer_seconds, each.loss_seconds, each.update_seconds, each.seconds)
-        rows.append((name, *(f"{1e3 * seconds:.2f}" for seconds in times), f"{each.mfu:.1%}"))
+    tera = [share * peak / TERA for share in (GEMM_SHARE, *ATTENTION_SHARES)]
     lines = [
-        f"roofline of {hardware.name}: derived, not measured. TFLOP/s: GEMMs {tera[0]:.0f}, attention {tera[1]:.0f} "
-        f"forward and {tera[2]:.0f} backward; memory {fast.memory_bytes_per_second / 1e12:.2f} TB/s, "
-        f"{1e6 * KERNEL_SECONDS:.0f} us between kernels",
-        "one layer, one microbatch, forward and backward: "
-        f"{1e3 * found.layer_seconds:.2f} ms, MFU {found.layer_mfu:.1%}",
-        *text_table(layer, left=(0, -1), indent=2),
-        "a step, loss with the output layer for one microbatch; below each remedy on top of those above it",
-        *text_table(rows, left=(0,), indent=2),
+        f"roofline of {hardware.name}: counted on a fake device, derived, not measured. TFLOP/s: GEMMs {tera[0]:.0f}, "
+        f"attention {tera[1]:.0f} forward and {tera[2]:.0f} backward; memory "
+        f"{fast.memory_bytes_per_second / TERA:.2f} TB/s, {1e6 * KERNEL_SECONDS:.0f} us between kernels",
+        *(f"  counted with {line}" for line in cut),
+        "  a compiled region counts as one kernel; "
+        + (
+            "blocks are compiled"
+            if plan.config.kernels.compile_blocks == "on"
+            else "blocks run as written (--compile-blocks on counts them compiled)"
+        ),
     ]
-    return "\n".join(lines)
+    for kind, (numbers, spec) in found.layers.items():
+        work = found.works[kind]
+        seconds = work.total.seconds
+        flops = layer_flops(spec, plan.shape.whole_seq, causal=True) * 3.0 * plan.shape.tokens / plan.shape.tp
+        lines.append(
+            f"{described(kind, spec)}, {numbers_text(numbers)}: one microbatch, forward and backward "
+            f"{1e3 * seconds:.2f} ms, MFU {flops / seconds / peak:.1%}"
+        )
+        lines += _table(work.rows, seconds)
+    for owner, work in found.works.items():
+        if isinstance(owner, Ends) and any(owner):
+            names = ["embedding"] * owner.has_embedding + ["final norm, output layer, loss"] * owner.has_head
+            lines.append(f"{', '.join(names)}: one microbatch, forward and backward {1e3 * work.total.seconds:.2f} ms")
+            lines += _table(work.rows, work.total.seconds)
+    lines.append(f"once a step, as counted (of the whole model: {1e3 * found.update_seconds:.2f} ms)")
+    lines += _table(found.update.rows, found.update.total.seconds)
+    return "\n".join([*lines, *_step_lines(found)])
+
+
+def described(kind: Kind, spec: LayerSpec) -> str:
+    """Return words for a layer."""
+    words = ["layer of multi-token prediction" if kind.predicts else "layer"]
+    if spec.attention is None:
+        words.append("without attention")
+    elif spec.attention.model.window_size is not None:
+        words.append(f"with a window of {spec.attention.model.window_size}")
+    if spec.experts is not None:
+        words.append("with experts")
+    elif spec.mlp is None:
+        words.append("without an MLP")
+    if kind.recompute.recompute_granularity is not None:
+        words.append(f"with {kind.recompute.recompute_granularity} recompute")
+    return " ".join(words)
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Return how many layers these are, and the first and last number."""
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    between = "to" if numbers[-1] - numbers[0] == len(numbers) - 1 else "..."
+    return f"{len(numbers)} layers ({numbers[0]} {between} {numbers[-1]})"
+
+
+def _table(rows: Mapping[str, Row], seconds: float) -> Iterator[str]:
+    table: list[tuple[str, ...]] = [("part", "kernels", "collectives", "host waits", "TFLOP", "GB", "ms", "share")]
+    for part, row in (*rows.items(), ("sum", sum(rows.values(), Row()))):
+        counts = (f"{count:.4g}" if count else "" for count in (row.kernels, row.collectives, row.waits))
+        flops = f"{row.flops / TERA:.3f}" if row.flops else ""
+        moved = f"{row.num_bytes / GIGA:.2f}" if row.num_bytes else ""
+        times = (f"{1e3 * row.seconds:.2f}", f"{row.seconds / seconds:.1%}") if row.seconds else ("", "")
+        table.append((part, *counts, flops, moved, *times))
+    return text_table(table, left=(0,), indent=2)
+
+
+def _step_lines(found: Roofline) -> Iterator[str]:
+    """Yield the parts of a step and its sum."""
+    step, seconds = found.step, found.seconds
+    names = {
+        "layers": "layers",
+        "ends": "embedding, output layer and loss",
+        "bubble": "bubble and waits for messages",
+        "reduce": "reductions of gradients, exposed",
+        "gather": "gathers of parameters, exposed",
+        "optimizer": "update",
+    }
+    yield (
+        f"a step of {found.plan.batch.num_microbatches} microbatches on the rank that computes longest: "
+        f"{1e3 * seconds:,.2f} ms, MFU {step.mfu * step.seconds / seconds:.1%}, "
+        f"{step.tokens / seconds:,.0f} tokens/s"
+    )
+    table = [("part", "ms", "share")]
+    for part, own in {**step.parts, "optimizer": found.update_seconds}.items():
+        if abs(own) >= LEAST_SHOWN:
+            name = names.get(part, f"{part} messages, exposed")
+            table.append((name, f"{1e3 * own:,.2f}", f"{own / seconds:.1%}"))
+    yield from text_table(table, left=(0,), indent=2)

@@ -84,11 +84,11 @@ class StepTime:
         return self.parts["bubble"] / self.seconds
 
 
-def predict_step(plan: RunPlan, hardware: Hardware) -> StepTime:
-    """Predict a training step at the full global batch size."""
+def predict_step(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...] = ()) -> StepTime:
+    """Predict a training step at the full global batch size. stages: their seconds, if not those of the planner."""
     model, sequences = plan.config.model, plan.batch.full
     held = [plan.placement.stages_of(rank) for rank in range(plan.topology.pp)]
-    stages = stage_seconds(plan, hardware)
+    stages = stages or stage_seconds(plan, hardware)
     schedule, costs = plan.schedule(plan.batch.num_microbatches), _schedule_costs(plan, hardware, stages)
     timeline = simulate(schedule, costs)
     work = timeline.work_seconds

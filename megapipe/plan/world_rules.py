@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 from megapipe.config.config import Config
+from megapipe.config.flags import Requests
 from megapipe.config.layers import layer_kinds, layers_text
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import SHARDED_PARAMS, strategy_of
@@ -35,6 +36,13 @@ from megapipe.schedule.parts import MERGED
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.topology import Topology
+
+
+def rules_of_world(requests: Requests) -> tuple[Rule, ...]:
+    """Return the rules of the world that --world-size gives, none without."""
+    if requests.world_size is None:
+        return ()
+    return world_rules(requests.world_size, requests.ranks_per_node)
 
 
 def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rule, ...]:

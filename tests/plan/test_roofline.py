@@ -1,70 +1,231 @@
-"""The roofline: what the page shows, what remedies gain, what is refused."""
+"""The roofline: seconds of launches by hand, what nothing hides, the step of counted layers, and one message for a
+mistake.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from itertools import pairwise
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megapipe.errors import ConfigError
+from megapipe.extras.streams import device
+from megapipe.extras.streams.order import COMMUNICATOR, HOST, Mark, Wait
+from megapipe.extras.streams.roofline import read, roofline_of, roofline_text, written
+from megapipe.extras.streams.timeline import timed
 from megapipe.plan.hardware import hardware_named
-from megapipe.plan.roofline import Forms, check_counted, configured_forms, layer_work, remedies, roofline, roofline_text
+from megapipe.plan.roofline import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    COLLECTIVE,
+    GEMM,
+    HOST_WAIT,
+    KERNEL_SECONDS,
+    MESSAGE,
+    Ends,
+    Kind,
+    Launch,
+    achievable,
+    described,
+    launch_seconds,
+    ranks_to_count,
+)
 from tests.tiny import plan_for
 
+pytestmark = pytest.mark.timeout(200)
 H100 = hardware_named("h100")
 PAGE = Path(__file__).parents[2] / "docs" / "gpu_roofline.md"
-COMMANDS = re.findall(r"^(megapipe plan --roofline --gpu h100 .*)$", PAGE.read_text(), re.MULTILINE)
+COMMANDS = re.findall(
+    r"^megapipe plan --roofline --gpu h100 (--config configs/llama3_8b.yaml .*)$", PAGE.read_text(), re.M
+)
 LLAMA_8B = ["--config", str(PAGE.parents[1] / "configs" / "llama3_8b.yaml"), "--global-batch-size", "4"]
+MAIN, TP = "the default stream", f"{COMMUNICATOR}tp"
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=["bf16", "fp8", "tp8"])
+def launch(queue: str = MAIN, kind: str = "", num_bytes: float = 0.0, **fields: Any) -> Launch:
+    return Launch(queue, "x", "a:b", 0, "part", "F", 0, 0, num_bytes, kind)._replace(**fields)
+
+
+def test_launches_take_what_their_bytes_and_flops_say() -> None:
+    seconds = launch_seconds(plan_for(LLAMA_8B, 8), achievable(H100))
+    assert seconds(launch(num_bytes=2.5e9)) == pytest.approx(1e-3 + KERNEL_SECONDS)
+    assert seconds(launch(kind=GEMM, flops=690e9, dtype="bfloat16")) == pytest.approx(1e-3 + KERNEL_SECONDS)
+    assert seconds(launch(kind=GEMM, flops=690e9, dtype="float8_e4m3fn")) == pytest.approx(0.5e-3, rel=0.01)
+    assert seconds(launch(kind=GEMM, flops=690e9, dtype="float32")) == pytest.approx(16e-3, rel=0.01)
+    assert seconds(launch(kind=GEMM, num_bytes=2.5e9, flops=1, dtype="bfloat16")) == pytest.approx(1e-3, rel=0.01)
+    assert seconds(launch(kind=ATTENTION, flops=600e9, dtype="bfloat16")) == pytest.approx(1e-3, rel=0.01)
+    assert seconds(launch(kind=ATTENTION_BACKWARD, flops=480e9, dtype="bfloat16")) == pytest.approx(1e-3, rel=0.01)
+    assert seconds(launch(kind=MESSAGE, num_bytes=1e9)) == seconds(launch(kind=HOST_WAIT)) == 0.0
+
+
+def test_a_collective_takes_its_ring_and_an_all_reduce_two() -> None:
+    seconds = launch_seconds(plan_for(LLAMA_8B, 8), achievable(H100))  # tp 4
+    once = 0.75 * 1e9 / H100.node.bytes_per_second + H100.node.latency_seconds
+    gather = launch(TP, COLLECTIVE, 1e9, name="all_gather", group="tp")
+    assert seconds(gather) == pytest.approx(once)
+    assert seconds(gather._replace(name="all_reduce")) == pytest.approx(2 * once)
+
+
+COLLECTIVES = launch(TP, COLLECTIVE, 5, group="tp")
+START, END = [Mark("e", MAIN), Wait(TP, "e")], [Mark("f", TP)]
+# log -> seconds that each launch adds; a launch takes as many seconds as it has bytes
+TIMELINES: dict[str, tuple[list[Any], list[float]]] = {
+    "waited for at once": ([*START, COLLECTIVES, *END, Wait(MAIN, "f"), launch(num_bytes=1)], [5, 1]),
+    "hidden": ([*START, COLLECTIVES, *END, launch(num_bytes=7), Wait(MAIN, "f"), launch(num_bytes=1)], [0, 7, 1]),
+    "hidden in part": (
+        [*START, COLLECTIVES, *END, launch(num_bytes=3), Wait(MAIN, "f"), launch(num_bytes=1)],
+        [2, 3, 1],
+    ),
+    "after a kernel": (
+        [launch(num_bytes=4), *START, COLLECTIVES, *END, Wait(MAIN, "f"), launch(num_bytes=1)],
+        [4, 5, 1],
+    ),
+    "another stream computes": (
+        [*START, COLLECTIVES, *END, Wait(MAIN, "f"), launch(num_bytes=1), launch("stream 2", num_bytes=4)],
+        [1, 1, 4],
+    ),
+    "two in one communicator": (
+        [*START, COLLECTIVES, COLLECTIVES, *END, launch(num_bytes=6), Wait(MAIN, "f"), launch(num_bytes=1)],
+        [0, 4, 6, 1],
+    ),
+    "the host waits": (
+        [*START, COLLECTIVES, *END, Wait(MAIN, "f"), Mark("g", MAIN), Wait(HOST, "g"), launch("stream 2", num_bytes=1)],
+        [5, 1],
+    ),
+    "never waited for": ([*START, COLLECTIVES, *END, launch(num_bytes=1)], [0, 1]),
+    "an event without a mark": ([Wait(MAIN, "none"), launch(num_bytes=1)], [1]),
+}
+
+
+@pytest.mark.parametrize("name", TIMELINES)
+def test_a_collective_adds_what_nothing_hides(name: str) -> None:
+    log, expected = TIMELINES[name]
+    assert [seconds for _, seconds in timed(log, lambda each: each.num_bytes)] == expected
+
+
+def test_logs_are_read_as_they_were_written() -> None:
+    logs = {3: [launch(num_bytes=1.5), Mark("e", MAIN), Wait(HOST, "e")]}
+    assert read(written(logs)) == logs
+
+
+def test_ranks_with_all_kinds_of_layers_are_counted() -> None:
+    flags = [*LLAMA_8B, "--tensor-model-parallel-size", "1", "--no-sequence-parallel"]
+    assert sorted(ranks_to_count(plan_for([*flags, "--pipeline-model-parallel-size", "4"], 4))) == [0, 1, 3]
+    assert ranks_to_count(plan_for(flags, 1)) == (0,)
+
+
+@pytest.fixture
+def has_compiler() -> None:
+    why = device.missing()
+    if why is not None:
+        pytest.skip(f"no fake CUDA device: {why}")
+
+
+@pytest.mark.usefixtures("has_compiler")
+@pytest.mark.parametrize("command", COMMANDS, ids=["bf16", "fp8", "blocks", "tp8"])
 def test_the_page_shows_what_the_command_prints(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PAGE.parents[1])
-    words = shlex.split(command.split("--gpu h100 ")[1])
-    where = words.index("--world-size")
-    num_ranks = int(words[where + 1])
-    plan = plan_for([*words[:where], *words[where + 2 :]], num_ranks)
-    assert roofline_text(plan, H100) in PAGE.read_text()
+    assert roofline_text(shlex.split(command), H100) in PAGE.read_text()
 
 
-def test_every_figure_of_estimate_by_estimate_stands_in_a_table_of_the_command() -> None:
-    page = PAGE.read_text()
-    tables, summary = page.split("## Estimate by estimate")
-    printed = re.findall(r"([\d.]+)\s+([\d.]+)%$", tables, re.MULTILINE)
-    shown = {(f"{float(milliseconds):,.0f}", mfu) for milliseconds, mfu in printed}
-    figures = re.findall(r"([\d,]+) ms, MFU ([\d.]+) %", summary)
-    assert len(figures) == 12 and set(figures) <= shown
+SMALL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --micro-batch-size 1 "
+    "--bf16 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --hidden-dropout 0 "
+    "--attention-dropout 0 --global-batch-size 32"
+)
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64"
+# name -> ranks, flags, the kinds of layers as they are printed, groups whose messages are in the step
+CASES: dict[str, tuple[int, str, set[str], set[str]]] = {
+    "experts, prediction, zb-h1": (
+        4,
+        f"{EXPERTS} --moe-layer-freq [0,1,1,1] --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--pipeline-schedule zb-h1 --mtp-num-layers 1",
+        {"layer", "layer with experts", "layer of multi-token prediction with experts"},
+        {"ep"},
+    ),
+    "experts gathered, dualpipe": (
+        4,
+        f"{EXPERTS} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipe "
+        "--moe-token-dispatcher-type allgather",
+        {"layer with experts"},
+        {"ep"},
+    ),
+    "experts in parts": (
+        4,
+        f"{EXPERTS} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --attention-dropout 0 "
+        "--num-virtual-stages-per-pipeline-rank 2 --overlap-moe-expert-parallel-comm",
+        {"layer with experts"},
+        {"ep"},
+    ),
+    "memory budget": (1, "--recompute-memory-budget 0.4", {"layer with selective recompute"}, set()),
+    "latent, recomputed": (
+        2,
+        "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 16 "
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2 --context-parallel-size 2",
+        {"layer", "layer with full recompute"},
+        {"cp"},
+    ),
+    "windows, documents, zero-3, tp": (
+        4,
+        "--window-size 16 --window-attn-skip-freq 2 --reset-attention-mask --tensor-model-parallel-size 2 "
+        "--data-parallel-sharding-strategy optim_grads_params",
+        {"layer with a window of 16", "layer"},
+        {"tp"},
+    ),
+}
 
 
-@pytest.mark.parametrize("flags", [[], ["--fp8-format", "hybrid"]], ids=["bf16", "fp8"])
-def test_every_remedy_makes_a_step_shorter_and_keeps_its_model_flops(flags: list[str]) -> None:
-    plan = plan_for([*LLAMA_8B, *flags], 8)
-    found = [roofline(plan, H100, forms) for _, forms in remedies(plan)]
-    assert all(before.seconds > after.seconds for before, after in pairwise(found))
-    assert len({round(each.mfu * each.seconds, 9) for each in found}) == 1
+@pytest.mark.usefixtures("has_compiler")
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_has_all_kinds_of_layers_and_adds_up(name: str) -> None:
+    world_size, flags, kinds, groups = CASES[name]
+    found, _ = roofline_of(f"{SMALL} {flags} --world-size {world_size}".split(), H100)
+    assert {described(kind, spec) for kind, (_, spec) in found.layers.items()} == kinds
+    assert {kind for kind in found.works if isinstance(kind, Kind)} == set(found.layers)
+    for kind, (numbers, _) in found.layers.items():
+        work = found.works[kind]
+        assert numbers and work.total.kernels > 20 and work.total.flops > 0
+        ops = {op.value: sum(parts.values()) for op, parts in work.seconds.items()}
+        whole = ops["F"] + max(ops.get("B", 0.0), ops.get("I", 0.0) + ops.get("W", 0.0))
+        assert whole == pytest.approx(work.total.seconds, rel=0.2)
+    assert any(isinstance(owner, Ends) and owner.has_head for owner in found.works)
+    assert groups <= {part for part, seconds in found.step.parts.items() if seconds > 0}
+    assert found.step.parts["layers"] > 0 and all(seconds > -1e-6 for seconds in found.step.parts.values())
+    assert found.seconds == pytest.approx(found.step.seconds - found.step.parts["optimizer"] + found.update_seconds)
+    assert 0 < found.step.mfu < 1
 
 
-def test_options_of_the_configuration_choose_the_forms() -> None:
-    plan = plan_for([*LLAMA_8B, "--compile-pointwise", "--optimizer-impl", "compiled", "--tp-comm-overlap"], 8)
-    assert configured_forms(plan) == Forms(compiles=True, compiles_loss=True, fuses_update=True, hides_tp=True)
-    assert configured_forms(plan_for(LLAMA_8B, 8)) == Forms()
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--world-size 1", "--roofline is for --world-size N ranks with one of --gpu NAME and --hardware FILE"),
+        ("--gpus 8 --gpu h100", "--roofline is for --world-size N ranks"),
+        ("--world-size 1 --gpu h101", "--gpu h101 is not in the table: there are a100-40, "),
+        (
+            "--world-size 1 --gpu h100 --device cpu",
+            "--device cpu: --roofline counts the kernels of a GPU; leave it out",
+        ),
+        ("--gpu h100", "megapipe plan needs --world-size N"),
+        ("--world-size 1 --gpu h100 --dtype fp32", "no matrix rate of h100 is known for fp32"),
+    ],
+    ids=["no gpu", "search", "unknown gpu", "cpu", "no world", "fp32"],
+)
+def test_a_mistake_is_one_message(words: str, message: str) -> None:
+    _one_message([*SMALL.replace("--bf16 ", "" if "fp32" in words else "--bf16 ").split(), *words.split()], message)
 
 
-def test_a_layer_of_the_8b_shape_has_the_reviewed_times() -> None:
-    """By hand: GEMMs of 10.7 TFLOP at 690 TFLOP/s, attention of 0.55 and 1.37 at 600 and 480."""
-    plan = plan_for([*LLAMA_8B, "--tensor-model-parallel-size", "1"], 1)
-    seconds = {work.part: work.seconds for work in layer_work(plan, H100, Forms())}
-    assert seconds["attention"] == pytest.approx(0.5498e12 / 600e12 + 2.5 * 0.5498e12 / 480e12, rel=0.01)
-    layer = roofline(plan, H100, Forms()).layer
-    assert next(work.seconds for work in layer if work.part == "GEMMs") == pytest.approx(10.72e12 / 690e12, rel=0.01)
+def test_without_a_compiler_it_says_what_to_install(tmp_path: Path) -> None:
+    message = "--roofline counts on a fake CUDA device, which it compiles: g++ is not installed"
+    _one_message([*SMALL.split(), "--world-size", "1", "--gpu", "h100"], message, os.environ | {"PATH": str(tmp_path)})
 
 
-def test_what_was_not_counted_is_refused() -> None:
-    plan = plan_for([*LLAMA_8B, "--normalization", "LayerNorm", "--hidden-dropout", "0.1"], 8)
-    with pytest.raises(
-        ConfigError, match=r"needs --normalization RMSNorm, --hidden-dropout 0 --attention-dropout 0; meg"
-    ):
-        check_counted(plan)
+def _one_message(words: list[str], message: str, environment: dict[str, str] | None = None) -> None:
+    command = [sys.executable, "-m", "megapipe", "plan", "--roofline", *words]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
+    assert ended.returncode == 2 and ended.stderr.startswith(f"error: {message}"), ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1 and "roofline of" not in ended.stdout

@@ -10,10 +10,9 @@ from pathlib import Path
 from megapipe.assembly.datasets import planned, with_vocabulary
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config
-from megapipe.config.flags import Requests, normalised
+from megapipe.config.flags import normalised
 from megapipe.config.load import load_config
 from megapipe.config.parallel import strategy_of
-from megapipe.config.rules.check import Rule
 from megapipe.config.rules.gpu import own_kernels
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
@@ -22,11 +21,11 @@ from megapipe.extras.report.grid import context_svg, grid_svg
 from megapipe.extras.search.layout import Context, Layout
 from megapipe.extras.search.search import OBJECTIVES, Candidate, Objective, choose, predict_plan
 from megapipe.extras.search.search_report import SearchReport, megatron_text
+from megapipe.extras.streams.roofline import roofline_text
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.report import plan_text, step_text
 from megapipe.plan.resolve import resolve
-from megapipe.plan.roofline import roofline_text
-from megapipe.plan.world_rules import world_rules
+from megapipe.plan.world_rules import rules_of_world
 
 OPTIONS = (
     option("--svg", "write a drawing of the grid: every rank with the part of the model that it holds", type=Path),
@@ -43,7 +42,8 @@ OPTIONS = (
     ),
     option(
         "--roofline",
-        "with --gpu or --hardware: also print the kernels of a layer and of a step with the time that they would take",
+        "with --gpu or --hardware: also count the kernels of each kind of layer and of a step on a fake device, and "
+        "print them with the time that they would take; needs torch and g++",
         action="store_true",
     ),
     "search, with --gpus N and one of --gpu and --hardware",
@@ -103,7 +103,8 @@ def main(own: argparse.Namespace) -> int:
     if hardware is not None:
         print(step_text(plan, hardware))
     if hardware is not None and own.roofline:
-        print(roofline_text(plan, hardware))
+        nodes = [] if per_node is None else ["--ranks-per-node", str(per_node)]
+        print(roofline_text([*own.flags, *nodes], hardware))
     for path, flag, draw in ((own.svg, "--svg", grid_svg), (own.context_svg, "--context-svg", context_svg)):
         if path is not None:
             write_file(path, draw(plan), flag)
@@ -111,13 +112,6 @@ def main(own: argparse.Namespace) -> int:
     if own.estimator == "megatron":
         print(megatron_text(plan))
     return 0
-
-
-def rules_of_world(requests: Requests) -> tuple[Rule, ...]:
-    """Return the rules of the world that --world-size gives, none without."""
-    if requests.world_size is None:
-        return ()
-    return world_rules(requests.world_size, requests.ranks_per_node)
 
 
 def _search(own: argparse.Namespace) -> int:

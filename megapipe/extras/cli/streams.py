@@ -8,8 +8,8 @@ import sys
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command
-from megapipe.extras.cli.plan import rules_of_world
 from megapipe.extras.streams import device
+from megapipe.plan.world_rules import rules_of_world
 
 EXIT_CODE_RACES = 1
 

@@ -6,4 +6,6 @@
 - `recorder`: streams, events, graphs and NCCL on that device, as a log
 - `order`:    what is ordered, what is a race, and what is computed during a message, on logs
 - `ranks`:    steps of all ranks of a pipeline under the recorder; `megapipe verify --streams`
+- `count`:    kernels, bytes, FLOPs, collectives and host waits of a step; `compiled`: blocks that are compiled there
+- `timeline`: what of them nothing hides; `roofline`: both for `megapipe plan --roofline`
 """

@@ -21,6 +21,8 @@ COMPILER = "g++"
 
 def missing() -> str | None:
     """Return why the device cannot be built here, or None."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed (pip install torch)"
     if shutil.which(COMPILER) is None:
         return f"{COMPILER} is not installed (on Debian and Ubuntu: apt-get install g++; elsewhere the package of GCC)"
     if not (_torch() / "include" / "ATen").is_dir():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HOST, COMMUNICATOR = "host", "NCCL's stream of "
 PRODUCTS = ("mm ", "addmm ", "addmm_ ", "bmm ", "baddbmm ", "_scaled_mm ", "_grouped_mm ", "_scaled_dot_product_")
@@ -130,14 +130,33 @@ def computed_meanwhile(log: Iterable[Entry]) -> dict[str, list[int]]:
     return found
 
 
-class _Launched(NamedTuple):
+class Launched(NamedTuple):
     """An entry in its queue. What the host had done before: its number of operations and of waits."""
 
-    entry: Entry
+    entry: Any  # an Entry
     position: int  # in the log
     host_operations: int
     host_waits: int
     marks: tuple[int, ...]  # the position of a Mark, or of those that a Wait or Free is for
+
+
+def queues_of(log: Iterable[Any]) -> dict[str, deque[Launched]]:
+    """Return the entries of a log by queue, without waits for events that have no mark: these do nothing."""
+    queues: dict[str, deque[Launched]] = {}
+    latest: dict[str, int] = {}  # event -> its last mark
+    operations = waits = 0
+    for position, entry in enumerate(log):
+        if isinstance(entry, Mark):
+            latest[entry.event] = position
+        elif isinstance(entry, Wait) and entry.event not in latest:
+            continue
+        events = (entry.event,) if isinstance(entry, Mark | Wait) else getattr(entry, "after", ())
+        marks = tuple(latest[event] for event in events)
+        queues.setdefault(entry.queue, deque()).append(Launched(entry, position, operations, waits, marks))
+        if entry.queue == HOST:
+            operations += isinstance(entry, Operation)
+            waits += isinstance(entry, Wait)
+    return queues
 
 
 class _Rank:
@@ -147,29 +166,12 @@ class _Rank:
         self.name = name
         self.races: list[Race] = []
         self._sent = sent  # by message, of all ranks
-        self._queues: dict[str, deque[_Launched]] = {}
+        self._queues = queues_of(log)
         self._clocks: dict[str, Clock] = {}  # by queue
         self._marks: dict[int, Clock] = {}
         self._host: list[Clock] = [{}]  # what the host knows after each of its waits
-        self._frees: list[tuple[_Launched, Clock]] = []  # until their events have happened
+        self._frees: list[tuple[Launched, Clock]] = []  # until their events have happened
         self._accesses: dict[int, list[Access]] = {}  # by storage
-        self._split(log)
-
-    def _split(self, log: Iterable[Entry]) -> None:
-        """Sort the log into queues."""
-        latest: dict[str, int] = {}  # event -> its last mark
-        operations = waits = 0
-        for position, entry in enumerate(log):
-            if isinstance(entry, Mark):
-                latest[entry.event] = position
-            elif isinstance(entry, Wait) and entry.event not in latest:  # waiting for it does nothing
-                continue
-            events = (entry.event,) if isinstance(entry, Mark | Wait) else getattr(entry, "after", ())
-            marks = tuple(latest[event] for event in events)
-            self._queues.setdefault(entry.queue, deque()).append(_Launched(entry, position, operations, waits, marks))
-            if entry.queue == HOST:
-                operations += isinstance(entry, Operation)
-                waits += isinstance(entry, Wait)
 
     def next_work(self) -> list[str]:
         """Return what each queue would do next."""
@@ -189,7 +191,7 @@ class _Rank:
             self._reuse(free, clock)
         return has_run
 
-    def _can_begin(self, launched: _Launched) -> bool:
+    def _can_begin(self, launched: Launched) -> bool:
         entry = launched.entry
         host_operations = self._clocks.get(HOST, {}).get(self.name + HOST, 0)
         if launched.host_waits >= len(self._host) or launched.host_operations > host_operations:
@@ -201,7 +203,7 @@ class _Rank:
     def _are_marked(self, marks: Iterable[int]) -> bool:
         return all(mark in self._marks for mark in marks)
 
-    def _run(self, queue: str, launched: _Launched) -> None:
+    def _run(self, queue: str, launched: Launched) -> None:
         entry, clock, name = launched.entry, self._clocks.setdefault(queue, {}), self.name + queue
         if queue != HOST:
             _join(clock, self._host[launched.host_waits])
@@ -218,7 +220,7 @@ class _Rank:
         else:
             self._operate(entry, launched.position, clock, name)
 
-    def _reuse(self, launched: _Launched, clock: Clock) -> None:
+    def _reuse(self, launched: Launched, clock: Clock) -> None:
         free = launched.entry
         assert isinstance(free, Free)
         place = f"use of its memory for other tensors, after it was freed in {free.place}"

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -25,8 +25,8 @@ from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import Group, ProcessGroups, Traffic, fake_process_groups
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.extras.streams.order import Entry, Operation, Race, computed_meanwhile, find_races
-from megapipe.extras.streams.recorder import Device, NcclHandle, OrderedAnswers, Recorder, pretend_streams
+from megapipe.extras.streams.order import Operation, Race, computed_meanwhile, find_races
+from megapipe.extras.streams.recorder import Device, NcclHandle, Recorder, pretend_streams
 from megapipe.extras.streams.rows import rows_of_experts
 from megapipe.extras.streams.shapes import ACTIVE, DEVICE, ShapesOnly, pretend
 from megapipe.optimizer.schedule import Rates
@@ -64,7 +64,7 @@ def check(plan: RunPlan, num_steps: int = 2, build: Callable[..., TrainingRuntim
     started = time.perf_counter()
     places = map(plan.topology.coordinates, range(plan.topology.world_size))
     ranks = tuple(rank for rank, at in enumerate(places) if not (at.tp_rank or at.dp_rank or at.cp_rank))
-    logs = [log_of(plan, rank, num_steps, build) for rank in ranks]
+    logs = [recorded(plan, rank, num_steps, build).log for rank in ranks]
     operations = [entry for log in logs for entry in log if isinstance(entry, Operation)]
     queues = {operation.queue for operation in operations}
     overlaps: dict[str, list[int]] = {}
@@ -75,11 +75,18 @@ def check(plan: RunPlan, num_steps: int = 2, build: Callable[..., TrainingRuntim
     return Checked(ranks, len(operations), len(queues), races, overlaps, time.perf_counter() - started)
 
 
-def log_of(plan: RunPlan, rank: int, num_steps: int, build: Callable[..., TrainingRuntime]) -> list[Entry]:
-    """Run steps of one rank and return its log."""
-    answers = OrderedAnswers()
+def recorded(
+    plan: RunPlan,
+    rank: int,
+    num_steps: int,
+    build: Callable[..., TrainingRuntime] = TrainingRuntime,
+    kind: type[Any] = Recorder,
+) -> Any:
+    """Run steps of one rank and return what has recorded them, a recorder of this kind."""
+    answers = kind.answers_type()
     ACTIVE[:] = [answers]
-    recorder = answers.recorder = Device.recorder = Recorder(answers)
+    recorder: Recorder = kind(answers)
+    answers.recorder = Device.recorder = recorder
     Device.set_current(0)
     groups, read = nccl_groups(plan, rank, recorder), random_batches(plan)
 
@@ -96,26 +103,29 @@ def log_of(plan: RunPlan, rank: int, num_steps: int, build: Callable[..., Traini
             gathered,
             ShapesOnly(),
             rows_of_experts(),
+            recorder.watching(),
             recorder,
             answers,
         ):
             gemm_adds_to_fp32(DEVICE, parameter_dtype(plan.config.precision.dtype))  # as at the start of a run
-            runtime = build(plan, groups, DEVICE, empty)
+            runtime = build(plan, groups, DEVICE, empty, marks=recorder.marks)
             routes = {channel.route for channel in runtime.channels.values()}
             handles = {route: NcclHandle(str(route), Traffic(), recorder) for route in routes}
             for channel in runtime.channels.values():
                 channel.handle = handles[channel.route]
-            _run(runtime, read, num_steps)
+            recorder.take(runtime)
+            _run(runtime, read, num_steps, recorder)
     finally:
         Device.recorder = None
-    return recorder.log
+    return recorder
 
 
-def _run(runtime: TrainingRuntime, read: Callable[[int, int], Batch], num_steps: int) -> None:
+def _run(runtime: TrainingRuntime, read: Callable[[int, int], Batch], num_steps: int, recorder: Recorder) -> None:
     plan, step, place = runtime.plan, train_step(runtime), runtime.coordinates.dp_rank
     count, size = plan.batch.num_microbatches, plan.config.training.global_batch_size
     parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
     for number in range(num_steps):
+        recorder.last_step = len(recorder.log)
         keys = Keys(1, number, place, plan.topology.dp)
         batch = Microbatches(count, partial(read, place), keys, DEVICE, *parts)
         is_last = number == num_steps - 1

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from itertools import count, product
 from typing import Any, ClassVar
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import FakeHandle, Traffic
 from megapipe.extras.streams.order import COMMUNICATOR, HOST, Entry, Free, Mark, Operation, Span, Wait
 from megapipe.extras.streams.shapes import INSIDE, Answers, is_ours, tensors
@@ -72,8 +73,32 @@ def _name(stream: int) -> str:
     return f"stream {stream}" if stream else DEFAULT
 
 
+def current_queue() -> str:
+    """Return the name of the current stream."""
+    return _name(Device.current())
+
+
+class OrderedAnswers(Answers):
+    """Records what the host reads."""
+
+    recorder: Recorder
+
+    def read_by_host(self, tensor: Tensor, function: str) -> None:
+        queue = current_queue() if tensor.is_cuda else HOST
+        self.recorder.launch(queue, f"{function} in {where()}", [tensor], ())
+        if tensor.is_cuda:
+            self.recorder.synchronize([queue])
+
+
 class Recorder(TorchDispatchMode):
-    """The log of one rank: every operation under this mode, with the bytes that it reads and writes."""
+    """The log of one rank: every operation under this mode, with the bytes that it reads and writes.
+
+    last_step: the length of the log before the last step. marks: of the engine, for a recorder that follows actions.
+    """
+
+    answers_type: ClassVar[type[Answers]] = OrderedAnswers
+    marks: Callable[[str], AbstractContextManager[Any]] | None = None
+    last_step = 0
 
     def __init__(self, answers: Answers) -> None:
         super().__init__()
@@ -112,7 +137,7 @@ class Recorder(TorchDispatchMode):
 
     def _run(self, name: str, read: list[Tensor], written: list[Tensor], non_blocking: bool) -> None:
         on_host = [tensor for tensor in (*read, *written) if not tensor.is_cuda]
-        queue, place = _name(Device.current()), f"{name} in {where()}"
+        queue, place = current_queue(), f"{name} in {where()}"
         if len(on_host) == len(read) + len(written):
             self.launch(HOST, place, read, written)
         elif name in COPIES:
@@ -136,6 +161,13 @@ class Recorder(TorchDispatchMode):
         self.log.append(operation)
         if self.capturing is not None:
             self.capturing.operations.append(operation)
+
+    def take(self, runtime: TrainingRuntime) -> None:
+        """Called with the rank's runtime before its first step."""
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Return the surroundings of what is recorded."""
+        return nullcontext()
 
     def order(self, first: str, then: str) -> None:
         """Make the later work of one queue wait for what the other has been given."""
@@ -166,13 +198,13 @@ class Recorder(TorchDispatchMode):
             queue = self._storages[address][2]
             self._free(address)
             if storage.nbytes():
-                self._allocate(storage, _name(Device.current()) if queue != HOST else HOST)
+                self._allocate(storage, current_queue() if queue != HOST else HOST)
 
     def _number(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage; a new one is allocated on the current stream."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
-            self._allocate(storage, _name(Device.current()) if tensor.is_cuda else HOST)
+            self._allocate(storage, current_queue() if tensor.is_cuda else HOST)
         return self._storages[storage._cdata][1]
 
     def _allocate(self, storage: torch.UntypedStorage, queue: str) -> None:
@@ -216,27 +248,20 @@ def _rows(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, 
 
 def where() -> str:
     """Return where in megapipe, `comm` aside, the host is; in autograd's thread maybe only where its caller is."""
-    frames = (sys._getframe(1), sys._current_frames()[threading.main_thread().ident or 0])
-    for frame in frames:
-        at: Any = frame
-        while at is not None:
-            path = at.f_code.co_filename
-            if is_ours(path) and not path.startswith(COMM):
-                return f"{path.removeprefix(INSIDE)}:{at.f_code.co_name}"
-            at = at.f_back
-    return "outside"
+    main = threading.main_thread().ident or 0
+    found = _place_of(sys._getframe(1))
+    if found is None and threading.get_ident() != main:  # of the own thread it would hold this frame, and its tensors
+        found = _place_of(sys._current_frames()[main])
+    return found or "outside"
 
 
-class OrderedAnswers(Answers):
-    """Records what the host reads."""
-
-    recorder: Recorder
-
-    def read_by_host(self, tensor: Tensor, function: str) -> None:
-        queue = _name(Device.current()) if tensor.is_cuda else HOST
-        self.recorder.launch(queue, f"{function} in {where()}", [tensor], ())
-        if tensor.is_cuda:
-            self.recorder.synchronize([queue])
+def _place_of(frame: Any) -> str | None:
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_ours(path) and not path.startswith(COMM):
+            return f"{path.removeprefix(INSIDE)}:{frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
 
 
 class Stream:
@@ -312,7 +337,7 @@ class CudaGraph:
             return tuple({span: None for done in self.operations for span in each(done) if span[0] in live})
 
         reads, writes = spans(lambda done: done.reads), spans(lambda done: done.writes)
-        queue = _name(Device.current())
+        queue = current_queue()
         recorder.record(Operation(queue, f"graph of {self.place}", reads, (*writes, (self.pool, 0, 1))))
 
 
@@ -363,7 +388,7 @@ class NcclHandle(FakeHandle):
         if not all(tensor.is_cuda for tensor in (*read, *written)):
             recorder.launch(HOST, place, read, written, **message)
             return NcclWork(recorder, HOST)
-        recorder.order(_name(Device.current()), self._queue)
+        recorder.order(current_queue(), self._queue)
         recorder.launch(self._queue, place, read, written, **message)
         return NcclWork(recorder, self._queue)
 
@@ -376,7 +401,7 @@ class NcclWork:
         recorder.log.append(Mark(self._end, queue))
 
     def wait(self) -> None:
-        self._recorder.log.append(Wait(_name(Device.current()), self._end))
+        self._recorder.log.append(Wait(current_queue(), self._end))
 
     def is_completed(self) -> bool:
         return False

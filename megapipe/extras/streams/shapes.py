@@ -121,6 +121,8 @@ def grouped_product_of_blocks(
 class Answers(TorchFunctionMode):
     """Answers what needs values or a driver: numbers read are 1, pinned memory is host memory that is remembered."""
 
+    recorder: Any  # of what is launched, if anything records it
+
     def __init__(self) -> None:
         super().__init__()
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -24,16 +24,20 @@ MIN_LAYERS = 2  # of a stage: one beside another
 MAX_UNITS = 3  # of a stage: one is gathered while another computes and the last is freed
 
 
-def smallest(config: Config, plan: RunPlan) -> tuple[RunPlan, list[str]]:
-    """Return the plan to run, and what was cut from the given one, as text. config: that of the plan, as given."""
+def smallest(config: Config, plan: RunPlan, has_all_pairs: bool = True) -> tuple[RunPlan, list[str]]:
+    """Return the plan to run, and what was cut from the given one, as text. config: that of the plan, as given.
+
+    has_all_pairs: of successive actions; else there are as few microbatches as the schedule takes, of two or more.
+    """
     cut, topology = [], plan.topology
-    fewer = _fewer_microbatches(plan)
+    fewer = _fewer_microbatches(plan, has_all_pairs)
     if fewer != (full := plan.batch.num_microbatches):
-        cut.append(f"{fewer} of {full} microbatches, which have all pairs of successive actions of every rank")
+        which = ", which have all pairs of successive actions of every rank" if has_all_pairs else ""
+        cut.append(f"{fewer} of {full} microbatches{which}")
     size = fewer * plan.batch.samples_per_microbatch
     training = dataclasses.replace(config.training, rampup_batch_size=None, global_batch_size=size)
     whole = dataclasses.replace(config, training=training)
-    counts = _layer_counts(plan)
+    counts = _layer_counts(plan, has_all_pairs)
     if (total := sum(counts)) != (num_layers := plan.config.model.num_layers):
         try:
             found = resolve(_with_layers(plan, whole, counts), topology.world_size, topology.ranks_per_node)
@@ -44,21 +48,21 @@ def smallest(config: Config, plan: RunPlan) -> tuple[RunPlan, list[str]]:
     return resolve(whole, topology.world_size, topology.ranks_per_node), cut
 
 
-def _fewer_microbatches(plan: RunPlan) -> int:
-    """Return the fewest microbatches with all pairs of successive actions that the ranks' full rows have."""
+def _fewer_microbatches(plan: RunPlan, has_all_pairs: bool) -> int:
+    """Return the fewest microbatches, of two or more; those with all pairs of successive actions of the full rows."""
     full, pp = plan.batch.num_microbatches, plan.topology.pp
 
     def pairs(count: int) -> list[set[tuple[object, ...]]]:
         rows = (plan.schedule if plan.parts is None else plan.part_schedule)(count).rows
         return [{_kind(pair) for pair in itertools.pairwise(row)} for row in rows]
 
-    wanted = pairs(full)
-    for count in range(pp, full, pp):
+    wanted = pairs(full) if has_all_pairs else []
+    for count in range(pp, full, pp) if has_all_pairs else range(min(2, full), full):
         try:
             found = pairs(count)
         except MegapipeError:  # the schedule cannot run this number
             continue
-        if all(all_of <= some for all_of, some in zip(wanted, found, strict=True)):
+        if not has_all_pairs or all(all_of <= some for all_of, some in zip(wanted, found, strict=True)):
             return count
     return full
 
@@ -67,12 +71,18 @@ def _kind(actions: Iterable[Action]) -> tuple[object, ...]:
     return tuple((action.stage, action.op) for action in actions)
 
 
-def _layer_counts(plan: RunPlan) -> list[int]:
-    """Return the layers to keep of every stage: of all kinds, and for every group of layers that runs by itself."""
+def _layer_counts(plan: RunPlan, is_cut: bool) -> list[int]:
+    """Return the layers to keep of every stage: of all kinds, and for every group of layers that runs by itself.
+
+    is_cut: also where the layers of a stage together decide what each recomputes.
+    """
     config, layers = plan.config, layer_configs(plan.config.model)
     units = min(config.parallel.data_parallel_sharding_units, MAX_UNITS)
-    groups = max(MIN_LAYERS, units, config.recompute.recompute_num_layers or 0)
+    recompute = config.recompute  # of a block also a layer behind it
+    groups = max(MIN_LAYERS, units, (recompute.recompute_num_layers or 0) + (recompute.recompute_method == "block"))
     groups = max(groups, config.offload.cpu_offloading_num_layers)
+    if recompute.recompute_memory_budget is not None and not is_cut:
+        groups = len(layers)
     counts = []
     for stage in plan.whole_stages().partition.stages:
         held = layers[stage.first_layer : stage.last_layer_exclusive]

@@ -22,7 +22,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.extras.dry_run.meta import attention_on
 from megapipe.train.compiled_blocks import choose_blocks
 
-WHOLE = torch.compile  # before `steps.pretend` replaces it
+WHOLE = torch.compile  # before `shapes.pretend` replaces it
 Graphs = dict[str, list[dict[str, int]]]  # function -> of each graph, in the order of their traces: operations
 
 
