@@ -117,7 +117,7 @@ model.moe_token_drop_policy | --moe-token-drop-policy position | records | {MOE}
 model.moe_token_dispatcher_type | --moe-token-dispatcher-type allgather | plan memory | \
     {MOE} --expert-model-parallel-size 2 | 2
 model.moe_combine_in_node | --moe-combine-in-node | plan memory | \
-    {MOE} --expert-model-parallel-size 4 --moe-token-dispatcher-type flex | 4
+    {MOE} --micro-batch-size 1 --expert-model-parallel-size 4 --moe-token-dispatcher-type flex | 4
 model.moe_flex_dispatcher_backend | --moe-flex-dispatcher-backend deepep | said dispatcher-backend deepep: | \
     {MOE} --moe-token-dispatcher-type flex
 model.moe_pad_expert_input_to_capacity | --moe-pad-expert-input-to-capacity | saved_bytes | {MOE} {ROOM}

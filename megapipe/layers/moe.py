@@ -1,8 +1,9 @@
 """A mixture of experts: x + norm(experts(norm(x))), each token seen by the k experts that a router chooses.
 
 Every rank routes its own t tokens. Their k t copies go to the ranks of their experts by an all-to-all over ep, then to
-all ranks that share an expert (etp), and back the same way, summed over etp; each token then weighs its k results.
-Nothing is dropped. The table assumes balanced routing, by which a rank's experts see k t rows, times etp.
+all ranks that share an expert (etp), and back the same way, summed over etp; each token then adds its k results, which
+the router's weights have multiplied within the experts. Nothing is dropped. The table assumes balanced routing, by
+which a rank's experts see k t rows, times etp.
 """
 
 from __future__ import annotations
@@ -312,7 +313,7 @@ class MoETable:
         return inner + outer, shape.hidden_bytes(self.model.hidden_size) + width
 
     def _routed_operations(self, shape: RankShape, norm_made: int) -> Iterator[Operation]:
-        """Yield the operations from the router to the weighted sum of the results. norm_made: bytes of the norm's
+        """Yield the operations from the router to the sum of the results. norm_made: bytes of the norm's
         output that a backward recomputes.
         """
         size, topk, element = self.model.hidden_size, self.model.moe_router_topk, shape.element
@@ -320,8 +321,9 @@ class MoETable:
         outer, inner, activated = self._expert_bytes(shape)
         rows_bytes, splits = max(self.row_bytes(shape), topk * hidden), shape.splits_backward
         redoes_activation, num_rows = shape.recomputes("moe_act"), rows * shape.etp
-        # besides the gradient times the weights; or the results in the weights' dtype
-        made = activated + max(inner, int(backward_tensors(self.model) * activated), 2 * activated)
+        # besides the gradient times the weights; or results in the weights' dtype, where that is wider
+        weighed = shape.wide // element * activated if element < shape.wide else 0
+        made = activated + max(inner, int(backward_tensors(self.model) * activated), weighed)
         after_all, waits = self._waiting_gradients(shape)[::-1] if splits else (0, 0)
         behind = after_all + (hidden if self.model.scales_branches or self.norms[1] is not None else 0)
         waits += after_all

@@ -21,7 +21,6 @@ from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.registered import registered_activation
 from megapipe.model.segments import (
-    ALL,
     NOTHING,
     Again,
     Element,
@@ -69,18 +68,12 @@ class MLP(nn.Module):
         yield linear_element("linear_fc2", self.linear_fc2)
 
 
-def activation_element(
-    model: LayerConfig,
-    compiler: Compile | None = None,
-    at: slice = ALL,
-    name: str = "activation",
-    has_rows: bool = False,
-) -> Element:
+def activation_element(model: LayerConfig, compiler: Compile | None = None) -> Element:
     """Return the activation of a layer: a segment, unless an extension computes it. compiler: as in `activation`."""
     function = activation(model, compiler)
     if KINDS[model.activation].function is not None:
-        return Operator(name, lambda context, x: function(x), at)
-    return Segment(name, function, at=at, has_rows=has_rows)
+        return Operator("activation", lambda context, x: function(x))
+    return Segment("activation", function)
 
 
 def activation(model: LayerConfig, compiler: Compile | None = None) -> Activation:

@@ -508,7 +508,7 @@ class Choice:
             taken = model.moe_router_group_topk or groups
             grouped = scores.view(-1, groups, scores.shape[-1] // groups)
             best = grouped.sort(dim=-1, descending=True, stable=True).values
-            best = best[..., : model.group_score_topk()].sum(-1)
+            best = best[..., : model.moe_router_group_score_topk].sum(-1)
             kept = best.sort(dim=-1, descending=True, stable=True).indices[:, :taken]
             is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
             scores = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
@@ -626,11 +626,9 @@ class ExpertWeights(nn.Module):
         self.is_grouped = kernels.groups_experts
         pointwise = kernels.pointwise if kernels.compiles else None
         kind, has_bias = KINDS[config.activation], config.add_bias_linear
-        formulas = activation_formulas(config, pointwise)
-        # an extension's function cannot be traced
-        element: Element = Segment("expert_activation", WeightedActivation(*formulas), at=WEIGHTED, has_rows=True)
-        if kind.function is not None:
-            function = WeightedActivation(*formulas)
+        function = WeightedActivation(*activation_formulas(config, pointwise))
+        element: Element = Segment("expert_activation", function, at=WEIGHTED, has_rows=True)
+        if kind.function is not None:  # an extension's function cannot be traced
             element = Operator("expert_activation", lambda context, *values: function(*values), WEIGHTED)
         self.elements = Elements(
             [

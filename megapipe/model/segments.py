@@ -31,7 +31,6 @@ Values = tuple[Any, ...]  # of a branch: tensors, `Remade` tensors, and what ope
 Compile = Callable[..., Callable[..., Any]]  # (function, dynamic=...) -> the compiled function
 ALL = slice(None)
 FIRST = slice(0, 1)
-LAST = slice(-1, None)
 
 
 class Context(Protocol):

@@ -2,7 +2,7 @@
 them: `plan.memory` folds over these in place of whole stages.
 
 A part keeps what the operations of its tables keep, and its input. What its backward makes is planned as for a whole
-stage, part by part; a weighted sum makes the most. Between I and W it holds the inputs and gradients of its linears.
+stage, part by part. Between I and W it holds the inputs and gradients of its linears.
 """
 
 from __future__ import annotations

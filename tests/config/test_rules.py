@@ -502,6 +502,18 @@ CASES = [
         "--multi-latent-attention --position-embedding-type rope",
     ),
     (
+        "latents_are_normed_before_there_are_heads",
+        "--multi-latent-attention --position-embedding-type rope --qk-layernorm --qk-layernorm-after-rope",
+        ["--qk-layernorm-after-rope with --multi-latent-attention"],
+        "--multi-latent-attention --position-embedding-type rope --qk-layernorm",
+    ),
+    (
+        "queries_are_scaled_by_the_length_of_yarn",
+        "--multi-latent-attention --position-embedding-type rope --yarn-query-scale 0.1",
+        ["--yarn-query-scale 0.1 needs --rope-scaling-type yarn"],
+        "--multi-latent-attention --position-embedding-type rope --yarn-query-scale 0.1 --rope-scaling-type yarn",
+    ),
+    (
         "latent_attention_rotates_pairs",
         "--multi-latent-attention --position-embedding-type rope --qk-pos-emb-head-dim 31",
         ["--qk-pos-emb-head-dim 31 is odd", "use 32"],

@@ -44,7 +44,7 @@ def _host_reads_a_load(of: Routes, chosen: Tensor, *more: Any) -> Any:
 
 def _index_on_the_host(of: Routes, *given: Any) -> Any:
     routes = of(*given)
-    name = "ends" if routes.order is None else "order"
+    name = next(name for name in ("order", "rows", "ends") if getattr(routes, name, None) is not None)
     on_device = getattr(routes, name)
     return dataclasses.replace(routes, **{name: torch.zeros(on_device.shape, dtype=on_device.dtype)})
 

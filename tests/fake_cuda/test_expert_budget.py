@@ -88,8 +88,8 @@ def test_a_layer_of_qwen3_30b_keeps_to_its_budget(run: Run) -> None:
 
 def test_a_layer_of_deepseek_v3_keeps_to_its_budget(run: Run) -> None:
     work = work_of(run, 32, DEEPSEEK, held=8)
-    # 3.8 GB of these reorder the rows that arrive, 3.3 are attention's
-    assert work.operations <= 100 and work.gigabytes <= 12.8 and work.waits == 1 and work.grouped == 4, work
+    # 3.8 GB of these reorder the rows that arrive, 2.1 are copies and sums of rows, 3.3 attention's
+    assert work.operations <= 100 and work.gigabytes <= 11.8 and work.waits == 1 and work.grouped == 4, work
 
 
 DROPPING = {"moe_expert_capacity_factor": 1.0}

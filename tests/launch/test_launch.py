@@ -18,7 +18,8 @@ import os, signal, sys, time
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
 received = []
 signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
-print("rank", *(os.environ[name] for name in names), flush=True)
+sys.stdout.write(" ".join(["rank", *(os.environ[name] for name in names)]) + "\\n")  # in one piece: ranks share it
+sys.stdout.flush()
 while not received:
     time.sleep(0.02)
 time.sleep(0.2 * int(os.environ["RANK"]))  # what a rank needs to save

@@ -44,7 +44,7 @@ def plain_heads(q: Tensor, keys_values: Tensor, shared: Tensor, cos: Tensor, sin
 
 def our_heads(owns: bool, q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     sizes = LatentHeads(HEADS, PLAIN, heads_of_latents, latent_gradients)
-    q, k, v = _Heads.apply(q.clone(), *others, sizes, owns)
+    q, k, v = _Heads.apply(q.clone(), *others, None, sizes, owns)
     return q.view(k.shape), k, v
 
 
@@ -87,7 +87,7 @@ def test_one_block_equals_attention_with_padded_values_to_the_bit(dtype: torch.d
     for in_blocks in (True, False):
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
         if in_blocks:
-            output = BlockAttention(0, {0: (block,)}, FusedBlocks(SCALE), ALONE)(*leaves, None)
+            output = BlockAttention(0, {0: (block,)}, FusedBlocks(SCALE), ALONE, False)(*leaves, None)
         else:
             padded = F.pad(leaves[2], (0, PLAIN + TURNED - VALUES))
             wide = fused_attention(leaves[0], leaves[1], padded, None, SCALE).unflatten(-1, (-1, PLAIN + TURNED))

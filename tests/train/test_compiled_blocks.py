@@ -26,6 +26,7 @@ from megapipe.assembly.parts import elements_of_parts
 from megapipe.data.batch import DocumentRules
 from megapipe.errors import ConfigError
 from megapipe.model.block import Block
+from megapipe.model.mlp import activation_element
 from megapipe.model.segments import Compiler, Elements, Segment, run_branch
 from megapipe.optimizer.schedule import Rates
 from megapipe.train import compiled_blocks
@@ -283,15 +284,15 @@ def test_other_numbers_of_rows_and_slices_are_not_compiled_again() -> None:
     experts = module.decoder.layers["0"].mlp.experts
     (activation,) = (element for element in experts.elements if isinstance(element, Segment))
     fused = Compiler([(8, 1, 16)], partial(torch.compile, fullgraph=True, backend=counter))
-    dense = Elements([activation._replace(at=slice(None), has_rows=False)])
+    dense = Elements([activation_element(runtime.plan.config.model)])
     run_branch(dense, (torch.randn(8, 1, 16, requires_grad=True),), SimpleNamespace(compiler=fused))
     rows = [random.Random(number).randrange(12) for number in range(100)]
     assert {0, 1} < set(rows)
     for number in rows:
-        x = torch.randn(number, 16, requires_grad=True)
+        x, weights = torch.randn(number, 16, requires_grad=True), torch.rand(number)
         context = SimpleNamespace(compiler=fused)
-        (found,) = run_branch(Elements([activation._replace(at=slice(None))]), (x,), context)
-        torch.testing.assert_close(found, activation.function(x))
+        (found,) = run_branch(Elements([activation._replace(at=slice(None))]), (weights, x), context)
+        torch.testing.assert_close(found, activation.function(weights, x))
         found.sum().backward()
     assert counter.frame_count == 2
 

@@ -95,15 +95,15 @@ def attention_of(kind: str, cp: Group, own: argparse.Namespace) -> Callable[[], 
     sizes = [(local, 1, own.num_query_groups, heads, own.kv_channels) for heads in (queries, 1, 1)]
     q, k, v = (torch.randn(size, generator=generator, requires_grad=True) for size in sizes)
     grad = torch.randn(local, 1, own.num_attention_heads * own.kv_channels, generator=generator)
-    device, blocks = torch.device("cpu"), {}
+    device, blocks, adds = torch.device("cpu"), {}, False
     if parallel.ring.size > 1:
         seen = Visibility.of(SequenceSlice((own.seq_length,)), part=parallel.part)
-        blocks = masked_blocks(seen, device, torch.float32)
+        blocks, adds = masked_blocks(seen, device, torch.float32), seen.adds_key_gradients
 
     def run() -> tuple[Any, ...]:
         inputs = parallel.heads_for_positions(q, k, v)
         if parallel.ring.size > 1:
-            output = BlockAttention(0, blocks, FusedBlocks(scale), parallel.exchange)(*inputs, None)
+            output = BlockAttention(0, blocks, FusedBlocks(scale), parallel.exchange, adds)(*inputs, None)
         else:
             output = fused_attention(*inputs, None, scale)
         output = parallel.positions_for_heads(output.unflatten(-1, (-1, own.kv_channels))).flatten(2)

@@ -106,7 +106,8 @@ def delay(part: Any, seconds: Callable[[Op], float], link: Link, is_blocking: bo
         def call(*arguments: Any) -> Any:
             exchange = function(*arguments)
             assert isinstance(exchange, Exchange)
-            exchange._work = link.lasting(exchange._work, least)
+            *others, last = exchange._works
+            exchange._works = (*others, link.lasting(last, least))
             return exchange.wait() if is_blocking else exchange
 
         return call

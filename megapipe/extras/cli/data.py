@@ -109,7 +109,8 @@ def train_tokenizer(own: argparse.Namespace) -> None:
     Unigram, no normalization, pieces of only spaces, bytes for unknown characters: code is decoded exactly as it was.
     Of a corpus larger than --megabytes every file gives the documents at its beginning. What is no text is left out.
     """
-    files, unit = _text_files(own)
+    files, plain = _files(own)
+    unit = own.document_unit or _document_unit(files, plain)
     counts: Counter[str] = Counter()
     texts = _documents_of_each(own, files, unit, counts)
     first = next(texts, None)
@@ -125,14 +126,14 @@ def train_tokenizer(own: argparse.Namespace) -> None:
     print(f"wrote {own.output}: {own.vocab_size:,} pieces, trained on {read}{left_out}")
 
 
-def _text_files(own: argparse.Namespace) -> tuple[list[Path], str]:
-    """Return the files of --input and the unit of documents in plain text."""
+def _files(own: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    """Return the files of --input, and those of plain text."""
     files = find_files(own.input, own.suffixes)
     texts = [path for path in files if format_of(path, own.input_format) == "text"]
     if texts and own.json_keys != [TEXT_KEY]:
         keys = " ".join(own.json_keys)
         raise ConfigError(f"--json-keys {keys}: {texts[0]} is plain text, which has the key {TEXT_KEY!r} only")
-    return files, own.document_unit or _document_unit(files, texts)
+    return files, texts
 
 
 def _documents_of_each(
@@ -176,8 +177,9 @@ def preprocess(own: argparse.Namespace) -> None:
     factory = functools.partial(
         build_tokenizer, own.tokenizer_type, own.tokenizer_model, own.vocab_size, own.vocab_file, own.merge_file
     )
-    files, unit = _text_files(own)
+    files, texts = _files(own)
     tokenizer = factory()
+    unit = own.document_unit or _document_unit(files, texts)
     output = _open_output(own, files, unit, tokenizer)
     if output.counts:
         print(f"going on after {output.counts['documents']:,} documents of an interrupted run ({output.folder})")

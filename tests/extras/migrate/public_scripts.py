@@ -20,8 +20,6 @@ PAGE = FOLDER.parents[2] / "docs" / "migrate.md"
 # folder of scripts -> where the page has their table
 FOLDERS = {"scripts": "<!-- table of public scripts -->\n", "scripts_of_experts": "<!-- table of mixtures -->\n"}
 END = "<!-- end of the table -->\n"
-# values that are being built, and that scripts are judged without
-LATER = ("--moe-token-dispatcher-type flex", "--moe-enable-deepep", "--moe-flex-dispatcher-backend")
 EXAMPLE = re.compile(r"(```bash\n# train\.sh\n)(.*?)(```.*?```text\n)(.*?)(```\n)", re.DOTALL)
 
 
@@ -42,8 +40,7 @@ class PublicScript:
         launcher = "python"
         if total:
             launcher = f"torchrun --nproc_per_node {per_node} --nnodes {int(total) // int(per_node)}"
-        flags = [flag for flag in self.flags if not flag.startswith(LATER)]
-        return " \\\n    ".join([f"{launcher} pretrain_gpt.py", *flags])
+        return " \\\n    ".join([f"{launcher} pretrain_gpt.py", *self.flags])
 
     def migration(self) -> Migration:
         """Return what `megapipe migrate` says of it."""

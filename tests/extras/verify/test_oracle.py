@@ -50,6 +50,8 @@ WITHOUT_EFFECT = {
     "moe_router_force_load_balancing",
     "moe_pad_expert_input_to_capacity",
     "moe_token_dispatcher_type",
+    "moe_combine_in_node",
+    "moe_flex_dispatcher_backend",
 }
 KEY = DropoutKey(seed=3, step=1, microbatch=5)
 
