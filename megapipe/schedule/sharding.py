@@ -169,13 +169,18 @@ def _spans(uses: Sequence[_Use], policy: ShardingPolicy) -> dict[int, list[_Span
 
 
 def _merged(spans: list[_Span], policy: ShardingPolicy) -> list[_Span]:
-    """Join spans of one stage that overlap, and those with nothing between the forward and the backward."""
+    """Join spans of one stage that overlap, and those that follow each other directly.
+
+    Between a forward and its backward `reshard_after_forward` decides; between a backward and the next forward, weights
+    that are gathered for each computation are freed.
+    """
     result: list[_Span] = []
     for span in sorted(spans):
         before = result[-1] if result else None
-        turns = before is not None and before.ends_forward and not span.starts_forward
-        gap = -1 if policy.granularity == "step" else int(turns and not policy.reshard_after_forward)
-        if before is not None and (gap < 0 or span.first < before.last + 1 + gap):
+        joins = policy.granularity == "run"
+        if before is not None and before.ends_forward and not span.starts_forward:
+            joins = not policy.reshard_after_forward
+        if before is not None and (policy.granularity == "step" or span.first <= before.last + joins):
             ends_forward = span.ends_forward if span.last >= before.last else before.ends_forward
             result[-1] = before._replace(last=max(before.last, span.last), ends_forward=ends_forward)
         else:

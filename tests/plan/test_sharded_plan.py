@@ -62,8 +62,8 @@ def test_every_schedule_gathers_its_units_and_holds_every_layer_once(schedule: s
 def test_one_rank_of_a_pipeline_is_split_into_units() -> None:
     plan = planned(f"{ZERO_3} --data-parallel-sharding-units 4 --global-batch-size 16")
     assert plan.partition.layer_counts == (2, 2, 2, 2)
-    # each of 4 microbatches gathers 4 units twice, the last only once, which turns
-    assert ops(plan)[Op.UNSHARD] == 4 * (2 * 4 - 1)
+    # each of 4 microbatches gathers 4 units twice; the last turns to the backward, the first to the next microbatch
+    assert ops(plan)[Op.UNSHARD] == 4 * 2 * 4 - 4 - 3
     assert ops(plan)[Op.REDUCE_GRAD] == 4 * 4
 
 

@@ -184,6 +184,44 @@ def test_interleaved_gathers_each_group_of_a_chunk_once_in_each_direction() -> N
     assert last[Op.REDUCE_GRAD] == v * m // p
 
 
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 2, 8), (4, 3, 16), (4, 4, 8), (8, 2, 64)])
+def test_interleaved_keeps_the_weights_that_the_next_computation_reads(p: int, v: int, m: int) -> None:
+    """Freed after every run in both directions, the last rank would gather each of v m / p runs twice. The last chunk
+    turns m / p times; the first chunk's backward is followed by its own next forward, but for the last m / p - 2.
+    """
+    sharded = shard(lower(build_schedule("interleaved", p, v, m)), ZERO_3)
+    gathers = counts(sharded, p - 1)[Op.UNSHARD]
+    assert gathers == 2 * v * m // p - (m // p) - (m // p - 1)
+
+
+@pytest.mark.parametrize("units", [2, 4, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_1f1b_in_units_keeps_the_units_at_which_it_turns(ranks: int, units: int) -> None:
+    """A rank turns with the last unit from F to B and with the first from B to F, once it has filled the pipeline."""
+    m = 8
+    sharded = shard(lower(split_stages(build_schedule("1f1b", ranks, 1, m), (units,) * ranks)), ZERO_3)
+    for rank in range(ranks):
+        turns = m - (ranks - 1 - rank)
+        assert counts(sharded, rank)[Op.UNSHARD] == 2 * units * m - turns - (turns - 1)
+
+
+@given(synchronous_schedules(), st.integers(0, 3))
+def test_no_stage_is_freed_and_gathered_again_for_the_next_computation(schedule: Schedule, prefetch: int) -> None:
+    for row in shard(lower(schedule), ShardingPolicy(True, prefetch=prefetch)).rows:
+        uses: list[set[int]] = []  # the stages that each computation reads, an overlapped pair as one
+        frees: list[tuple[int, int]] = []  # (stage, computations before it)
+        second_half = -1
+        for slot, action in enumerate(row):
+            if action.op is Op.OVERLAP:
+                uses.append({half.stage for half in row[slot + 1 : slot + 3]})
+                second_half = slot + 2
+            elif slot > second_half and schedule.reads_weights(action):
+                uses.append({action.stage})
+            elif action.op is Op.RESHARD:
+                frees.append((action.stage, len(uses)))
+        assert not [stage for stage, number in frees if number < len(uses) and stage in uses[number]]
+
+
 def test_a_pair_of_dualpipe_gathers_two_stages() -> None:
     lowered = lower(build_schedule("dualpipe", 4, 1, 8))
     sharded = shard(lowered, ShardingPolicy(True, "microbatch", prefetch=0, reshard_after_forward=True))
