@@ -30,13 +30,16 @@ from megapipe.extras.convert.family import (
     llama_family,
 )
 from megapipe.extras.convert.mixtures import (
+    afmoe,
     dots1,
     ernie4_5_moe,
     exaone_moe,
+    flint,
     glm4_moe_lite,
     granitemoe,
     hunyuan_v1_moe,
     hy_v3,
+    mellum,
     minimax_m2,
     mistral4,
     qwen3_vl_moe,
@@ -217,7 +220,7 @@ _BUILT_IN = (
         groups=8,
         rope=layer_types.rope(1e6),
         mlp=experts.all_layers(("num_local_experts",), 2),
-        more_rows=experts.MIXTRAL_ROWS,
+        more_rows=experts.expert_rows("block_sparse_moe", experts.MIXTRAL_MLP),
     ),
     llama_family(
         "Qwen2MoeForCausalLM",
@@ -326,15 +329,19 @@ _BUILT_IN = (
 # model types whose own code equals that of a known architecture
 SAME_MODEL_TYPES = {"DeepseekV3ForCausalLM": ("kimi_k2",)}
 _MIXTURES = (
+    afmoe.FAMILY,
     dots1.FAMILY,
     ernie4_5_moe.FAMILY,
     exaone_moe.FAMILY,
+    flint.FAMILY,
     glm4_moe_lite.FAMILY,
     hunyuan_v1_moe.FAMILY,
     hy_v3.FAMILY,
+    mellum.FAMILY,
     minimax_m2.FAMILY,
     mistral4.FAMILY,
     granitemoe.FAMILY,
+    granitemoe.WITH_SHARED,
 )
 _DEEPSEEK = (
     deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, experts.DEEPSEEK_V3),

@@ -4,7 +4,7 @@ DeepSeek have in common. `families` lists all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,6 +116,11 @@ class Family:
 HIDDEN_ACT = key("hidden_act", "activation", "silu", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"})
 
 
+def last_of_each(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return the last row of each module of ours."""
+    return tuple({row.ours: row for row in rows}.values())
+
+
 def llama_family(
     architecture: str,
     model_type: str,
@@ -148,7 +153,7 @@ def llama_family(
         *TRAINED,
     )
     all_rules = (*rules, activation, rope, *mlp, *more)
-    return Family(architecture, model_type, (*llama_rows(norms, of_heads), *more_rows), all_rules)
+    return Family(architecture, model_type, last_of_each((*llama_rows(norms, of_heads), *more_rows)), all_rules)
 
 
 HEAD_DIM = key("head_dim", "kv_channels", lambda own: int(own["hidden_size"]) // int(own["num_attention_heads"]))
@@ -179,16 +184,13 @@ def deepseek_family(
     rules: tuple[Rule, ...],
     interleave: str | None = INTERLEAVE,
     rope: Rule = layer_types.ROPE,
-    expert_rows: tuple[Row, ...] = experts.ROWS,
+    expert_rows: tuple[Row, ...] = experts.GLM_ROWS,
 ) -> Family:
     """Return DeepSeek or a relative of it. rules: of latent attention and experts. positions: the default of their
     number. interleave: the key that says how rotary pairs are stored; None: they are neighbouring channels.
     """
-    rows = (
-        *(row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS),
-        *experts.LATENT_ROWS,
-        *expert_rows,
-    )
+    of_llama = (row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS)
+    rows = last_of_each((*of_llama, *experts.LATENT_ROWS, *expert_rows))
     common = (
         *VOCABULARY,
         key("intermediate_size", "ffn_hidden_size"),

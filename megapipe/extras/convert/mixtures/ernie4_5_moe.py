@@ -84,8 +84,7 @@ _FAMILY = llama_family(
         experts.EXPERT_WIDTH,
     ),
     more_rows=(
-        *experts.ROWS,
-        *experts.shared_rows("mlp.shared_experts"),
+        *experts.GLM_ROWS,
         Row(f"{OURS}.mlp.router.expert_bias", (f"{LLAMA}.mlp.moe_statics.e_score_correction_bias",), one_row),
     ),
 )

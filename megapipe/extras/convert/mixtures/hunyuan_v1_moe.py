@@ -11,7 +11,7 @@ from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
 from megapipe.extras.convert.family import HEAD_DIM, NO_ATTENTION_BIAS, llama_family
 from megapipe.extras.convert.layer_types import PARAMETERS, ROPE, SCALING, THETA
-from megapipe.extras.convert.tables import LLAMA, OURS, Layers, Row, Rule, Settings, always, fixed, unwritten
+from megapipe.extras.convert.tables import Layers, Rule, Settings, always, fixed, unwritten
 
 ALPHA = "alpha"  # of rope_type dynamic: a factor on the base, whatever the length is
 
@@ -80,10 +80,6 @@ FAMILY = llama_family(
         same_of_all("moe_topk", (experts.TOPK,), "moe_router_topk", 1),
         experts.expert_width(experts.DENSE_WIDTH, "ffn_hidden_size"),
     ),
-    more_rows=(
-        Row(f"{OURS}.mlp.router", (f"{LLAMA}.mlp.gate.wg",)),
-        *experts.ROWS[1:],
-        *experts.shared_rows("mlp.shared_mlp"),
-    ),
+    more_rows=experts.expert_rows(router="gate.wg", shared="shared_mlp"),
     of_heads=("query_layernorm", "key_layernorm"),
 )
