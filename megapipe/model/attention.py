@@ -96,8 +96,8 @@ class SelfAttention(nn.Module):
 
     def _heads(self) -> Element:
         """Return the element that splits, norms and rotates heads: a segment, unless its norms are none."""
-        kind = RotatedHeads if self.config.qk_layernorm_after_rope else Heads
-        heads = kind(self.groups, self.queries, self.head_dim, self.config.attention_output_gate)
+        options = self.config.attention_output_gate, self.config.qk_layernorm_after_rope
+        heads = Heads(self.groups, self.queries, self.head_dim, *options)
         if not self.config.qk_layernorm:
             if self.config.rotary is None:
                 return Operator("heads", lambda context, qkv: heads(qkv))  # views alone
@@ -125,6 +125,7 @@ class Heads:
     queries: int
     head_dim: int
     is_gated: bool = False
+    norms_last: bool = False  # the norms follow the rotation
     norm: NormFunction | None = None
 
     def __call__(
@@ -136,43 +137,28 @@ class Heads:
         norms: tuple[nn.Module, nn.Module] | None = None,  # in place of `norm`
     ) -> tuple[Tensor, ...]:
         groups, queries, head_dim, compiles = self.groups, self.queries, self.head_dim, torch.compiler.is_compiling()
-        normed = norms is not None or self.norm is not None
-        if cos is not None and sin is not None and not normed and not compiles:
+
+        def normed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            if norms is not None:
+                return norms[0](q), norms[1](k)
+            assert self.norm is not None
+            return self.norm(q, *weights[:2]), self.norm(k, *weights[2:])  # type: ignore[arg-type]
+
+        has_norms = norms is not None or self.norm is not None
+        is_normed_first = has_norms and not self.norms_last
+        if cos is not None and sin is not None and not is_normed_first and not compiles:
             both = (slice(queries), slice(-2, -1)) if self.is_gated else (slice(queries + 1),)
             qkv = rotate_(qkv, cos, sin, groups, head_dim, *both)  # q and k, in place
         sizes = (queries, queries, 1, 1) if self.is_gated else (queries, 1, 1)
         q, *gate, k, v = qkv.view(*qkv.shape[:2], groups, sum(sizes), head_dim).split(sizes, dim=3)
-        if norms is not None:
-            q, k = norms[0](q), norms[1](k)
-        elif self.norm is not None:
-            q, k = self.norm(q, *weights[:2]), self.norm(k, *weights[2:])  # type: ignore[arg-type]
-        if cos is None or sin is None:
-            return q, k, v, *gate
-        if compiles:
+        if is_normed_first:
+            q, k = normed(q, k)
+        if cos is not None and sin is not None and compiles:
             # v and the gates are written in the same pass; as views they would keep all of qkv for the backward
-            return rotated(q, cos, sin), rotated(k, cos, sin), v.contiguous(), *(each.contiguous() for each in gate)
-        if normed:
+            q, k, v, *gate = rotated(q, cos, sin), rotated(k, cos, sin), *(x.contiguous() for x in (v, *gate))
+        elif cos is not None and sin is not None and is_normed_first:
             q, k = (rotate_(x, cos, sin, groups, head_dim, slice(None)) for x in (q, k))
-        return q, k, v, *gate
-
-
-@dataclass(frozen=True)
-class RotatedHeads(Heads):
-    """`Heads` whose norms follow the rotation."""
-
-    def __call__(
-        self,
-        qkv: Tensor,
-        cos: Tensor | None = None,
-        sin: Tensor | None = None,
-        *weights: Tensor | None,
-        norms: tuple[nn.Module, nn.Module] | None = None,
-    ) -> tuple[Tensor, ...]:
-        q, k, *others = Heads(self.groups, self.queries, self.head_dim, self.is_gated)(qkv, cos, sin)
-        if norms is not None:
-            return norms[0](q), norms[1](k), *others
-        assert self.norm is not None
-        return self.norm(q, *weights[:2]), self.norm(k, *weights[2:]), *others  # type: ignore[arg-type]
+        return *(normed(q, k) if has_norms and self.norms_last else (q, k)), v, *gate
 
 
 def gated(output: Tensor, gate: Tensor) -> Tensor:

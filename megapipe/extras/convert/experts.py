@@ -250,22 +250,24 @@ def mlp_types(default_dense: int, first: str = FIRST) -> Rule:
     return Rule((MLP_TYPES, first), read, write)
 
 
-def shared_experts(default_count: int, default_width: int | None = None, name: str = SHARED_COUNT) -> Rule:
+def shared_experts(
+    default_count: int, default_width: int | None = None, name: str = SHARED_COUNT, least: int = 1
+) -> Rule:
     """Return the rule of the width of all shared experts together, a multiple of that of one expert. name: of the key
-    with their number.
+    with their number. least: the smallest one that the architecture can have.
     """
 
     def read(settings: Settings) -> dict[str, Any]:
         count = settings.get(name)
         count = default_count if count is None else count
-        if not count >= 1:
+        if not count >= least:
             raise ConfigError(f"{name} {count} cannot be expressed: this architecture has shared experts")
-        return {SHARED: count * settings.get(WIDTH, default_width)}
+        return {SHARED: count * settings.get(WIDTH, default_width) or None}
 
     def write(layers: Layers) -> dict[str, Any]:
         layer = of_expert_layer(layers)
         shared, width = layer.moe_shared_expert_intermediate_size or 0, layer.expert_ffn_size
-        if not shared or shared % width:
+        if shared < least * width or shared % width:
             rule = f"its shared experts are as wide as a number of experts, {width} each"
             raise ConfigError(f"shared experts of {shared} channels cannot be expressed: {rule}")
         return {name: shared // width}
@@ -432,15 +434,24 @@ OF_SIGMOIDS = (
     unwritten(fixed(METHOD, "noaux_tc", "experts of this architecture are chosen with a bias")),
 )
 COUNT = ("n_routed_experts", "num_local_experts")
+
+
+def deepseek_experts(count: int, topk: Any, width: int, shared: int = 1) -> tuple[Rule, ...]:
+    """Return the rules of experts and shared experts of latent attention. The arguments are defaults."""
+    return (
+        expert_key(COUNT, "num_experts", count),
+        expert_key(TOPK, "moe_router_topk", topk),
+        expert_width(WIDTH, "moe_ffn_hidden_size", width),
+        shared_experts(shared, width),
+    )
+
+
 DEEPSEEK_V3 = (
     *LATENT_ATTENTION,
     *latent_sizes(),
-    expert_key(COUNT, "num_experts", 256),
+    *deepseek_experts(256, 8, 2048),
     expert_key(SCALING, FACTOR, 2.5, none=1.0),
     dense_layers(3),
-    expert_width(WIDTH, "moe_ffn_hidden_size", 2048),
-    shared_experts(1, 2048),
-    expert_key(TOPK, "moe_router_topk", 8),
     groups(8, 4),
     normalized(True),
     *OF_SIGMOIDS,
@@ -450,12 +461,9 @@ DEEPSEEK_V3 = (
 DEEPSEEK_V2 = (
     *LATENT_ATTENTION,
     *latent_sizes(),
-    expert_key("n_routed_experts", "num_experts", 64),
+    *deepseek_experts(64, REQUIRED, 1407, shared=2),
     expert_key(SCALING, FACTOR, 1.0, none=1.0),
     dense_layers(0),
-    expert_width(WIDTH, "moe_ffn_hidden_size", 1407),
-    shared_experts(2, 1407),
-    expert_key(TOPK, "moe_router_topk"),
     Rule((GROUPS, TAKEN, METHOD), read_groups_of_v2, write_groups_of_v2),
     fixed(NORMALIZED, False, "transformers never normalizes the weights of the chosen experts in DeepSeek-V2"),
     fixed("mlp_bias", False, "projections of latent attention have no biases, and here all linears have or none has"),

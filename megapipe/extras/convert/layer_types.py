@@ -324,15 +324,21 @@ def windows_and_rope(
 # ------------------------------------------------------------------------------------------- Qwen and Mistral
 
 
-def qwen_windows(has_window: Callable[[int, int], bool], write: Callable[[Layers], dict[str, Any]]) -> Rule:
+def qwen_windows(
+    has_window: Callable[[int, int], bool],
+    write: Callable[[Layers], dict[str, Any]],
+    uses: bool = False,
+    default_bound: int = 28,
+) -> Rule:
     """Return the rule of Qwen's sliding window, in effect with use_sliding_window.
 
-    has_window: of a layer by its number and max_window_layers, where layer_types is missing.
+    has_window: of a layer by its number and max_window_layers, where layer_types is missing. uses, default_bound: the
+    defaults of both keys.
     """
 
     def read(settings: Settings) -> dict[str, Any]:
-        window = settings.get(WINDOW, DEFAULT_WINDOW) if settings.get(USE, False) else None
-        bound = settings.get(FIRST, 28)
+        window = settings.get(WINDOW, DEFAULT_WINDOW) if settings.get(USE, uses) else None
+        bound = settings.get(FIRST, default_bound)
 
         def default(num_layers: int) -> Types:
             marks = (window is not None and has_window(layer, bound) for layer in range(num_layers))

@@ -478,6 +478,17 @@ CASES: dict[str, Case] = {
         | {"residual_multiplier": 0.22, "attention_multiplier": 0.3, "shared_intermediate_size": 28},
         "30KB",
     ),
+    "granitemoe_swa": Case(
+        "granitemoe_swa",
+        rope("default")
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 28, "num_hidden_layers": 5}
+        | {"layer_rope_theta": [0, 500.0, 100.0, 500.0, 0], "sliding_window": 5, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "logits_scaling": 6.0},
+        "30KB",
+    ),
+    "granitemoe_swa_alike": Case(
+        "granitemoe_swa", {"num_local_experts": 4, "layer_types": types("FF"), "tie_word_embeddings": True}
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2_untied_relu_narrow": Case(
         "gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 40}, "25KB"

@@ -40,7 +40,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "ernie, no experts": ("ernie4_5_moe", {"moe_layer_start_index": 9}, "leave no layer with experts"),
     "ernie, an interval of 0": ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval 0 cannot be expressed"),
     "hunyuan, layers that differ": ("hunyuan_v1_moe", {"num_experts": [4, 6]}, "all layers have the same number here"),
-    "hunyuan, several shared experts": ("hunyuan_v1_moe", {"num_shared_expert": [1, 2]}, "it is 1 in every layer"),
+    "hunyuan, several shared experts": ("hunyuan_v1_moe", {"num_shared_expert": [1, 2]}, "all layers have the same"),
+    "hunyuan, two shared experts": (
+        "hunyuan_v1_moe",
+        {"num_shared_expert": [2, 2]},
+        "one shared expert in every layer",
+    ),
     "hunyuan, shared keys of layers": ("hunyuan_v1_moe", {"use_cla": True}, "use_cla True cannot be expressed"),
     "hunyuan, dynamic positions": (
         "hunyuan_v1_moe",

@@ -253,6 +253,16 @@ EXPRESSED: dict[str, dict[str, Any]] = {
         "residual_scale": st.sampled_from([1.0, 0.22]),
         "moe_shared_expert_intermediate_size": st.sampled_from([None, 7]),
     },
+    "GraniteMoeSWAForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "softmax_scale": st.sampled_from([0.015625, 0.3]),
+        "softmax_type": st.just("learnable"),
+        "num_layers": st.just(3),
+        "layer_pattern": st.sampled_from(
+            [(), ("1 window_size=5", "1 position_embedding_type=none", "1 rotary_base=77"), ("1 window_size=5", "...")]
+        ),
+    },
     "AfmoeForCausalLM": EXPERTS
     | WIDE
     | GLM

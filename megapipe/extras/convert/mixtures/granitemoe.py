@@ -24,16 +24,17 @@ ROWS = (
 )
 EXPERTS = experts.all_layers(("num_local_experts",), 2)
 FAMILY = llama_family("GraniteMoeForCausalLM", "granitemoe", 2048, *RULES, mlp=EXPERTS, more_rows=ROWS)
+SHARED_WIDTH = experts.expert_key("shared_intermediate_size", experts.SHARED, 0, none=0)
+SHARED_ROWS = (
+    Row(f"{SHARED}.linear_fc1", (f"{LLAMA}.shared_mlp.input_linear",)),
+    Row(f"{SHARED}.linear_fc2", (f"{LLAMA}.shared_mlp.output_linear",)),
+)
 WITH_SHARED = llama_family(
     "GraniteMoeSharedForCausalLM",
     "granitemoeshared",
     2048,
     *RULES,
-    experts.expert_key("shared_intermediate_size", experts.SHARED, 0, none=0),
+    SHARED_WIDTH,
     mlp=EXPERTS,
-    more_rows=(
-        *ROWS,
-        Row(f"{SHARED}.linear_fc1", (f"{LLAMA}.shared_mlp.input_linear",)),
-        Row(f"{SHARED}.linear_fc2", (f"{LLAMA}.shared_mlp.output_linear",)),
-    ),
+    more_rows=(*ROWS, *SHARED_ROWS),
 )
