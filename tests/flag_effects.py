@@ -141,6 +141,7 @@ model.embedding_scale | --embedding-scale 3 | records
 model.residual_scale | --residual-scale 3 | records
 model.logits_scaling | --logits-scaling 3 | records
 model.qk_layernorm_after_rope | --qk-layernorm-after-rope | records | --qk-layernorm {ROPE}
+model.attention_output_gate | --attention-output-gate | plan specs
 model.qk_layernorm | --qk-layernorm | records
 model.qk_layernorm_scope | --qk-layernorm-scope projection | records | --qk-layernorm --normalization RMSNorm
 model.window_size | --window-size 3 | records

@@ -71,6 +71,8 @@ class Options(TypedDict, total=False):
     qk_layernorm_scope: Literal["head", "projection"]
     qk_layernorm_after_rope: bool
     no_qk_layernorm_after_rope: bool
+    attention_output_gate: bool
+    no_attention_output_gate: bool
     window_size: int | str | None
     window_attn_skip_freq: str | PathLike[str] | None
     layer_pattern: Sequence[str | PathLike[str]] | None

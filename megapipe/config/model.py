@@ -291,6 +291,11 @@ class ModelConfig:
         "normalize queries and keys after their rotation (Hunyuan)",
         needs=Need("model.qk_layernorm", "--qk-layernorm"),
     )
+    attention_output_gate: bool = option(
+        False,
+        "multiply each channel of attention's output by a sigmoid of a projection of its input, whose rows are part of "
+        "linear_qkv (Qwen3-Next, Trinity)",
+    )
     window_size: int | None = count(
         None,
         "sliding window: a token attends to itself and window-size - 1 tokens before it (or Megatron's pair LEFT,0); "
