@@ -342,6 +342,8 @@ data.test_data_path | --test-data-path {{B}} | records | {FILES}
 data.data_cache_path | --data-cache-path {{tmp}}/cache | file cache/* | {FILES}
 data.dataset | --dataset sums | outcome | {EXTEND}dataset.py --vocab-size 257
 data.dataset_options | --dataset-options digits=1 | records | {SUMS}
+data.dataloader_type | --dataloader-type cyclic | records
+data.data_sharding | --no-data-sharding | losses_on_two_ranks | --dataloader-type cyclic
 data.mock_data | --mock-data | outcome | !--mock-data
 data.num_workers | --num-workers 2 | readers
 data.reset_position_ids | --reset-position-ids | records | {DOCUMENTS}

@@ -351,6 +351,9 @@ class Options(TypedDict, total=False):
     data_cache_path: str | PathLike[str] | None
     dataset: str | None
     dataset_options: Sequence[str | PathLike[str]] | None
+    dataloader_type: Literal["single", "cyclic"]
+    data_sharding: bool
+    no_data_sharding: bool
     mock_data: bool
     no_mock_data: bool
     num_workers: int

@@ -47,9 +47,9 @@ TABLE = {
     DATA: {
         "model": "seq_length",
         "data": """
-            data_path split train_data_path dataset dataset_options mock_data reset_position_ids reset_attention_mask
-            sft sft_tokenizer_prompt_format sft_packing sft_overlong tokenizer_type tokenizer_model vocab_file
-            merge_file
+            data_path split train_data_path dataset dataset_options mock_data dataloader_type data_sharding
+            reset_position_ids reset_attention_mask sft sft_tokenizer_prompt_format sft_packing sft_overlong
+            tokenizer_type tokenizer_model vocab_file merge_file
         """,
     },
     LOSS: {
