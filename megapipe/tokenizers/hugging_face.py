@@ -23,14 +23,14 @@ END_FILES = (GENERATION_FILE, "config.json")  # the first one that names tokens 
 KNOWN_EODS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>")
 
 
-def _library(name: str, what: str) -> Any:
-    """Import an optional package. Raises ConfigError if it is missing, saying what needs it."""
+def optional_package(name: str, what: str, extra: str | None = None) -> Any:
+    """Import an optional package. Raises ConfigError if it is missing, saying what needs it and its extra."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         if error.name != name:
             raise
-        raise ConfigError(f"{what} needs the package {name!r}: run pip install 'megapipe[{name}]'") from None
+        raise ConfigError(f"{what} needs the package {name!r}: run pip install 'megapipe[{extra or name}]'") from None
 
 
 def end_ids(content: Any) -> tuple[int, ...]:
@@ -87,7 +87,7 @@ class HuggingFaceTokenizer(_Fast):
 
     def __init__(self, model: str | Path) -> None:
         path = Path(model) / TOKENIZER_FILE if Path(model).is_dir() else Path(model)
-        library = _library("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
+        library = optional_package("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
         if not path.is_file():
             raise DataError(f"there is no tokenizer file {path}; see --tokenizer-model")
         try:
@@ -142,7 +142,7 @@ class GPT2BPETokenizer(_Fast):
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
-        library = _library("tokenizers", "--tokenizer-type GPT2BPETokenizer")
+        library = optional_package("tokenizers", "--tokenizer-type GPT2BPETokenizer")
         files = [Path(vocab_file), Path(merge_file)]
         for flag, path in zip(("--vocab-file", "--merge-file"), files, strict=True):
             if not path.is_file():
@@ -164,7 +164,7 @@ class TransformersTokenizer:
     name = "HuggingFaceTokenizer"
 
     def __init__(self, model: str | Path) -> None:
-        library = _library("transformers", f"the tokenizer {model} has no {TOKENIZER_FILE}, and")
+        library = optional_package("transformers", f"the tokenizer {model} has no {TOKENIZER_FILE}, and")
         try:
             self._tokenizer = library.AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
         except (OSError, ValueError) as error:

@@ -43,7 +43,7 @@ SUBCOMMANDS = {
     "generate": Subcommand("inference", "generate", "generate texts with a trained model"),
     "evaluate": Subcommand("inference", "evaluate", "compute a model's loss and perplexity on a text or token file"),
     "preprocess": Subcommand("data", "preprocess", "tokenize text into token files"),
-    "train-tokenizer": Subcommand("data", "train_tokenizer", "train a SentencePiece tokenizer on text"),
+    "train-tokenizer": Subcommand("data", "train_tokenizer", "train a tokenizer on text"),
     "merge": Subcommand("data", "merge", "merge several token files into one"),
     "convert": Subcommand("convert", "main", "convert checkpoints from and to Hugging Face and Megatron"),
     "migrate": Subcommand("migrate", "main", "show what each flag of a Megatron-LM launch script does here"),

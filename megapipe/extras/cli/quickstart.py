@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -32,8 +33,8 @@ from megapipe.extras.cli.report import write_report
 from megapipe.extras.report.folder import read_run
 from megapipe.formatting import count_text
 from megapipe.plan.resolve import resolve
-from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import build_tokenizer
+from megapipe.tokenizers.training import train_tokenizer
 
 CPU_FLAGS = ("--config", str(SUPPLIED / "quickstart.yaml"))
 GPU_FLAGS = (*CPU_FLAGS, "--config", str(SUPPLIED / "quickstart_gpu.yaml"))
@@ -41,8 +42,8 @@ CPU_RANKS = 8
 SAVE_INTERVAL, WARMUP_STEPS, PROFILE_STEP = 100, 20, 20
 DECAY_SHARE = 0.35  # of the steps of a run, at its end
 SPLIT = "90,10,0"
-TOKENIZER = "SentencePieceTokenizer"
-TOKENIZER_BYTES = 1_000_000  # of text to train it on; more takes longer and hardly improves it
+TOKENIZER = "HuggingFaceTokenizer"
+TOKENIZER_CHARACTERS = 1_000_000  # of text to train it on; more takes longer and hardly improves it
 STDLIB_NAME, STDLIB_PROMPTS = "python-stdlib", ("def __init__(self", "import ", "    for i in ")
 PROMPT_WORDS, NUM_PROMPTS = 4, 3
 SET_HERE = {  # fields that the quickstart sets itself -> what to use instead
@@ -59,7 +60,7 @@ OPTIONS = (
     option("--out", "output directory", metavar="DIR", type=Path, default="runs/quickstart"),
     option("--steps", "steps of this run", default=350, above=0),
     option("--ranks", f"ranks to start (default: {CPU_RANKS} on a CPU, else as many GPUs as the grid uses)", type=int),
-    option("--vocab-size", "pieces of the tokenizer", default=2048),
+    option("--vocab-size", "tokens of the tokenizer", default=2048),
     option("--megabytes", "most text to use", default=8.0, above=0),
 )
 
@@ -189,7 +190,7 @@ def _config(flags: Sequence[str]) -> Config:
 def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) -> Prepared:
     """Make the missing files, and print each step. Raises ConfigError, DataError."""
     documents = corpus_documents(corpus, megabytes)
-    digest = hashlib.sha256(f"{vocab_size} {SPLIT}".encode())  # separates the tokenizers of different texts
+    digest = hashlib.sha256(f"{TOKENIZER} {vocab_size} {SPLIT}".encode())  # separates the tokenizers of different texts
     texts = hashlib.sha256()
     for text in documents:
         for hashed in (digest, texts):
@@ -197,7 +198,7 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
     name = STDLIB_NAME if corpus is None else re.sub(r"[^\w.-]", "_", Path(corpus).resolve().name)[:40]
     folder = out / f"{name}-{digest.hexdigest()[:8]}"
     record, prefix = folder / "prepared.json", Path(output_prefix(str(folder / "tokens"), "text"))
-    tokenizer = folder / "tokenizer.model"
+    tokenizer = folder / "tokenizer"
     source = "the source of Python's standard library" if corpus is None else corpus
     if record.is_file():
         facts = json.loads(record.read_text(encoding="utf-8"))
@@ -207,8 +208,10 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
     size = sum(len(text.encode("utf-8")) for text in documents) / 1e6
     _say("corpus", f"{len(documents):,} documents, {size:.1f} MB of {source}, SHA-256 {texts.hexdigest()}")
     write_jsonl(documents, folder / "corpus.jsonl")
-    train_sentencepiece(documents, tokenizer, vocab_size=vocab_size, max_bytes=TOKENIZER_BYTES)
-    _say("tokenizer", f"{vocab_size:,} SentencePiece pieces (Unigram), {time.monotonic() - began:.1f} s")
+    ends = itertools.accumulate(map(len, documents))
+    sample = [text for text, end in zip(documents, ends, strict=True) if end <= TOKENIZER_CHARACTERS]
+    train_tokenizer(sample or documents, tokenizer, vocab_size)
+    _say("tokenizer", f"{vocab_size:,} tokens (byte-level BPE), {time.monotonic() - began:.1f} s")
     counts = preprocess(
         read_records([folder / "corpus.jsonl"]),
         str(folder / "tokens"),
