@@ -41,6 +41,7 @@ SUBCOMMANDS = {
     "compare": Subcommand("report", "compare", "compare runs: settings that differ, results, an HTML page of curves"),
     "verify": Subcommand("pretrain", "verify", "compare the grid with one process; with --streams look for CUDA races"),
     "generate": Subcommand("inference", "generate", "generate texts with a trained model"),
+    "chat": Subcommand("chat", "chat", "talk to a trained model in the terminal"),
     "evaluate": Subcommand("inference", "evaluate", "compute a model's loss and perplexity on a text or token file"),
     "preprocess": Subcommand("data", "preprocess", "tokenize text into token files"),
     "train-tokenizer": Subcommand("data", "train_tokenizer", "train a tokenizer on text"),
