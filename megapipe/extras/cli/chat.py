@@ -1,10 +1,13 @@
-"""`megapipe chat`: talk to a trained model in the terminal."""
+"""`megapipe chat` and `serve`: talk to a trained model in the terminal, or through an HTTP server."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import itertools
+import signal
+import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -13,8 +16,16 @@ from typing import TYPE_CHECKING
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError, DataError
 from megapipe.extras.cli.frame import command, option
-from megapipe.extras.cli.inference import CHECKPOINT_OPTIONS, SAMPLING_OPTIONS, SavedModel, open_model
+from megapipe.extras.cli.inference import (
+    CHECKPOINT_OPTIONS,
+    GRID_OPTIONS,
+    SAMPLING_OPTIONS,
+    SavedModel,
+    open_model,
+    tell_copies,
+)
 from megapipe.tokenizers.chat import ChatTokenizer
+from megapipe.tokenizers.hugging_face import optional_package
 from megapipe.tokenizers.tokenizer import end_tokens
 
 if TYPE_CHECKING:
@@ -28,6 +39,15 @@ CHAT_OPTIONS = (
     *SAMPLING_OPTIONS,
 )
 KEPT_SHARE = 4  # 1 / KEPT_SHARE of the context is kept free for an answer
+SERVE_OPTIONS = (
+    *RUN_OPTIONS,
+    *GRID_OPTIONS,
+    "server",
+    option("--host", "address to listen on; another than this machine's own needs --token", default="127.0.0.1"),
+    option("--port", default=8000, at_least=0),
+    option("--token", "requests must have Authorization: Bearer TOKEN", metavar="TOKEN"),
+    option("--queue", "requests that may wait while one is answered", default=16, at_least=1),
+)
 write_now = partial(print, end="", flush=True)
 HELP = "/new begins another conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -144,3 +164,59 @@ class Dialog:
         if dropped:
             print(f"(the context of {self._positions:,} tokens is full: the oldest {dropped} messages are left out)")
         return prompt
+
+
+@command("megapipe serve", SERVE_OPTIONS, on_ranks=True)
+def serve(own: argparse.Namespace, environment: Environment) -> None:
+    """Serve a trained model over HTTP, with the paths of OpenAI's API and a page to talk to it.
+
+        megapipe serve runs/chat
+        megapipe launch --nproc-per-node 2 serve runs/chat --tensor-model-parallel-size 2 --port 8080
+        megapipe serve runs/chat --host 0.0.0.0 --token SECRET
+
+    /v1/chat/completions, /v1/completions and /v1/models, with streaming; / is the page. One request is answered at a
+    time, others wait in a queue. On several ranks rank 0 listens. Ctrl-C stops it.
+    """
+    for package in ("starlette", "uvicorn"):
+        optional_package(package, "megapipe serve", "serve")
+    if own.token is None and own.host not in ("127.0.0.1", "localhost", "::1"):
+        raise ConfigError(f"--host {own.host} lets other machines use the model; give a --token that they must send")
+    model = open_model(own, environment, micro_batch_size=1)
+    tokenizer, (chats, reason) = model.required_tokenizer(), model.chat_tokenizer()
+    tell_copies(model)
+    listener = listening(own.host, own.port) if environment.global_rank == 0 else None
+    stopping = threading.Event()
+
+    def stop(number: int, frame: object) -> None:
+        stopping.set()
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process
+
+    from megapipe.extras.inference.server import Served, Server
+    from megapipe.extras.inference.session import Session
+
+    session = Session(model.runtime())
+    for number in (signal.SIGINT, signal.SIGTERM):  # a launcher sends them to all ranks; rank 0 ends the others
+        signal.signal(number, stop if listener else signal.SIG_IGN)
+    if listener is None:
+        session.follow()
+        return
+    root = model.folder.parent
+    name = root.parent.name if root.name == "checkpoints" else root.name
+    positions = model.plan.config.model.max_position_embeddings
+    host, port = listener.getsockname()[:2]
+    print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C stops it", flush=True)
+    Server(session, Served(name, tokenizer, chats, reason, positions), own.queue, own.token).run(
+        listener, stopping.is_set
+    )
+    session.end()
+    print("stopped", flush=True)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises ConfigError if it cannot, as on a port that is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--host {host} --port {port}: {reason}; choose another port, or 0 for a free one") from None

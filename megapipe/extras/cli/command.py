@@ -42,6 +42,7 @@ SUBCOMMANDS = {
     "verify": Subcommand("pretrain", "verify", "compare the grid with one process; with --streams look for CUDA races"),
     "generate": Subcommand("inference", "generate", "generate texts with a trained model"),
     "chat": Subcommand("chat", "chat", "talk to a trained model in the terminal"),
+    "serve": Subcommand("chat", "serve", "serve a trained model over HTTP, in the form of OpenAI's API"),
     "evaluate": Subcommand("inference", "evaluate", "compute a model's loss and perplexity on a text or token file"),
     "preprocess": Subcommand("data", "preprocess", "tokenize text into token files"),
     "train-tokenizer": Subcommand("data", "train_tokenizer", "train a tokenizer on text"),

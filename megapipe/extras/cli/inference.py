@@ -202,12 +202,8 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
         raise ConfigError("no prompt: give --prompt TEXT or --prompts-file FILE")
     model = open_model(own, environment, micro_batch_size=max(1, min(own.batch_size, len(prompts))))
     tokenizer = model.required_tokenizer()
-    is_first, ranks = environment.global_rank == 0, model.plan.topology
-    num_copies = min(ranks.dp, ranks.edp) if model.plan.model.has_experts else ranks.dp
-    if num_copies > 1 and is_first:
-        enough = f"{ranks.world_size // num_copies} generate as fast"
-        remark = f"{ranks.world_size} ranks hold {num_copies} copies of the model, which write the same text: {enough}"
-        print(remark, file=sys.stderr)
+    is_first = environment.global_rank == 0
+    tell_copies(model)
     from megapipe.extras.inference.generate import Generator, Limits, Sampling, TextStream
 
     sampling = Sampling(own.temperature, own.top_k, own.top_p, own.seed)
@@ -241,6 +237,16 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
         return
     write_file(own.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
     print(f"wrote {len(rows)} texts to {own.output}", file=sys.stderr)
+
+
+def tell_copies(model: SavedModel) -> None:
+    """Say on rank 0 if there are more ranks than the model needs."""
+    ranks = model.plan.topology
+    num_copies = min(ranks.dp, ranks.edp) if model.plan.model.has_experts else ranks.dp
+    if num_copies > 1 and model.environment.global_rank == 0:
+        enough = f"{ranks.world_size // num_copies} generate as fast"
+        remark = f"{ranks.world_size} ranks hold {num_copies} copies of the model, which write the same text: {enough}"
+        print(remark, file=sys.stderr)
 
 
 def _read_prompts(path: Path) -> list[str]:

@@ -155,4 +155,4 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, run: Pat
     ended = subprocess.run(
         [sys.executable, "-m", "megapipe", *words], env=environment(), capture_output=True, text=True, timeout=100
     )
-    assert ended.returncode == 2 and "runs on one process, not on 2; start it without a launcher" in ended.stderr
+    assert ended.returncode == 2 and "runs on one process, not on 2; use megapipe serve" in ended.stderr
