@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.tokenizers.chat import FORMATS
@@ -34,8 +33,7 @@ def train_tokenizer(texts: Iterable[str], folder: str | Path, vocab_size: int) -
     """
     library = optional_package("tokenizers", "training a tokenizer")
     if vocab_size < MIN_VOCAB_SIZE:
-        rule = f"bytes and special tokens alone need most of that; use {MIN_VOCAB_SIZE} or more"
-        raise ConfigError(f"--vocab-size {vocab_size}: {rule}")
+        raise ConfigError(f"--vocab-size {vocab_size} hardly holds all bytes; use {MIN_VOCAB_SIZE} or more")
     tokenizer = library.Tokenizer(library.models.BPE())
     split = library.pre_tokenizers.Split(library.Regex(WORDS), "isolated")
     to_bytes = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -48,14 +46,13 @@ def train_tokenizer(texts: Iterable[str], folder: str | Path, vocab_size: int) -
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    found = tokenizer.get_vocab_size()
-    if found < vocab_size:
+    if (found := tokenizer.get_vocab_size()) < vocab_size:
         rule = f"the text supports at most {found}; give more text or a smaller vocabulary"
         raise ConfigError(f"--vocab-size {vocab_size}: {rule}")
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT}
     contents = {
         TEMPLATE_FILE: FORMATS[CHAT_FORMAT],
-        TOKENIZER_CONFIG: json.dumps(settings | {"clean_up_tokenization_spaces": False}, indent=2) + "\n",
+        TOKENIZER_CONFIG: json.dumps(settings, indent=2) + "\n",
         TOKENIZER_FILE: tokenizer.to_str(pretty=True),  # last: the folder is complete
     }
     target = Path(folder)

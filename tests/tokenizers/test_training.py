@@ -79,7 +79,7 @@ def test_an_answer_ends_with_a_token_that_ends_a_text(tokenizer: HuggingFaceToke
 @pytest.mark.parametrize(
     ("vocab_size", "message"),
     [
-        (300, "--vocab-size 300: bytes and special tokens alone"),
+        (300, "--vocab-size 300 hardly holds all bytes; use 320 or more"),
         (500_000, r"--vocab-size 500000: the text supports at most \d+; give more"),
     ],
     ids=["too-small", "too-large"],

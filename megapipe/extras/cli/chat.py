@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import queue
 import signal
 import socket
 import threading
@@ -34,11 +35,10 @@ if TYPE_CHECKING:
 RUN_OPTIONS = (option("load", "folder of a run, or one of its checkpoints", metavar="RUN"), *CHECKPOINT_OPTIONS)
 CHAT_OPTIONS = (
     *RUN_OPTIONS,
-    option("--system", "the system message of the conversation", metavar="TEXT"),
     option("--max-new-tokens", "of an answer (default: what the context holds)", type=int, at_least=1),
     *SAMPLING_OPTIONS,
 )
-KEPT_SHARE = 4  # 1 / KEPT_SHARE of the context is kept free for an answer
+ANSWER_SHARE = 0.25  # of the context that is kept free for an answer
 SERVE_OPTIONS = (
     *RUN_OPTIONS,
     *GRID_OPTIONS,
@@ -48,7 +48,6 @@ SERVE_OPTIONS = (
     option("--token", "requests must have Authorization: Bearer TOKEN", metavar="TOKEN"),
     option("--queue", "requests that may wait while one is answered", default=16, at_least=1),
 )
-write_now = partial(print, end="", flush=True)
 HELP = "/new begins another conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
@@ -57,7 +56,7 @@ def chat(own: argparse.Namespace, environment: Environment) -> None:
     """Talk to a trained model in the terminal.
 
         megapipe chat runs/chat
-        megapipe chat runs/chat/step_00000150 --system "Be brief." --temperature 0.7
+        megapipe chat runs/chat/step_00000150 --temperature 0.7
 
     The conversation is written with the chat template that the model was finetuned with; a model without one continues
     the text of each line. Answers appear as they are generated. Once the conversation fills the context, its oldest
@@ -70,12 +69,9 @@ def chat(own: argparse.Namespace, environment: Environment) -> None:
         )
     model = open_model(own, environment, micro_batch_size=1)
     chats, reason = model.chat_tokenizer()
-    if chats is None and own.system is not None:
-        raise ConfigError(f"--system needs a chat template, but {model.folder} has none: {reason}")
     from megapipe.extras.inference.generate import Sampling
 
-    sampling = Sampling(own.temperature, own.top_k, own.top_p, own.seed)
-    dialog = Dialog(model, chats, sampling, own.max_new_tokens, own.system)
+    dialog = Dialog(model, Sampling(own.temperature, own.top_k, own.top_p, own.seed), own.max_new_tokens)
     how = f"it continues each line of text: {reason}" if chats is None else "it answers by its chat template"
     print(f"{model.folder}: {how}\n{HELP}", flush=True)
     converse(dialog, input)
@@ -95,7 +91,7 @@ def converse(dialog: Dialog, read: Callable[[str], str]) -> None:
         if line == "/quit":
             return
         if line == "/new":
-            dialog.begin()
+            dialog.messages.clear()
         elif line:
             try:
                 dialog.answer(line)
@@ -104,33 +100,22 @@ def converse(dialog: Dialog, read: Callable[[str], str]) -> None:
 
 
 class Dialog:
-    """A conversation with a model in this process. chats: None to continue each line. system: its system message."""
+    """A conversation with a model in this process. max_new_tokens: of an answer, None for what the context holds."""
 
-    def __init__(
-        self,
-        model: SavedModel,
-        chats: ChatTokenizer | None,
-        sampling: Sampling,
-        max_new_tokens: int | None = None,
-        system: str | None = None,
-    ) -> None:
+    def __init__(self, model: SavedModel, sampling: Sampling, max_new_tokens: int | None = None) -> None:
         from megapipe.extras.inference.session import Session
 
-        self._chats, self._tokenizer, self._sampling = chats, chats or model.required_tokenizer(), sampling
+        self._chats, self._sampling = model.chat_tokenizer()[0], sampling
+        self._tokenizer = self._chats or model.required_tokenizer()
         self._positions = model.plan.config.model.max_position_embeddings
         self._max_new_tokens = max_new_tokens or self._positions
-        self._system = [{"role": "system", "content": system}] if system is not None else []
         self._session, self._numbers = Session(model.runtime()), itertools.count()
-        self.begin()
+        self.messages: list[dict[str, str]] = []
 
-    def begin(self) -> None:
-        """Forget the conversation."""
-        self._messages = list(self._system)
+    def answer(self, line: str) -> tuple[str, bool]:
+        """Print the answer to a line as it is generated. Return it, and whether it ended before its limit.
 
-    def answer(self, line: str, write: Callable[[str], object] = write_now) -> str:
-        """Write the answer to a line as it is generated, and return it. Ctrl-C ends it there.
-
-        Raises ConfigError, DataError for a line that cannot be answered, which is not kept.
+        Ctrl-C ends it, too. Raises ConfigError, DataError for a line that cannot be answered, which is not kept.
         """
         from megapipe.extras.inference.generate import TextStream
         from megapipe.extras.inference.session import Request
@@ -140,30 +125,30 @@ class Dialog:
         # another draw for each answer
         sampling = dataclasses.replace(self._sampling, seed=self._sampling.seed + next(self._numbers))
         request = Request(tuple(prompt), self._max_new_tokens, end_tokens(self._tokenizer), sampling)
-        pieces: list[str] = []
-        stream = TextStream(self._tokenizer.decode, prompt, lambda text: (pieces.append(text), write(text)))
+        stream = TextStream(self._tokenizer.decode, prompt, partial(print, end="", flush=True))
+        tokens: list[int] = []
+
+        def take(token: int) -> None:
+            tokens.append(token)
+            stream.add(token)
+
         with suppress(KeyboardInterrupt):
-            self._session.answer(request, stream.add)
+            self._session.answer(request, take)
         stream.close()
-        write("\n")
-        text = "".join(pieces)
+        print(flush=True)
+        text = self._tokenizer.decode([*prompt, *tokens])[len(self._tokenizer.decode(prompt)) :]
         if self._chats is not None and text.strip():
-            self._messages += [message, {"role": "assistant", "content": text}]
-        return text
+            self.messages += [message, {"role": "assistant", "content": text}]
+        return text, len(tokens) < min(self._max_new_tokens, self._positions - len(prompt))
 
     def _fitting(self, chats: ChatTokenizer, message: dict[str, str]) -> list[int]:
         """Return the prompt of the conversation with a new message; drop the oldest messages until it fits."""
-        oldest, dropped = len(self._system), 0
         while True:
-            prompt = chats.prompt([*self._messages, message])
-            most = self._positions - min(self._max_new_tokens, self._positions // KEPT_SHARE)
-            if len(prompt) <= most or len(self._messages) <= oldest:
-                break
-            del self._messages[oldest : oldest + 2]
-            dropped += 2
-        if dropped:
-            print(f"(the context of {self._positions:,} tokens is full: the oldest {dropped} messages are left out)")
-        return prompt
+            prompt = chats.prompt([*self.messages, message])
+            if len(prompt) <= self._positions * (1.0 - ANSWER_SHARE) or not self.messages:
+                return prompt
+            del self.messages[:2]
+            print(f"(the context of {self._positions:,} tokens is full: the oldest two messages are left out)")
 
 
 @command("megapipe serve", SERVE_OPTIONS, on_ranks=True)
@@ -182,16 +167,24 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
     if own.token is None and own.host not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(f"--host {own.host} lets other machines use the model; give a --token that they must send")
     model = open_model(own, environment, micro_batch_size=1)
-    tokenizer, (chats, reason) = model.required_tokenizer(), model.chat_tokenizer()
+    tokenizer, chats = model.required_tokenizer(), model.chat_tokenizer()[0]
     tell_copies(model)
-    listener = listening(own.host, own.port) if environment.global_rank == 0 else None
+    listener = None
+    if environment.global_rank == 0:
+        try:
+            listener = socket.create_server(
+                (own.host, own.port), family=socket.AF_INET6 if ":" in own.host else socket.AF_INET
+            )
+        except (OSError, OverflowError) as error:
+            rule = f"{error}; choose another port, or 0 for a free one"
+            raise ConfigError(f"--host {own.host} --port {own.port}: {rule}") from None
     stopping = threading.Event()
 
     def stop(number: int, frame: object) -> None:
         stopping.set()
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process
 
-    from megapipe.extras.inference.server import Served, Server
+    from megapipe.extras.inference.server import Server
     from megapipe.extras.inference.session import Session
 
     session = Session(model.runtime())
@@ -205,18 +198,7 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
     positions = model.plan.config.model.max_position_embeddings
     host, port = listener.getsockname()[:2]
     print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C stops it", flush=True)
-    Server(session, Served(name, tokenizer, chats, reason, positions), own.queue, own.token).run(
-        listener, stopping.is_set
-    )
+    server = Server(session, name, tokenizer, chats, positions, queue.Queue(own.queue), own.token)
+    server.run(listener, stopping.is_set)
     session.end()
     print("stopped", flush=True)
-
-
-def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens. Raises ConfigError if it cannot, as on a port that is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--host {host} --port {port}: {reason}; choose another port, or 0 for a free one") from None

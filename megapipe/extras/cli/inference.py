@@ -197,7 +197,9 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
     """
     prompts = list(own.prompt)
     if own.prompts_file is not None:
-        prompts += _read_prompts(own.prompts_file)
+        key = "prompt" if own.prompts_file.suffix == ".jsonl" else TEXT_KEY
+        records = read_records(find_files([str(own.prompts_file)]), "line", keys=[key])
+        prompts += [text for record in records for text in record.texts([key]) if text.strip()]
     if not prompts:
         raise ConfigError("no prompt: give --prompt TEXT or --prompts-file FILE")
     model = open_model(own, environment, micro_batch_size=max(1, min(own.batch_size, len(prompts))))
@@ -247,23 +249,6 @@ def tell_copies(model: SavedModel) -> None:
         enough = f"{ranks.world_size // num_copies} generate as fast"
         remark = f"{ranks.world_size} ranks hold {num_copies} copies of the model, which write the same text: {enough}"
         print(remark, file=sys.stderr)
-
-
-def _read_prompts(path: Path) -> list[str]:
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--prompts-file {path} cannot be read: {error}") from None
-    if path.suffix != ".jsonl":
-        return lines
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError):
-            message = f"{path}, line {number}: expected a JSON object with the key `prompt`, got {line[:80]}"
-            raise DataError(message) from None
-    return prompts
 
 
 @command("megapipe evaluate", EVALUATE_OPTIONS, on_ranks=True)

@@ -10,45 +10,28 @@ import json
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megapipe.extras.inference.generate import Sampling
 
+Usage = dict[str, int]
 # field -> its type and range
 NUMBERS: dict[str, tuple[type, float, float]] = {
-    "temperature": (float, 0.0, 2.0),
-    "top_p": (float, 1e-6, 1.0),
-    "top_k": (int, 0, 1 << 31),  # of megapipe, as of other servers
-    "seed": (int, 0, (1 << 63) - 1),
-    "max_tokens": (int, 1, 1 << 31),
-    "max_completion_tokens": (int, 1, 1 << 31),
-}
-# field that is not supported -> its values without effect, besides null
-WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
+    "temperature": (float, 0.0, 2.0), "top_p": (float, 1e-6, 1.0), "top_k": (int, 0, 1 << 31),
+    "seed": (int, 0, (1 << 63) - 1), "max_tokens": (int, 1, 1 << 31), "max_completion_tokens": (int, 1, 1 << 31),
+}  # fmt: skip
+# field that is not supported -> its value without effect, besides null
+WITHOUT_EFFECT: dict[str, Any] = {
+    "n": 1, "echo": False, "logprobs": False, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0,
+    "tools": [], "response_format": {"type": "text"},
+}  # fmt: skip
 IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
     "parallel_tool_calls".split()
 )
 READ = frozenset({"model", "stream", "stream_options", "stop", *NUMBERS})
 ROLES = ("system", "user", "assistant")
-MOST_STOPS = 4
-DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions
 
 
 class ApiError(Exception):
@@ -87,29 +70,26 @@ def read_request(content: bytes, is_chat: bool, model: str) -> Asked:
     given = {name: value for name, value in body.items() if value is not None}  # null: the default
     source = "messages" if is_chat else "prompt"
     for name, value in given.items():
-        if name in WITHOUT_EFFECT and value not in WITHOUT_EFFECT[name]:
+        if name in WITHOUT_EFFECT and value != WITHOUT_EFFECT[name]:
             shown = json.dumps(value)[:80]
             raise ApiError(f"{name}: {shown} is not supported; leave it out", code="unsupported_value", param=name)
         if name not in WITHOUT_EFFECT and name not in READ | IGNORED | {source}:
             raise ApiError(f"{name} is not a field of this request", code="unknown_parameter", param=name)
     if given.get("model", model) != model:
-        raise ApiError(
-            f"the model {given['model']!r} does not exist; this is {model!r}", 404, "model_not_found", "model"
-        )
+        raise ApiError(f"there is no model {given['model']!r}, only {model!r}", 404, "model_not_found", "model")
     numbers = {name: _number(name, given[name]) for name in NUMBERS if name in given}
-    options = given.get("stream_options", {})
-    if not isinstance(options, dict) or not {"include_usage", "include_obfuscation"}.issuperset(options):
-        raise ApiError("stream_options has include_usage alone", param="stream_options")
-    limits = [numbers[name] for name in ("max_tokens", "max_completion_tokens") if name in numbers]
-    sampling = {name: numbers[name] for name in ("temperature", "top_p", "top_k") if name in numbers}
+    is_streamed, options = given.get("stream", False), given.get("stream_options", {})
+    if not isinstance(is_streamed, bool) or not isinstance(options, dict) or options.keys() - {"include_usage"}:
+        raise ApiError("stream is true or false; stream_options has include_usage alone", param="stream")
+    limits = [numbers.pop(name) for name in ("max_tokens", "max_completion_tokens") if name in numbers]
     return Asked(
         text="" if is_chat else _prompt(given.get("prompt")),
         messages=_messages(given.get("messages")) if is_chat else (),
-        max_tokens=min(limits, default=None if is_chat else DEFAULT_COMPLETION_TOKENS),
+        max_tokens=min(limits, default=None if is_chat else 16),  # as OpenAI's
         stops=_stops(given.get("stop", [])),
-        is_streamed=given.get("stream", False) is True,
+        is_streamed=is_streamed,
         has_usage=bool(options.get("include_usage")),
-        sampling=Sampling(**sampling, seed=numbers.get("seed", secrets.randbits(63))),
+        sampling=Sampling(**{"seed": secrets.randbits(63), **numbers}),
     )
 
 
@@ -140,82 +120,44 @@ def _messages(value: Any) -> tuple[Mapping[str, str], ...]:
         content = message.get("content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
         texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-        unknown = sorted(key for key, given in message.items() if key not in ("role", "content") and given is not None)
+        unknown = sorted(key for key, given in message.items() if key not in ("role", "content") and given)
+        content = "".join(text for text in texts if isinstance(text, str))
         if unknown or not all(isinstance(text, str) for text in texts):
             what = f"has {unknown[0]}, which is" if unknown else "has content other than text, which is"
             raise ApiError(f"{where} {what} not supported", param=where)
-        found.append({"role": str(message["role"]), "content": "".join(texts)})
+        found.append({"role": str(message["role"]), "content": content})
     return tuple(found)
 
 
 def _stops(value: Any) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or len(found) > MOST_STOPS or not all(isinstance(s, str) and s for s in found):
-        raise ApiError(f"stop must be a text, or a list of at most {MOST_STOPS}", param="stop")
+    if not isinstance(found, list) or len(found) > 4 or not all(isinstance(s, str) and s for s in found):
+        raise ApiError("stop must be a text, or a list of at most 4", param="stop")
     return tuple(found)
 
 
-@dataclass
-class TextUntil:
-    """Passes text on up to the first of `stops`. Text that may be the beginning of one is held back."""
-
-    stops: tuple[str, ...]
-    is_ended: bool = False
-    _held: str = ""
-
-    def add(self, text: str) -> str:
-        """Return the text that is known to come before a stop."""
-        if self.is_ended:
-            return ""
-        self._held += text
-        ends = [place for stop in self.stops if (place := self._held.find(stop)) >= 0]
-        self.is_ended = bool(ends)
-        beginnings = (stop[:size] for stop in self.stops for size in range(1, len(stop)))
-        kept = max((len(each) for each in beginnings if self._held.endswith(each)), default=0)
-        end = min(ends, default=len(self._held) - kept)
-        passed, self._held = self._held[:end], self._held[end:]
-        return passed
-
-    def close(self) -> str:
-        """Return the text held back, at the end of the text."""
-        return "" if self.is_ended else self._held
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Tokens of a request."""
-
-    prompt: int
-    answer: int
-
-    def body(self) -> dict[str, int]:
-        total = self.prompt + self.answer
-        return {"prompt_tokens": self.prompt, "completion_tokens": self.answer, "total_tokens": total}
-
-
-@dataclass(frozen=True)
 class Reply:
     """The objects that answer one request: the whole answer, or the chunks of a stream."""
 
-    is_chat: bool
-    model: str
-    created: int = field(default_factory=lambda: int(time.time()))
-    key: str = field(default_factory=lambda: secrets.token_hex(12))
+    def __init__(self, is_chat: bool, model: str) -> None:
+        self._is_chat = is_chat
+        kind, key = "chat.completion" if is_chat else "text_completion", f"cmpl-{secrets.token_hex(12)}"
+        self._head = {"id": key, "object": kind, "created": int(time.time()), "model": model}
 
     def whole(self, text: str, reason: str, usage: Usage) -> dict[str, Any]:
-        part = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
-        return self._body(part, reason, "chat.completion") | {"usage": usage.body()}
+        part = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+        return self._with(part, reason) | {"usage": usage}
 
     def chunk(self, text: str, reason: str | None = None) -> dict[str, Any]:
         """Return a chunk with text, or the last one with the reason of the end."""
-        delta = {"delta": {"role": "assistant", "content": text} if reason is None else {}}
-        return self._body(delta if self.is_chat else {"text": text}, reason, "chat.completion.chunk")
+        delta = {"role": "assistant", "content": text} if reason is None else {}
+        part = {"delta": delta} if self._is_chat else {"text": text}
+        return self._with(part, reason) | ({"object": "chat.completion.chunk"} if self._is_chat else {})
 
-    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
-        return self.chunk("") | {"choices": [], "usage": usage.body()}
+    def _with(self, part: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        return self._head | {"choices": [{"index": 0, **part, "logprobs": None, "finish_reason": reason}]}
 
-    def _body(self, part: dict[str, Any], reason: str | None, chat_object: str) -> dict[str, Any]:
-        choice = {"index": 0, **part, "logprobs": None, "finish_reason": reason}
-        prefix, kind = ("chatcmpl", chat_object) if self.is_chat else ("cmpl", "text_completion")
-        head = {"id": f"{prefix}-{self.key}", "object": kind, "created": self.created, "model": self.model}
-        return head | {"choices": [choice]}
+
+def usage(prompt: int, answer: int) -> Usage:
+    """Return the numbers of tokens of a request."""
+    return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}

@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megapipe.extras.cli.command import main
-from megapipe.extras.inference.openai_api import IGNORED, WITHOUT_EFFECT, ApiError, TextUntil, read_request
+from megapipe.extras.inference.openai_api import IGNORED, WITHOUT_EFFECT, ApiError, read_request
 from tests.extras.inference.chat_run import ANSWERS, train_chat_run
 from tests.launch.scripts import Command
 
@@ -114,6 +112,8 @@ def test_a_text_is_continued_up_to_its_limits(address: str) -> None:
     stop = ANSWER[-2:]
     _, answer = post(url, {"prompt": prompt, "temperature": 0, "stop": [stop, "never"]})
     assert answer["choices"][0]["text"] == ANSWER[:-2] and answer["choices"][0]["finish_reason"] == "stop"
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": 30, "stop": ANSWER[1:3], "stream": True}
+    assert "".join(chunk["choices"][0]["text"] for chunk in events(url, body)) == ANSWER[:1]
 
 
 def test_a_seed_repeats_a_draw(address: str) -> None:
@@ -126,7 +126,7 @@ def test_the_context_is_never_exceeded(address: str) -> None:
     for body in ({"max_tokens": 96}, {"messages": [{"role": "user", "content": "x " * 400}]}):
         status, answer = post(f"{address}/v1/chat/completions", {"messages": MESSAGES} | body)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded"), answer
-        assert "is 96 tokens, but this request needs more" in answer["error"]["message"]
+        assert "the context is 96 tokens, but this request needs more" in answer["error"]["message"]
     status, answer = post(f"{address}/v1/completions", {"prompt": "x", "max_tokens": 95})
     assert status == 200 and answer["usage"]["total_tokens"] <= 96
 
@@ -147,7 +147,7 @@ def test_the_model_and_the_page_are_shown(address: str, run: Path) -> None:
     [
         (b'{"messages": [', 400, "the body is not JSON"),
         (b"[]", 400, "the body must be a JSON object"),
-        ({"messages": MESSAGES, "model": "gpt-4"}, 404, "the model 'gpt-4' does not exist"),
+        ({"messages": MESSAGES, "model": "gpt-4"}, 404, "there is no model 'gpt-4'"),
         ({"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, "holds the special token <|im_end|>"),
     ],
     ids=["cut", "list", "model", "special token"],
@@ -160,7 +160,7 @@ def test_wrong_requests_get_one_message(body: Any, status: int, message: str, ad
 def test_other_sites_cannot_use_a_server_without_a_token(address: str) -> None:
     assert post(f"{address}/v1/chat/completions", {"messages": MESSAGES}, content_type="text/plain")[0] == 415
     request = urllib.request.Request(f"{address}/v1/models", headers={"Host": "evil.example"})
-    with pytest.raises(urllib.error.HTTPError, match="400"):
+    with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(request, timeout=30)
 
 
@@ -235,7 +235,7 @@ def read(is_chat: bool = True, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
 def test_fields_without_support_are_refused_unless_they_have_no_effect(name: str) -> None:
-    for value in (None, *WITHOUT_EFFECT[name]):
+    for value in (None, WITHOUT_EFFECT[name]):
         read(**{name: value})
     with pytest.raises(ApiError, match=f"^{name}: 7 is not supported; leave it out$"):
         read(**{name: 7})
@@ -264,6 +264,8 @@ def test_harmless_fields_are_ignored_and_unknown_ones_refused() -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0] has content other than text"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0] has tool_calls"),
         ({"stream_options": {"x": 1}}, "stream_options has include_usage alone"),
+        ({"stream": "yes"}, "stream is true or false"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "has content other than text"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
 )
@@ -278,18 +280,3 @@ def test_parts_of_a_message_are_joined() -> None:
     with pytest.raises(ApiError, match="prompt must be one text"):
         read(is_chat=False, prompt=["a", "b"])
     assert read(is_chat=False).max_tokens == 16 and read().max_tokens is None
-
-
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
-def test_a_text_ends_before_its_first_stop_however_it_is_cut(text: str, stops: list[str], data: Any) -> None:
-    until, passed, place = TextUntil(tuple(stops)), "", 0
-    while place < len(text):
-        size = data.draw(st.integers(1, 5))
-        passed += until.add(text[place : place + size])
-        place += size
-    passed += until.close()
-    found = [text.find(stop) for stop in stops if stop in text]
-    # with several stops in one piece the earliest counts; across pieces the one that is complete first
-    earliest = min(found, default=len(text))
-    assert text.startswith(passed) and (passed == text[:earliest] if len(stops) < 2 else len(passed) >= earliest)
-    assert until.is_ended == bool(found)
