@@ -1,0 +1,288 @@
+"""Published training steps to compare predictions with: the files of published_data/, one a source.
+
+A file has a head (where the figures are from, under which licence, what was guessed; `group`: sources that are held out
+together) and tables. A row's settings are those of the file, of its model, of its table (`all`) and its own, later ones
+first. They are options of megapipe by name, or one of
+
+    tp pp vpp cp ep etp seq batch micro    short names; vpp 1: no chunks
+    precision   bf16, fp16, fp8 (also -tensorwise, -rowwise, -blockwise), mxfp8, nvfp4
+    recompute   none, full, block (of so many layers), attention, norm+act, mla, mla+mlp
+    sharding    ddp, zero1, zero1-late (no overlap), zero2, fsdp, hsdp (over a node); fsdp gathers a layer at a time
+    config      a file of configs/ to start from
+    gpu, gpus, and a field of the hardware's row to replace: attention_share, memory_bytes_per_second,
+                network_bytes_per_second
+    seconds     of a step; or tokens, per second and GPU; or tflops, per second and GPU, with flops: how they are counted
+    sweep       name of the sweep that the row belongs to: layouts of one model and batch on the same GPUs
+    outside     why the row is not predicted
+    name, of, container    labels
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megapipe.api.config import Config
+from megapipe.config.config import resolve_model
+from megapipe.errors import ConfigError
+from megapipe.plan.hardware import HARDWARE, TERA, Hardware, hardware_named
+from megapipe.plan.layer_costs import step_flops
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import predict_step
+
+DATA = Path(__file__).parent / "published_data"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "num_virtual_stages_per_pipeline_rank",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "seq": "seq_length",
+    "batch": "global_batch_size",
+    "micro": "micro_batch_size",
+}
+LABELS = ("name", "model", "of", "container", "sweep", "outside", "gpu", "gpus", "config", "flops")
+PUBLISHED = ("seconds", "tokens", "tflops")
+HARDWARE_FIELDS = ("attention_share", "memory_bytes_per_second", "network_bytes_per_second")
+FP8: dict[str, Any] = {"bf16": True, "fp8_format": "hybrid"}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "fp8": FP8,
+    "fp8-tensorwise": FP8 | {"fp8_recipe": "tensorwise"},
+    "fp8-blockwise": FP8 | {"fp8_recipe": "blockwise"},
+    "mxfp8": FP8 | {"fp8_recipe": "mxfp8"},
+}
+NONE: dict[str, Any] = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": ["core_attn"],
+}
+EACH_LAYER = NONE | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return NONE | {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+RECOMPUTES: dict[str, dict[str, Any]] = {
+    "none": NONE,
+    "full": EACH_LAYER,
+    "block": NONE | {"recompute_granularity": "full", "recompute_method": "block"},
+    "attention": _selective("core_attn"),
+    "norm+act": _selective("layernorm", "moe_act"),
+    "mla": _selective("mla_up_proj"),
+    "mla+mlp": _selective("mla_up_proj", "mlp"),
+}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+WEIGHTS = OVERLAP | {"data_parallel_sharding_strategy": "optim_grads_params"}
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "ddp": {"data_parallel_sharding_strategy": "no_shard"},
+    "zero1": OVERLAP | {"data_parallel_sharding_strategy": "optim"},
+    "zero1-late": {"data_parallel_sharding_strategy": "optim"},
+    "zero2": OVERLAP | {"data_parallel_sharding_strategy": "optim_grads"},
+    "fsdp": WEIGHTS,
+    "hsdp": WEIGHTS,
+}
+ONE_RANK: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "recompute": "none"}
+UNCOMPILED, IN_BF16, ZERO1 = "pointwise kernels not fused", "bf16", "optimizer sharded, not weights"
+UNKNOWN_PRECISIONS = {"nvfp4": "nvfp4 is not planned", "fp8-rowwise": "fp8 with scales of rows is not planned"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of published_data/: its head, and the number of things that were guessed."""
+
+    name: str
+    group: str
+    where: str
+    guessed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published step. settings: of all levels, merged, in the words of the file."""
+
+    source: Source
+    settings: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """Model, GPUs, precision and layout in one line."""
+        s = self.settings
+        model = s.get("name", s.get("model", s.get("config", f"{s.get('hidden_size')} x {s.get('num_layers')}")))
+        axes = " ".join(f"{axis}{s[axis]}" for axis in ("tp", "pp", "vpp", "cp", "ep") if s.get(axis, 1) != 1)
+        parts = [str(model), f"{s['gpus']} {s['gpu']}", s["precision"], f"{s.get('seq', '')}x{s.get('micro', '')}", axes]
+        return " ".join(part for part in (*parts, s.get("sharding"), s.get("recompute")) if part)
+
+    @property
+    def is_mixture(self) -> bool:
+        return self.why_outside is None and self.config.values.model.num_experts is not None
+
+    @property
+    def sweep(self) -> str | None:
+        return self.settings.get("sweep")
+
+    @property
+    def why_outside(self) -> str | None:
+        """Why the row is not predicted: what the planner does not know."""
+        known = self.settings["gpu"] in HARDWARE
+        gpu = None if known else f"{self.settings['gpu']} is not in the table"
+        return self.settings.get("outside") or gpu or UNKNOWN_PRECISIONS.get(self.settings["precision"])
+
+    @property
+    def hardware(self) -> Hardware:
+        """The GPU of the row, with the fields that the row replaces."""
+        row = hardware_named(self.settings["gpu"])
+        changes = {key: float(self.settings[key]) for key in HARDWARE_FIELDS if key in self.settings}
+        if rate := changes.pop("network_bytes_per_second", None):
+            row = dataclasses.replace(row, network=dataclasses.replace(row.network, bytes_per_second=rate))
+        return dataclasses.replace(row, **changes)  # type: ignore[arg-type]
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the row. Raises ConfigError."""
+        return _config(tuple((key, _hashable(value)) for key, value in self.options.items()), self.settings.get("config"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings as options of megapipe, with what `approximated` says."""
+        s = ONE_RANK | self.settings
+        others = {*LABELS, *PUBLISHED, *HARDWARE_FIELDS, "precision", "recompute", "sharding"}
+        options = PRECISIONS[s["precision"]] | SHARDINGS[self._sharding] | RECOMPUTES[s["recompute"]]
+        options |= {"sequence_parallel": s["tp"] > 1}
+        if "config" in s:
+            options |= {"pipeline_model_parallel_layout": None, "pipeline_schedule": "auto"}
+        given = {SHORT.get(key, key): value for key, value in s.items() if key not in others and value is not None}
+        options |= given | {SHORT["vpp"]: None if s["vpp"] == 1 else s["vpp"]}
+        if self._sharding in ("fsdp", "hsdp"):
+            layers = options.get("num_layers") or _config((), s["config"]).values.model.num_layers
+            options["data_parallel_sharding_units"] = -(-layers // (s["pp"] * s["vpp"]))
+        if self._sharding == "hsdp":
+            options["num_distributed_optimizer_instances"] = s["gpus"] // 8
+        if UNCOMPILED in self.approximated:
+            options["compile_pointwise"] = False
+        if IN_BF16 in self.approximated:
+            options["fp8_format"] = None
+            options.pop("fp8_recipe", None)
+        return options
+
+    @property
+    def approximated(self) -> tuple[str, ...]:
+        """What the planner does not combine, and is planned in another way."""
+        s = self.settings
+        has_experts = "num_experts" in s or self._of_config("num_experts") is not None
+        is_sharded = s["sharding"] in ("fsdp", "hsdp")
+        cases = {
+            UNCOMPILED: s.get("compile_pointwise") and (has_experts or s.get("cp", 1) > 1),
+            IN_BF16: has_experts and s["precision"] != "bf16",
+            ZERO1: is_sharded and (has_experts or s.get("recompute") == "block" or s.get("vpp", 1) > 1),
+        }
+        return tuple(name for name, applies in cases.items() if applies)
+
+    @property
+    def _sharding(self) -> str:
+        return "zero1" if ZERO1 in self.approximated else str(self.settings["sharding"])
+
+    def _of_config(self, name: str) -> Any:
+        path = self.settings.get("config")
+        return None if path is None else getattr(_config((), path).values.model, name)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, as published or computed from what is."""
+        s, values = self.settings, self.config.values
+        batch = values.training.global_batch_size
+        assert batch is not None
+        if "seconds" in s:
+            return float(s["seconds"])
+        if "tokens" in s:
+            return batch * values.model.seq_length / s["gpus"] / float(s["tokens"])
+        return self._flops(batch) / s["gpus"] / (float(s["tflops"]) * TERA)
+
+    def _flops(self, batch: int) -> float:
+        model = self.config.values.model
+        if self.settings["flops"] == "narayanan":
+            return narayanan_flops(model, batch)
+        tp = self.settings.get("tp", 1)
+        return step_flops(resolve_model(model, tp), batch, causal=self.settings["flops"] == "causal")
+
+    def plan(self) -> RunPlan:
+        """Resolve the row's layout. Raises ConfigError for what cannot be run."""
+        return _plan(self.config, self.settings["gpus"])
+
+    def predicted_seconds(self) -> float:
+        return predict_step(self.plan(), self.hardware).seconds
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the row is predicted, and can be resolved."""
+        return self.why_outside is None and self.why_refused is None
+
+    @property
+    def why_refused(self) -> str | None:
+        """First line of the error if the layout cannot be resolved."""
+        try:
+            self.plan()
+        except ConfigError as error:
+            return str(error).splitlines()[0]
+        return None
+
+
+def narayanan_flops(model: Any, batch: int) -> float:
+    """Return the FLOPs of a step with full recompute by equation (3): 96 B s l h^2 (1 + s / 6h + V / 16lh)."""
+    s, h, layers, vocabulary = model.seq_length, model.hidden_size, model.num_layers, model.vocab_size
+    return 96.0 * batch * s * layers * h * h * (1.0 + s / (6.0 * h) + vocabulary / (16.0 * layers * h))
+
+
+@cache
+def published_rows() -> tuple[Row, ...]:
+    """Return the rows of all files, by file."""
+    return tuple(row for path in sorted(DATA.glob("*.yaml")) for row in _rows(path))
+
+
+def sweeps() -> dict[str, list[Row]]:
+    """Return the rows of each sweep, by the name of its source and its own."""
+    found: dict[str, list[Row]] = {}
+    for row in published_rows():
+        if row.sweep:
+            found.setdefault(f"{row.source.name}: {row.sweep}", []).append(row)
+    return found
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    read = yaml.load(path.read_text(), yaml.CSafeLoader)
+    source = Source(read["source"], read["group"], " ".join(read["where"].split()), tuple(read["guessed"]))
+    models = {str(name): settings for name, settings in read.get("models", {}).items()}
+    for table in read["tables"]:
+        for values in table["rows"]:
+            own = table.get("all", {}) | dict(zip(table["columns"], values, strict=True))
+            own = {key: value for key, value in own.items() if value is not None or key not in LABELS}
+            yield Row(source, read.get("settings", {}) | models.get(str(own.get("model")), {}) | own)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@cache
+def _config(options: tuple[tuple[str, Any], ...], path: str | None) -> Config:
+    if path is None:
+        return Config(**{key: value for key, value in options if value is not None})
+    return Config.from_yaml(CONFIGS / f"{path}.yaml", **dict(options))
+
+
+@cache
+def _plan(config: Config, num_gpus: int) -> RunPlan:
+    return resolve(config.values, num_gpus, 8)
