@@ -116,19 +116,20 @@ class Row:
 
     source: Source
     settings: Mapping[str, Any] = field(repr=False)
+    columns: tuple[str, ...] = field(default=(), repr=False)  # those of its table that have a value
 
     @property
     def name(self) -> str:
-        """Model, GPUs, precision and layout in one line."""
+        """The model, and what the row's own table says of it."""
         s = self.settings
-        model = s.get("name", s.get("model", s.get("config", f"{s.get('hidden_size')} x {s.get('num_layers')}")))
-        axes = " ".join(f"{axis}{s[axis]}" for axis in ("tp", "pp", "vpp", "cp", "ep") if s.get(axis, 1) != 1)
-        parts = [str(model), f"{s['gpus']} {s['gpu']}", s["precision"], f"{s.get('seq', '')}x{s.get('micro', '')}", axes]
-        return " ".join(part for part in (*parts, s.get("sharding"), s.get("recompute")) if part)
+        model = s.get("name", s.get("model", s.get("config", f"{s.get('num_layers')} x {s.get('hidden_size')}")))
+        told = {"gpus": s["gpus"], "gpu": s["gpu"], "precision": s["precision"]} | {key: s[key] for key in self.columns}
+        others = {*PUBLISHED, "name", "model", "sweep", "num_layers", "hidden_size", "config"}
+        return f"{model}: " + ", ".join(f"{key} {value}" for key, value in told.items() if key not in others)
 
     @property
     def is_mixture(self) -> bool:
-        return self.why_outside is None and self.config.values.model.num_experts is not None
+        return self._has_experts
 
     @property
     def sweep(self) -> str | None:
@@ -171,6 +172,8 @@ class Row:
             options["data_parallel_sharding_units"] = -(-layers // (s["pp"] * s["vpp"]))
         if self._sharding == "hsdp":
             options["num_distributed_optimizer_instances"] = s["gpus"] // 8
+        if self._has_experts:
+            options.setdefault(SHORT["etp"], 1)
         if UNCOMPILED in self.approximated:
             options["compile_pointwise"] = False
         if IN_BF16 in self.approximated:
@@ -182,12 +185,11 @@ class Row:
     def approximated(self) -> tuple[str, ...]:
         """What the planner does not combine, and is planned in another way."""
         s = self.settings
-        has_experts = "num_experts" in s or self._of_config("num_experts") is not None
         is_sharded = s["sharding"] in ("fsdp", "hsdp")
         cases = {
-            UNCOMPILED: s.get("compile_pointwise") and (has_experts or s.get("cp", 1) > 1),
-            IN_BF16: has_experts and s["precision"] != "bf16",
-            ZERO1: is_sharded and (has_experts or s.get("recompute") == "block" or s.get("vpp", 1) > 1),
+            UNCOMPILED: s.get("compile_pointwise") and (self._has_experts or s.get("cp", 1) > 1),
+            IN_BF16: self._has_experts and s["precision"] != "bf16",
+            ZERO1: is_sharded and (self._has_experts or s.get("recompute") == "block" or s.get("vpp", 1) > 1),
         }
         return tuple(name for name, applies in cases.items() if applies)
 
@@ -195,9 +197,10 @@ class Row:
     def _sharding(self) -> str:
         return "zero1" if ZERO1 in self.approximated else str(self.settings["sharding"])
 
-    def _of_config(self, name: str) -> Any:
+    @property
+    def _has_experts(self) -> bool:
         path = self.settings.get("config")
-        return None if path is None else getattr(_config((), path).values.model, name)
+        return path is not None and _config((), path).values.model.num_experts is not None
 
     @property
     def seconds(self) -> float:
@@ -223,12 +226,16 @@ class Row:
         return _plan(self.config, self.settings["gpus"])
 
     def predicted_seconds(self) -> float:
-        return predict_step(self.plan(), self.hardware).seconds
+        """Predict the step time of the row's layout on its GPU. Raises ConfigError."""
+        key = (self.config, self.settings["gpus"], repr(self.hardware))
+        if key not in _PREDICTED:  # sources repeat layouts
+            _PREDICTED[key] = predict_step(self.plan(), self.hardware).seconds
+        return _PREDICTED[key]
 
     @property
-    def is_comparable(self) -> bool:
-        """Whether the row is predicted, and can be resolved."""
-        return self.why_outside is None and self.why_refused is None
+    def ratio(self) -> float:
+        """Predicted over published seconds. Raises ConfigError."""
+        return self.predicted_seconds() / self.seconds
 
     @property
     def why_refused(self) -> str | None:
@@ -244,6 +251,9 @@ def narayanan_flops(model: Any, batch: int) -> float:
     """Return the FLOPs of a step with full recompute by equation (3): 96 B s l h^2 (1 + s / 6h + V / 16lh)."""
     s, h, layers, vocabulary = model.seq_length, model.hidden_size, model.num_layers, model.vocab_size
     return 96.0 * batch * s * layers * h * h * (1.0 + s / (6.0 * h) + vocabulary / (16.0 * layers * h))
+
+
+_PREDICTED: dict[tuple[Config, int, str], float] = {}
 
 
 @cache
@@ -269,7 +279,8 @@ def _rows(path: Path) -> Iterator[Row]:
         for values in table["rows"]:
             own = table.get("all", {}) | dict(zip(table["columns"], values, strict=True))
             own = {key: value for key, value in own.items() if value is not None or key not in LABELS}
-            yield Row(source, read.get("settings", {}) | models.get(str(own.get("model")), {}) | own)
+            columns = tuple(key for key in table["columns"] if own.get(key) is not None)
+            yield Row(source, read.get("settings", {}) | models.get(str(own.get("model")), {}) | own, columns)
 
 
 def _hashable(value: Any) -> Any:
