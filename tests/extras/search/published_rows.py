@@ -6,7 +6,7 @@ first. They are options of megapipe by name, or one of
 
     tp pp vpp cp ep etp seq batch micro    short names; vpp 1: no chunks
     precision   bf16, fp16, fp8 (also -tensorwise, -rowwise, -blockwise), mxfp8, nvfp4
-    recompute   none, full, block (of so many layers), attention, norm+act, mla, mla+mlp
+    recompute   none, full, block (of so many layers), attention, norm+act, norm+moe, mla, mla+mlp
     sharding    ddp, zero1, zero1-late (no overlap), zero2, fsdp, hsdp (over a node); fsdp gathers a layer at a time
     config      a file of configs/ to start from
     gpu, gpus, and a field of the hardware's row to replace: attention_share, memory_bytes_per_second,
@@ -82,6 +82,7 @@ RECOMPUTES: dict[str, dict[str, Any]] = {
     "block": NONE | {"recompute_granularity": "full", "recompute_method": "block"},
     "attention": _selective("core_attn"),
     "norm+act": _selective("layernorm", "moe_act"),
+    "norm+moe": _selective("layernorm", "moe"),
     "mla": _selective("mla_up_proj"),
     "mla+mlp": _selective("mla_up_proj", "mlp"),
 }
@@ -95,7 +96,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "fsdp": WEIGHTS,
     "hsdp": WEIGHTS,
 }
-ONE_RANK: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "recompute": "none"}
+ONE_RANK: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "recompute": "none", "tp_comm_overlap": False}
 UNCOMPILED, IN_BF16, ZERO1 = "pointwise kernels not fused", "bf16", "optimizer sharded, not weights"
 UNKNOWN_PRECISIONS = {"nvfp4": "nvfp4 is not planned", "fp8-rowwise": "fp8 with scales of rows is not planned"}
 
