@@ -14,6 +14,7 @@ first. They are options of megapipe by name, or one of
     seconds     of a step; or tokens, per second and GPU; or tflops, per second and GPU, with flops: how they are counted
     sweep       name of the sweep that the row belongs to: layouts of one model and batch on the same GPUs
     outside     why the row is not predicted
+    printed     TFLOP/s per GPU as printed with the figure, a check of the model's shape
     name, of, container    labels
 """
 
@@ -29,6 +30,7 @@ from typing import Any
 import yaml
 
 from megapipe.api.config import Config
+from megapipe.config import config as sections
 from megapipe.config.config import resolve_model
 from megapipe.errors import ConfigError
 from megapipe.plan.hardware import HARDWARE, TERA, Hardware, hardware_named
@@ -51,7 +53,7 @@ SHORT = {
     "batch": "global_batch_size",
     "micro": "micro_batch_size",
 }
-LABELS = ("name", "model", "of", "container", "sweep", "outside", "gpu", "gpus", "config", "flops")
+LABELS = ("name", "model", "of", "container", "sweep", "outside", "gpu", "gpus", "config", "flops", "printed")
 PUBLISHED = ("seconds", "tokens", "tflops")
 HARDWARE_FIELDS = ("attention_share", "memory_bytes_per_second", "network_bytes_per_second")
 FP8: dict[str, Any] = {"bf16": True, "fp8_format": "hybrid"}
@@ -123,9 +125,11 @@ class Row:
     def name(self) -> str:
         """The model, and what the row's own table says of it."""
         s = self.settings
+        if "name" in s and "outside" not in s:
+            return str(s["name"])
         model = s.get("name", s.get("model", s.get("config", f"{s.get('num_layers')} x {s.get('hidden_size')}")))
         told = {"gpus": s["gpus"], "gpu": s["gpu"], "precision": s["precision"]} | {key: s[key] for key in self.columns}
-        others = {*PUBLISHED, "name", "model", "sweep", "num_layers", "hidden_size", "config"}
+        others = {*PUBLISHED, "name", "model", "sweep", "num_layers", "hidden_size", "config", "printed"}
         return f"{model}: " + ", ".join(f"{key} {value}" for key, value in told.items() if key not in others)
 
     @property
@@ -153,9 +157,10 @@ class Row:
         return dataclasses.replace(row, **changes)  # type: ignore[arg-type]
 
     @property
-    def config(self) -> Config:
+    def config(self) -> sections.Config:
         """The configuration of the row. Raises ConfigError."""
-        return _config(tuple((key, _hashable(value)) for key, value in self.options.items()), self.settings.get("config"))
+        options = tuple((key, _hashable(value)) for key, value in self.options.items())
+        return _config(options, self.settings.get("config"))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -166,10 +171,12 @@ class Row:
         options |= {"sequence_parallel": s["tp"] > 1}
         if "config" in s:
             options |= {"pipeline_model_parallel_layout": None, "pipeline_schedule": "auto"}
-        given = {SHORT.get(key, key): value for key, value in s.items() if key not in others and value is not None}
+        given = {SHORT.get(key, key): value for key, value in s.items() if key not in others}
+        if given.get("recompute_num_layers") is None:
+            given.pop("recompute_num_layers", None)
         options |= given | {SHORT["vpp"]: None if s["vpp"] == 1 else s["vpp"]}
         if self._sharding in ("fsdp", "hsdp"):
-            layers = options.get("num_layers") or _config((), s["config"]).values.model.num_layers
+            layers = options.get("num_layers") or _config((), s["config"]).model.num_layers
             options["data_parallel_sharding_units"] = -(-layers // (s["pp"] * s["vpp"]))
         if self._sharding == "hsdp":
             options["num_distributed_optimizer_instances"] = s["gpus"] // 8
@@ -201,26 +208,32 @@ class Row:
     @property
     def _has_experts(self) -> bool:
         path = self.settings.get("config")
-        return path is not None and _config((), path).values.model.num_experts is not None
+        return path is not None and _config((), path).model.num_experts is not None
 
     @property
     def seconds(self) -> float:
         """Seconds of a step, as published or computed from what is."""
-        s, values = self.settings, self.config.values
-        batch = values.training.global_batch_size
-        assert batch is not None
+        s = self.settings
         if "seconds" in s:
             return float(s["seconds"])
         if "tokens" in s:
-            return batch * values.model.seq_length / s["gpus"] / float(s["tokens"])
-        return self._flops(batch) / s["gpus"] / (float(s["tflops"]) * TERA)
+            return self.batch * self.config.model.seq_length / s["gpus"] / float(s["tokens"])
+        return self.flops / s["gpus"] / (float(s["tflops"]) * TERA)
 
-    def _flops(self, batch: int) -> float:
-        model = self.config.values.model
-        if self.settings["flops"] == "narayanan":
-            return narayanan_flops(model, batch)
-        tp = self.settings.get("tp", 1)
-        return step_flops(resolve_model(model, tp), batch, causal=self.settings["flops"] == "causal")
+    @property
+    def flops(self) -> float:
+        """FLOPs of a step, as the source counts them."""
+        model, how = self.config.model, self.settings["flops"]
+        if how == "narayanan":
+            return narayanan_flops(model, self.batch)
+        return step_flops(resolve_model(model, self.settings.get("tp", 1)), self.batch, causal=how == "causal")
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        batch = self.config.training.global_batch_size
+        assert batch is not None
+        return batch
 
     def plan(self) -> RunPlan:
         """Resolve the row's layout. Raises ConfigError for what cannot be run."""
@@ -254,7 +267,7 @@ def narayanan_flops(model: Any, batch: int) -> float:
     return 96.0 * batch * s * layers * h * h * (1.0 + s / (6.0 * h) + vocabulary / (16.0 * layers * h))
 
 
-_PREDICTED: dict[tuple[Config, int, str], float] = {}
+_PREDICTED: dict[tuple[sections.Config, int, str], float] = {}
 
 
 @cache
@@ -289,12 +302,12 @@ def _hashable(value: Any) -> Any:
 
 
 @cache
-def _config(options: tuple[tuple[str, Any], ...], path: str | None) -> Config:
+def _config(options: tuple[tuple[str, Any], ...], path: str | None) -> sections.Config:
     if path is None:
-        return Config(**{key: value for key, value in options if value is not None})
-    return Config.from_yaml(CONFIGS / f"{path}.yaml", **dict(options))
+        return Config(**{key: value for key, value in options if value is not None}).values
+    return Config.from_yaml(CONFIGS / f"{path}.yaml", **dict(options)).values
 
 
 @cache
-def _plan(config: Config, num_gpus: int) -> RunPlan:
-    return resolve(config.values, num_gpus, 8)
+def _plan(config: sections.Config, num_gpus: int) -> RunPlan:
+    return resolve(config, num_gpus, 8)
