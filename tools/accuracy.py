@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.formatting import text_table
-from tests.extras.search.published_rows import IN_BF16, Row, published_rows, sweeps
+from tests.extras.search.published import IN_BF16, Row, published_rows, sweeps
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "accuracy.md"
 NEAR = 1.05  # of the best measured step: as good as the best
