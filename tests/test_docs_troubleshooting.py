@@ -56,7 +56,7 @@ def test_every_row_is_read_and_has_enough_text_to_be_found() -> None:
 
 def test_a_message_that_is_not_in_the_code_is_missed() -> None:
     source = 'def f():\n    "no message"\n    raise E(f"no {x} at " f"all: {y}; stop")\n'
-    assert list(strings(source))[0] == "no \0 at all: \0; stop"
+    assert next(strings(source)) == "no \0 at all: \0; stop"
     assert "no message" not in list(strings(source))
     assert is_printed("--save ... is in use by another run:")
     assert not is_printed("--save ... is used by another run:")
