@@ -324,7 +324,7 @@ class ModelConfig:
         ),
     )
     multi_latent_attention: bool = option(
-        False, "multi-head latent attention: queries, keys and values from low-rank latents (docs/experts.md)"
+        False, "multi-head latent attention: queries, keys and values from low-rank latents (docs/layers.md)"
     )
     q_lora_rank: int | None = count(
         None, "width of the latent of the queries; unset: queries are projected at once", "channels", needs=LATENT
