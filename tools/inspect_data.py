@@ -82,9 +82,9 @@ class SampleOrder:
 
     def turn(self, place: int) -> SampleSlot | None:
         """Return the step and rank that take the sample at a place of the data set; None if it is skipped."""
-        number = self.skipped.number(place)
-        if number is None:
+        if any(first <= place < past for first, past in self.skipped.windows):
             return None
+        number = place - sum(past - first for first, past in self.skipped.windows if past <= place)
         low, high = 1, 2
         while self.consumed_before(high + 1) <= number:
             low, high = high, 2 * high
@@ -211,6 +211,8 @@ def read_run(flags: Sequence[str]) -> Run:
     parallel = loaded.config.parallel
     ranks = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     plan = resolve(with_vocabulary(loaded.config), loaded.requests.world_size or ranks, loaded.requests.ranks_per_node)
+    if plan.config.data.dataloader_type != "single":
+        raise ConfigError("--dataloader-type cyclic: only the samples of --dataloader-type single can be looked up")
     roots = [Path(root) for root in (plan.config.checkpoint.save, plan.config.checkpoint.load) if root is not None]
     root = next((root for root in roots if any(steps_in(root))), None)
     micro = plan.config.training.micro_batch_size

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-
 from megapipe.config.config import Config
 from megapipe.config.files import DataConfig, parse_blend
 from megapipe.config.load import LoadedConfig
@@ -134,6 +132,8 @@ def dataset_request(plan: RunPlan) -> DatasetRequest:
 @lru_cache(maxsize=4)  # two epochs of training, and one of validation and of test
 def permutation(size: int, seed: int) -> Array:
     """Return a permutation of 0 .. size - 1, the same as torch draws for Megatron-LM."""
+    import torch  # here, since tools read data sets without it
+
     drawn: Array = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).numpy()
     return drawn
 

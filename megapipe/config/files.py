@@ -59,9 +59,7 @@ LOGGERS: Registry[Callable[..., Any]] = Registry("logger", "--logger", {})
 
 TOKENIZER = Need("data.tokenizer_type", "--tokenizer-type, the kind of tokenizer in that file")
 DATASET = Need("data.dataset", "--dataset NAME")
-CYCLIC = Need(
-    "data.dataloader_type", "--dataloader-type cyclic", ("cyclic",), without="all samples are read in one order"
-)
+CYCLIC = Need("data.dataloader_type", "--dataloader-type cyclic", ("cyclic",), without="samples have one order")
 SFT = Need("data.sft", "--sft, supervised finetuning")
 FORMAT = Need("data.sft", "--sft", without="no conversations are read")
 SAVE = Need("checkpoint.save", "--save DIR", without="nothing will be saved")

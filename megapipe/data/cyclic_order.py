@@ -27,30 +27,27 @@ class CyclicOrder:
 
     def index(self, position: int, num_samples: int, dp_size: int, micro_batch_size: int) -> int:
         """Return the index of the sample that is consumed after `position` others, of a data set of num_samples."""
-        samples_at_once = dp_size * micro_batch_size
-        epoch, inside = divmod(position, num_samples // samples_at_once * samples_at_once)
-        microbatch, row = divmod(inside, samples_at_once)
+        num_microbatches = num_samples // (dp_size * micro_batch_size)
+        microbatch, row = divmod(position, dp_size * micro_batch_size)
+        epoch, microbatch = divmod(microbatch, num_microbatches)
         dp_rank, number = divmod(row, micro_batch_size)
         number += microbatch * micro_batch_size  # among the samples of this dp rank in this epoch
         if self.data_sharding:
-            size = num_samples // samples_at_once * micro_batch_size
+            size = num_microbatches * micro_batch_size
             return dp_rank * size + int(self.permutation(size, epoch)[number])
         size = num_samples // micro_batch_size * micro_batch_size
         return int(self.permutation(size, epoch)[number * dp_size + dp_rank])
 
-    def check(self, position: int, num_samples: int, dp_size: int, micro_batch_size: int, name: str) -> None:
+    def check(self, position: int, num_samples: int, dp_size: int, micro_batch_size: int) -> None:
         """Raise DataError if an epoch is empty, or a step does not begin where a microbatch of all dp ranks ends."""
-        samples_at_once = dp_size * micro_batch_size
-        sizes = f"{dp_size} dp ranks x --micro-batch-size {micro_batch_size}"
-        epoch_size = num_samples // samples_at_once * samples_at_once
-        if not epoch_size:
+        at_once = dp_size * micro_batch_size
+        rule = (
+            f"--dataloader-type cyclic takes {dp_size} dp ranks x --micro-batch-size {micro_batch_size} samples at once"
+        )
+        if num_samples < at_once:
+            raise DataError(f"{rule}, and the data has {num_samples}: give more data or fewer dp ranks")
+        if position % (num_samples // at_once * at_once) % at_once:
+            way = "continue with the dp size and microbatch size of the run before"
             raise DataError(
-                f"the {name} data has {num_samples} samples, fewer than the {samples_at_once} of {sizes}, and "
-                "--dataloader-type cyclic leaves incomplete microbatches out: give more data or fewer dp ranks"
-            )
-        if position % epoch_size % samples_at_once:
-            raise DataError(
-                f"--dataloader-type cyclic cannot go on after {position} samples: {position % epoch_size} of an epoch "
-                f"of {epoch_size} {name} samples are no multiple of {sizes}; use the dp size and microbatch size of "
-                "the run before"
+                f"{rule}, but {position} of {num_samples} samples are consumed, which is between two: {way}"
             )

@@ -101,14 +101,3 @@ class SkippedSamples:
                 break
             number += past - first
         return number
-
-    def number(self, index: int) -> int | None:
-        """Return the number of the sample at a dataset index, or None if it is skipped."""
-        before = 0
-        for first, past in self.windows:
-            if index < first:
-                break
-            if index < past:
-                return None
-            before += past - first
-        return index - before

@@ -200,10 +200,7 @@ class SourceFiles:
     def __init__(self, paths: Iterable[Path] = ()) -> None:
         self.paths = tuple(dict.fromkeys(paths))
         self._most = max(LEAST_BLOCKS, BLOCKS_OF_A_BLEND // max(1, len(self.paths)))
-        try:
-            self._stamps = {path: _stamp(path) for path in self.paths}
-        except OSError as error:
-            raise DataError(f"cannot read token file {error.filename}: {error.strerror}") from None
+        self._stamps = {path: _stamp(path) for path in self.paths}
         self._contents = {path: sampled_content(path, self._most) for path in self.paths}
         self._turn = cycle(self.paths)
 
@@ -213,7 +210,7 @@ class SourceFiles:
         for path in islice(self._turn, min(MOST_LOOKS, len(self.paths))):
             try:
                 changed = _stamp(path) != self._stamps[path]
-            except OSError:
+            except DataError:
                 changed = True
             if changed:
                 found.append(path)
@@ -237,11 +234,7 @@ class SourceFiles:
                     "Steps since the last check may have read other tokens; what was saved before is not affected: "
                     "restore the file and start again from the newest checkpoint"
                 )
-            try:
-                stamp = _stamp(path)
-            except OSError as error:
-                raise DataError(f"cannot read token file {path}: {error.strerror}") from None
-            if stamp != self._stamps[path]:
+            if (stamp := _stamp(path)) != self._stamps[path]:
                 what = "replaced" if stamp[2] != self._stamps[path][2] else "written to or touched"
                 remarks.append(
                     f"token file {path} was {what} during the run; its size and the sampled blocks are the same, so "
@@ -261,5 +254,9 @@ def files_in_use(datasets: Iterable[TokenDataset | None]) -> tuple[Path, ...]:
 
 
 def _stamp(path: Path) -> Stamp:
-    found = os.stat(path)
+    """Return size, time and inode of a token file. Raises DataError if it cannot be read."""
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise DataError(f"cannot read token file {path}: {error.strerror}") from None
     return found.st_size, found.st_mtime_ns, found.st_ino

@@ -82,8 +82,7 @@ class Loader:
         """
         start = consumed_samples + (k * dp_size + dp_rank) * micro_batch_size
         if self.order is not None:
-            position = self._skipped.index(consumed_samples)
-            self.order.check(position, len(self.dataset), dp_size, micro_batch_size, self.name)
+            self.order.check(self._skipped.index(consumed_samples), len(self.dataset), dp_size, micro_batch_size)
         if start < 0 or not self._has(start + micro_batch_size - 1):
             batch = f"microbatch {k} of dp rank {dp_rank} (of {dp_size}) after {consumed_samples} consumed samples"
             rule = f"the {self.name} data has {len(self.dataset)} samples, but {batch} needs"

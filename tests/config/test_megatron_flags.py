@@ -48,7 +48,7 @@ HAS_TO_BE_SUPPORTED = """
 
 
 def test_the_table_has_all_flags_of_0_19_2_and_those_of_other_versions() -> None:
-    assert len(ROWS) == 885
+    assert len(ROWS) == 886
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 

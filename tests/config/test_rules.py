@@ -1152,6 +1152,10 @@ def test_every_rule_is_broken_by_a_case() -> None:
             "before them, so only attention's norms are recomputed",
         ),
         (
+            "--num-experts 4 --recompute-granularity selective --recompute-modules mlp core_attn",
+            "--recompute-modules mlp has no effect: every layer has experts, for which there are moe and moe_act",
+        ),
+        (
             "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
             "--moe-router-load-balancing-type sinkhorn balances each rank's tokens: results depend on "
             "--tensor-model-parallel-size, --context-parallel-size and --micro-batch-size",

@@ -287,7 +287,6 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     ),
     "moe-without-experts": (1, again("moe", num_experts=None), "moe recomputes nothing: no layer has experts"),
     "no-shared": (1, again("shared_experts"), "shared_experts recomputes nothing: there are none"),
-    "no-dense": (1, again("mlp"), "mlp recomputes nothing: every layer has experts; use moe"),
     "no-dense-activation": (1, again("activation"), "activation recomputes nothing: .* use moe_act"),
     "inside": (1, again("moe", "moe_act"), "moe already recomputes moe_act inside it; leave moe_act out"),
     "replay-in-parts": (

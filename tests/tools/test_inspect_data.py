@@ -129,6 +129,7 @@ def test_unanswerable_questions_are_refused(flags: list[str], capsys: pytest.Cap
         ("--step", "99"): "the steps of this run are 1 to",
         ("--sample", "100000"): "the training data has",
         ("--document", "3"): "belongs to several files: give --in PREFIX",
+        ("--step", "1", "--dataloader-type", "cyclic"): "only the samples of --dataloader-type single",
         ("--document", "99999", "--in", flags[flags.index("0.3") + 1]): "has 25",
     }.items():
         assert main([*words, *flags]) == 2

@@ -129,7 +129,6 @@ def recompute(config: Config) -> Iterator[str]:
         "moe": (not mixtures, "no layer has experts; add --num-experts N"),
         "moe_act": (not mixtures, "no layer has experts; add --num-experts N"),
         "shared_experts": (not has_shared, "there are none; add --moe-shared-expert-intermediate-size N"),
-        "mlp": (bool(mixtures) and not dense, "every layer has experts; use moe, moe_act or shared_experts"),
         "activation": (
             bool(mixtures) and not dense and not has_shared,
             "every layer has experts, and none has shared ones; use moe_act",
@@ -180,6 +179,8 @@ def remarks(config: Config) -> Iterator[str]:
         yield f"--moe-aux-loss-coeff {given} has no effect with --moe-router-load-balancing-type none"
     modules = asked.recompute_modules if asked.recompute_granularity == "selective" else ()
     has_shared = model.moe_shared_expert_intermediate_size is not None
+    if "mlp" in modules and all(layer.num_experts is not None for layer in kinds_of(model) if layer.has_mlp):
+        yield "--recompute-modules mlp has no effect: every layer has experts, for which there are moe and moe_act"
     if {"layernorm", "shared_experts"} <= set(modules) and has_shared:
         rule = "shared experts that run again keep the output of the norm before them"
         yield f"--recompute-modules layernorm shared_experts: {rule}, so only attention's norms are recomputed"

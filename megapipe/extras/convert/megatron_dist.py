@@ -351,8 +351,8 @@ def _common(folder: Path, others: Mapping[str, StoredValue]) -> Mapping[str, Any
         common = {name: others[name].read(with_stand_ins=True) for name in ("args", "iteration") if name in others}
         steps = {value.read() for name, value in others.items() if FSDP_STEP.fullmatch(name)}
         common["optimizer"] = {"param_groups": [{"step": step} for step in sorted(steps)]}
-        rates = {name: value for name, value in others.items() if name.startswith(FSDP_SCHEDULER)}
-        common |= {FSDP_SCHEDULER[:-1]: {name.removeprefix(FSDP_SCHEDULER): v.read() for name, v in rates.items()}}
+        rates = {name.removeprefix(FSDP_SCHEDULER): name for name in others if name.startswith(FSDP_SCHEDULER)}
+        common["opt_param_scheduler"] = {name: others[stored].read() for name, stored in rates.items()}
     elif inside is None:
         common, place = load_pickled(folder / COMMON), f"{folder / COMMON}"
     else:
@@ -377,7 +377,8 @@ def _of_fsdp(
     parts: dict[str, dict[tuple[int | None, bool], StoredTensor]] = {}  # by expert, and if it is the second half
     for name, tensor in stored.items():
         match = OF_FSDP.fullmatch(name)
-        own, half, moment = match.groups() if match else (name, None, None)
+        is_known = match and (match[3] or name.startswith("model."))  # not the steps of other optimizers
+        own, half, moment = match.groups() if match and is_known else (name, None, None)
         ours, expert = megatron.expert_tensor(own) or (own, None)
         prefix = f"{OPTIMIZER}{moment}." if moment else ""
         parts.setdefault(prefix + megatron.stacked_name(ours), {})[expert, half == "_v"] = tensor
@@ -386,17 +387,19 @@ def _of_fsdp(
 
 def _joined(folder: Path, name: str, parts: Mapping[tuple[int | None, bool], StoredTensor]) -> StoredTensor:
     """Return one tensor, unread, of the halves of a gated linear, of the experts of a layer, or of both."""
-    experts = len({expert for expert, _ in parts})
     first = next(iter(parts.values()))
-    shape = (first.shape[0] * len(parts) // experts, *first.shape[1:]) if first.shape else ()
+    if len(parts) == 1 and (None, False) in parts:
+        return dataclasses.replace(first, name=name)
+    rows, *others = first.shape
     boxes = []
     for (expert, is_second), tensor in parts.items():
         for box, value in tensor.boxes:
-            offset = (box.offset[0] + is_second * first.shape[0], *box.offset[1:]) if first.shape else ()
+            offset = box.offset[0] + is_second * rows, *box.offset[1:]
             place = Box(offset, box.shape) if expert is None else Box((expert, *offset), (1, *box.shape))
             boxes.append((place, value))
-    shape = shape if (None, False) in parts else (experts, *shape)
-    return StoredTensor(folder, name, shape, first.dtype, tuple(boxes))
+    experts = len({expert for expert, _ in parts})
+    shape = (rows * len(parts) // experts, *others)
+    return StoredTensor(folder, name, shape if (None, False) in parts else (experts, *shape), first.dtype, tuple(boxes))
 
 
 def _lazy(folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec) -> LazyTensor:

@@ -466,13 +466,9 @@ def write(
                 disk.make_folder(place)
                 content = megatron.common_content(run) | {"model": rank.weights()}
                 if run.continues and distributed_optimizer:
-                    groups = [
-                        megatron.optimizer_content(
-                            snapshot, {"param_groups": megatron.param_groups(snapshot, of_experts)}
-                        )
-                        for of_experts, _ in rank.optimizers()
-                    ]
-                    content["optimizer"] = _one_or_chain(groups)
+                    groups = [megatron.param_groups(snapshot, of_experts) for of_experts, _ in rank.optimizers()]
+                    states = [megatron.optimizer_content(snapshot, {"param_groups": group}) for group in groups]
+                    content["optimizer"] = _one_or_chain(states)
                     with disk.create(place / OPTIMIZER_FILE) as file:
                         flats = [rank.flat_state(members) for _, members in rank.optimizers()]
                         torch.save(_one_or_chain(flats), cast(IO[bytes], file))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 
@@ -37,31 +38,50 @@ def test_a_start_line_says_what_runs_in_place_of_other_kernels_and_that_sinkhorn
     assert json_report(sinkhorn)["remarks"] == [told.strip()]
 
 
-# test -> how its grid is cut to 4 ranks
+# tests whose grid is not cut to 4 ranks by `cut_to_four_ranks`, so that stages stay in other kinds of models
 CUT = {
     "gpt3_mcore_tp2_pp2_ep2_te_4experts2parallel": "--tensor-model-parallel-size 1",
-    "gpt3_mcore_cp2_pp2_ep2_te_4experts2parallel_nondeterministic": "",
-    "gpt3_mcore_tp2_pp2_ep2_etp2_te_4experts2parallel": "--tensor-model-parallel-size 2 "
-    "--pipeline-model-parallel-size 1",
-    "gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts2parallel_multi_dist_optimizer_instances_1node": "",
-    "gpt3_mcore_te_tp2_zp_z3_resume_torch_dist_te_8experts2parallel_top2router": "",
-    "gpt3_mcore_te_tp2_pp1_te_a2a_ovlp_8experts_etp1_ep4_1node": "",
-    "deepseek_proxy_fsdp_ep2_fsdp2_1node": "",
-    "gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8": "--expert-model-parallel-size 2",
-    "gpt3_mcore_te_tp2_pp2_ep4_etp1_selective_recompute_experimental": "--expert-model-parallel-size 2",
-    "gpt3_moe_mcore_te_ep8_resume_torch_dist_muon_1node": "",
     "gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_scoped_cudagraph": "--tensor-model-parallel-size 2 "
     "--expert-tensor-parallel-size 1",
 }
+# the first of each that differ
+DISTINCT = sorted({test.arguments: name for name, test in reversed(TESTS.items())}.values())
+CPU = "--vocab-size 96 --device cpu --transformer-impl local --distributed-backend gloo".split()
+
+
+def cut_to_four_ranks(name: str) -> list[str]:
+    """Return the flags of the largest grid within that of a test that fits 4 ranks."""
+    parallel = load_config([*TESTS[name].arguments, *CPU]).config.parallel
+    axes = ("tensor_model", "context", "pipeline_model", "expert_model", "expert_tensor")
+    given = [getattr(parallel, f"{axis}_parallel_size") for axis in axes]
+    given[4] = given[4] or given[0]
+    grids = []
+    for grid in product(*([size for size in (1, 2, 4) if own % size == 0] for own in given)):
+        tp, cp, pp, ep, etp = grid
+        if 4 % (tp * cp * pp) == 0 and 4 % (ep * etp * pp) == 0:
+            grids.append((sum(size > 1 for size in grid), tp * cp * pp + ep * etp, grid))
+    sizes = zip(axes, max(grids)[2], strict=True)
+    return [word for axis, size in sizes for word in (f"--{axis.replace('_', '-')}-parallel-size", str(size))]
 
 
 def on_four_ranks(name: str) -> Config:
     """Return the configuration of a test on a grid of 4 ranks, on a CPU."""
-    sizes = "--vocab-size 96 --device cpu --transformer-impl local --distributed-backend gloo"
-    return load_config([*TESTS[name].arguments, *CUT[name].split(), *sizes.split()]).config
+    cut = CUT[name].split() if name in CUT else cut_to_four_ranks(name)
+    return load_config([*TESTS[name].arguments, *cut, *CPU]).config
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_a_functional_test_on_4_ranks_equals_one_process(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     steps, report = rank_pools(4).run(compared, on_four_ranks(name), "fp64")[0]
     assert len(steps) == 3 and all(step.passes for step in steps), report
+
+
+def test_the_grids_of_functional_tests_stay_of_every_kind() -> None:
+    """Each axis is above 1 in some of them, and etp apart from tp."""
+    grids = [on_four_ranks(name).parallel for name in DISTINCT]
+    assert len(grids) == 45
+    assert {grid.context_parallel_size for grid in grids} == {1, 2}
+    assert {grid.pipeline_model_parallel_size for grid in grids} == {1, 2}
+    assert {grid.tensor_model_parallel_size for grid in grids} == {1, 2, 4}
+    assert {grid.expert_model_parallel_size for grid in grids} == {1, 2, 4}
+    assert any(grid.expert_tensor_parallel_size not in (None, grid.tensor_model_parallel_size) for grid in grids)
