@@ -195,7 +195,7 @@ def search(
     refined = map(steps.least_recompute, recomputing.values())
     distinct = dict.fromkeys([*(layout for _, layout in walk.best), *filter(pinned, refined)])
     best = sorted(map(steps.in_full, distinct), key=lambda each: each.time.seconds)[:num_best]
-    misses = walk.misses(best[0].time.seconds if best else math.inf)
+    misses = () if in_parts and best else walk.misses(best[0].time.seconds if best else math.inf)
     rival = None
     if best and all(each.layout.pp == 1 for each in best):
         piped = _Walk(steps, 1)

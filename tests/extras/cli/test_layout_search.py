@@ -235,7 +235,10 @@ def test_overlapped_all_to_alls_of_experts_can_be_pinned(
 ) -> None:
     words = [*WORDS, *EXPERTS, "--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2", *pinned]
     assert main([*words, "--overlap-moe-expert-parallel-comm", "--json"]) == 0
-    best = json.loads(capsys.readouterr().out)["best"]
+    report = json.loads(capsys.readouterr().out)
+    best, own = report["best"], report["as_configured"]
+    slower = [line for line in report["why"] if line.startswith("as configured, tp 1 x pp 2")]
+    assert len(slower) == ("refused" not in own and own["step_seconds"] > best[0]["step_seconds"])
     assert best and all(row["pp"] == row["ep"] == 2 and row["schedule"] in PAIRED for row in best)
     assert all(row[key] == value for row in best for key, value in values.items())
     assert main([*words, "--json"]) == (0 if "--delay-wgrad-compute" not in pinned else 2)
