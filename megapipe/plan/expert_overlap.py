@@ -21,7 +21,7 @@ from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_exper
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.parts import Parts, parts_of
-from megapipe.schedule.simulate import simulate
+from megapipe.schedule.simulate import Timeline, simulate
 
 MOST_FILLS = 6  # times pp microbatches that are simulated; longer steps only repeat their middle
 
@@ -98,33 +98,46 @@ def measure_overlap(plan: RunPlan, hardware: Hardware) -> ExpertMeasures | None:
     return measure_experts(schedule, expert_model(plan, hardware))[0]
 
 
-def hidden_seconds(plan: RunPlan, hardware: Hardware) -> float:
+def hidden_seconds(plan: RunPlan, hardware: Hardware, count: int | None = None, fills: int = MOST_FILLS) -> float:
     """Return the seconds that --overlap-moe-expert-parallel-comm takes off a step; 0 without it.
 
     The rows that the engine runs, simulated with all-to-alls that block the computation and with such that do not. Of a
-    long step the first fills are simulated; each further one gains what the last of them does.
+    long step the first `fills` are simulated; each further one gains what one in the middle does. count: microbatches
+    of the step, if not the plan's.
     """
-    t, count = plan.topology, plan.batch.num_microbatches
+    t, count = plan.topology, plan.batch.num_microbatches if count is None else count
     if plan.parts is None:
         return 0.0
-    few = min(count, MOST_FILLS * t.pp + count % t.pp)
-    gained = _gained(plan, hardware, few)
-    if few == count:
-        return gained
-    return gained + (count - few) / t.pp * (gained - _gained(plan, hardware, few - t.pp))
-
-
-def _gained(plan: RunPlan, hardware: Hardware, num_microbatches: int) -> float:
-    assert plan.parts is not None
-    sends_behind = plan.config.parallel.overlap_p2p_comm
-    model, rows = expert_model(plan, hardware), plan.part_schedule(num_microbatches)
+    few = min(count, fills * t.pp + count % t.pp)
+    parallel, model, rows = plan.config.parallel, expert_model(plan, hardware), plan.part_schedule(few)
     blocking, overlapping = (
         simulate(
-            rows, replace(model.part_costs(plan.parts, overlap), overlap=sends_behind, rank_speeds=plan.rank_speeds)
+            rows,
+            replace(
+                model.part_costs(plan.parts, overlap), overlap=parallel.overlap_p2p_comm, rank_speeds=plan.rank_speeds
+            ),
         )
         for overlap in (False, True)
     )
-    return max(0.0, blocking.makespan_seconds - overlapping.makespan_seconds)
+    longer = (count - few) // t.pp * (fill_seconds(blocking) - fill_seconds(overlapping))
+    return max(0.0, blocking.makespan_seconds - overlapping.makespan_seconds + longer)
+
+
+def fill_seconds(timeline: Timeline) -> float:
+    """Return the seconds by which a step is longer with as many microbatches more as there are ranks: those between two
+    input gradients of the last stage in mid-step that are so many apart.
+    """
+    schedule = timeline.schedule
+    last, ranks = schedule.num_stages - 1, schedule.num_ranks
+    rank = schedule.placement.rank_of_stage[last]
+    row = zip(schedule.rows[rank], timeline.ends[rank], strict=True)
+    ends = [end for (stage, op, _), end in row if stage == last and op in (Op.B, Op.I)]
+    apart = ranks * schedule.num_slices // len(schedule.placement.directions)
+    family = SCHEDULES[schedule.name]
+    middle = len(ends) - 1 - apart - (apart // 2 if family.takes_chunks and family.chunks is None else 0)
+    if middle >= apart:
+        return ends[middle] - ends[middle - apart]
+    return max(timeline.work_seconds) * apart / len(ends)
 
 
 def _mean(seconds: Iterable[OpSeconds]) -> Seconds:

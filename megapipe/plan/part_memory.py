@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 
+from megapipe.layers.model import LayerSpec
 from megapipe.layers.moe import MoETable
 from megapipe.layers.table import Operation, RankShape, total_bytes
 from megapipe.plan.activations import (
@@ -39,13 +41,15 @@ def part_sizes(
     model, shape = plan.model, plan.shape
     for stage in stages:
         layers, sites = plan.partition.stages[stage], parts.of_stage[stage]
+        in_w = temporary_bytes(model, shape, layers)[Op.W]
         for site in sites:
-            whole, halves = (_operations(plan, parts, site, each) for each in (shape, split(shape)))
-            kept[site] = total_bytes(tensor for operation in whole for tensor in operation.keeps)
-            waiting[site] = sum(operation.deferred_bytes for operation in halves)
-            for op, operations in ((Op.B, whole), (Op.I, halves)):
-                inside[site, op] = max((each.backward.held for each in operations if each.backward), default=0)
-            inside[site, Op.W] = temporary_bytes(model, shape, layers)[Op.W]
+            _, layer, part = parts.sites[site]
+            if part is Part.HEAD:
+                kept[site] = waiting[site] = inside[site, Op.B] = inside[site, Op.I] = 0
+            else:
+                kept[site], _, inside[site, Op.B] = _sizes(model.layers[layer], part, shape)
+                _, waiting[site], inside[site, Op.I] = _sizes(model.layers[layer], part, split(shape))
+            inside[site, Op.W] = in_w
         if layers.has_head:
             head = sites[-1]
             inside[head, Op.F] = model.head.loss_block_bytes(shape)
@@ -57,17 +61,14 @@ def part_sizes(
     return kept, waiting, inside
 
 
-def _operations(plan: RunPlan, parts: Parts, site: int, shape: RankShape) -> list[Operation]:
-    """Return the operations of a layer that belong to a part; [] for the head."""
-    _, layer, part = parts.sites[site]
-    if part is Part.HEAD:
-        return []
+@cache
+def _sizes(layer: LayerSpec, part: Part, shape: RankShape) -> tuple[int, int, int]:
+    """Return what a part of a layer keeps, what of it waits for W, and the most that its backward makes."""
     found: list[Operation] = []
-    for each in plan.model.layers[layer].parts:
+    for each in layer.parts:
         table = each.table(shape)
         if not isinstance(each, MoETable):
-            is_first = each is plan.model.layers[layer].attention
-            found += table.operations if is_first == (part is Part.ATTENTION) else ()
+            found += table.operations if (each is layer.attention) == (part is Part.ATTENTION) else ()
             continue
         # what waits for W since the experts' I belongs to these
         waits = table.left_bytes - shape.hidden_bytes(each.model.hidden_size) if part is Part.ATTENTION else 0
@@ -75,4 +76,8 @@ def _operations(plan: RunPlan, parts: Parts, site: int, shape: RankShape) -> lis
             made = operation.backward
             less = None if made is None else replace(made, held=made.held - waits)
             found.append(replace(operation, backward=less))
-    return found
+    return (
+        total_bytes(tensor for operation in found for tensor in operation.keeps),
+        sum(operation.deferred_bytes for operation in found),
+        max((operation.backward.held for operation in found if operation.backward), default=0),
+    )

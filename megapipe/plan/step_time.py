@@ -84,8 +84,11 @@ class StepTime:
         return self.parts["bubble"] / self.seconds
 
 
-def predict_step(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...] = ()) -> StepTime:
-    """Predict a training step at the full global batch size. stages: their seconds, if not those of the planner."""
+def predict_step(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...] = (), hides: bool = True) -> StepTime:
+    """Predict a training step at the full global batch size.
+
+    stages: their seconds, if not those of the planner. hides: with what --overlap-moe-expert-parallel-comm hides.
+    """
     model, sequences = plan.config.model, plan.batch.full
     held = [plan.placement.stages_of(rank) for rank in range(plan.topology.pp)]
     stages = stages or stage_seconds(plan, hardware)
@@ -95,7 +98,11 @@ def predict_step(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...
     span, reduce = computed_and_reduced(plan, hardware, timeline)
     parts = _parts(timeline, max(range(len(work)), key=work.__getitem__), stages)
     parts["bubble"] = span - sum(parts.values())
-    if hidden := hidden_seconds(plan, hardware):
+    if plan.parts is not None and hides:
+        # at best a step takes as long as its computation alone, or as the all-to-alls of the busiest rank alone
+        free = simulate(schedule, _schedule_costs(plan, hardware, tuple(map(without_exchanges, stages))))
+        least = max(computed_and_reduced(plan, hardware, free)[0], most_exchanged(timeline, stages))
+        hidden = max(0.0, min(hidden_seconds(plan, hardware), span - least))
         shown = min(hidden, parts["ep"])
         parts["ep"] -= shown
         parts["bubble"] -= hidden - shown  # a rank also waits less for others
@@ -116,6 +123,16 @@ def predict_step(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...
     flops, tokens = step_flops(model, sequences, causal=True), sequences * model.seq_length
     peak, world_size = hardware.peak(plan.config.precision.dtype), plan.topology.world_size
     return StepTime(sum(parts.values()), parts, tokens, flops, world_size, peak, timeline)
+
+
+def without_exchanges(stage: OpSeconds) -> OpSeconds:
+    """Return a stage whose all-to-alls of experts take no time."""
+    return replace(stage, forward={**stage.forward, "ep": 0.0}, inputs={**stage.inputs, "ep": 0.0})
+
+
+def most_exchanged(timeline: Timeline, stages: tuple[OpSeconds, ...]) -> float:
+    """Return the seconds of the all-to-alls of experts of the rank that has the most of them in a step."""
+    return max(_parts(timeline, rank, stages).get("ep", 0.0) for rank in range(timeline.schedule.num_ranks))
 
 
 def optimizer_bytes(plan: RunPlan, pp_rank: int, is_compiled: bool) -> int:

@@ -90,10 +90,13 @@ class Elements(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Pipeline ranks, the rank of each stage, and each stage's layers of each kind."""
+    """The stages of each pipeline rank, in model order, and each stage's layers of each kind.
 
-    pp: int
-    rank_of_stage: tuple[int, ...]
+    With two directions every stage is on two ranks, each of which runs half of the microbatches.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    directions: int
     counts: tuple[Counts, ...]
 
 
@@ -103,6 +106,7 @@ class _Part(NamedTuple):
     forward: float
     inputs: float  # the backward for inputs (I)
     both: float  # the whole backward, or the sum of its halves (I and W)
+    exchanged: float = 0.0  # all-to-alls of experts beside all of these, where computation hides them
 
 
 class _Times(NamedTuple):
@@ -179,11 +183,14 @@ class Bounds:
         times = self._times(sizes, layout.micro_batch_size, layout.recompute, links)
         waits, holds = _waits(cut), _holds(cut, layout.schedule, _held(layout, count), layout.slices)
         _, elements = found
-        least, optimizer = self._bytes(elements, layout, holds, times)
-        return Bound(self._seconds(layout, waits, times, count) + optimizer, least)
+        least, optimizer = self._bytes(elements, layout, holds, times, cut.directions)
+        return Bound(self._seconds(layout, waits, times, count, cut.directions) + optimizer, least)
 
-    def _seconds(self, layout: Layout, ranks: tuple[_Waits, ...], times: _Times, count: int) -> float:
+    def _seconds(
+        self, layout: Layout, ranks: tuple[_Waits, ...], times: _Times, microbatches: int, directions: int
+    ) -> float:
         """Return the least seconds until the last backward ends."""
+        count = microbatches / directions
         is_split = SCHEDULES[layout.schedule].splits_backward
         # without a barrier between steps no rank waits for the first microbatch and the last gradient of another
         waits = not self._config.optimizer.optimizer_post_validation
@@ -192,6 +199,7 @@ class Bounds:
             forward = _over(rank.layers, times.layers, "forward") + rank.heads * head.forward
             work = forward + _over(rank.layers, times.layers, "both") + rank.heads * head.both
             hops = rank.stages_before * times.message
+            longest = max(longest, count * _over(rank.layers, times.layers, "exchanged"))
             first = _over(rank.layers_before, times.first, "forward")
             if is_split:  # the weight gradients may run last, while input gradients continue on other ranks
                 short = forward + _over(rank.layers, times.layers, "inputs") + rank.heads * head.inputs
@@ -203,10 +211,11 @@ class Bounds:
         return longest
 
     def _bytes(
-        self, elements: Elements, layout: Layout, ranks: tuple[_Holds, ...], times: _Times
+        self, elements: Elements, layout: Layout, ranks: tuple[_Holds, ...], times: _Times, directions: int
     ) -> tuple[float, float]:
         """Return (bytes of the fullest rank, seconds of the optimizer)."""
         replicas, cut = self._world_size // layout.tp // layout.pp, layout.ep * (layout.etp or layout.tp)
+        replicas *= directions
         shards, expert_shards = (replicas, replicas * layout.tp // cut) if layout.distributed_optimizer else (1, 1)
         element = ELEMENT_BYTES[self._config.precision.dtype]
         dtypes = state_dtypes(self._config.optimizer, self._config.precision)
@@ -260,7 +269,9 @@ class Bounds:
             return None
         spec = model_spec(model, self._config.precision)
         held = [Counter(layers_of(spec, stage)) for stage in partition.stages]
-        return Cut(pp, placement.rank_of_stage, tuple(tuple(each[kind] for kind in spec.kinds) for each in held))
+        stages = tuple(map(placement.stages_of, range(pp)))
+        counts = tuple(tuple(each[kind] for kind in spec.kinds) for each in held)
+        return Cut(stages, len(placement.directions), counts)
 
     def _make_links(self, tp: int, shared: Context, pp: int, ep: int, etp: int) -> _Links:
         """Return the links of the messages of experts and over cp; none for a grid that is refused."""
@@ -309,20 +320,20 @@ class Bounds:
             kept += [sum(stage_bytes(spec, fewest, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
             with_head = sum(stage_bytes(spec, fewest, StageLayers(0, 1, False, True)).values())
             of_head.append(with_head - kept[-len(numbers)])
-        # with the overlap, computation hides all messages of experts at best
-        experts = None if self._config.parallel.overlap_moe_expert_parallel_comm else expert_links
+        hides = self._config.parallel.overlap_moe_expert_parallel_comm
         of_slices = []
         for _, shape in pairs:
             head = head_seconds(spec, shape, hardware, tp_link)
             for _, layer in spec.predictions:
                 own = replace(shape, recompute=shape.recompute.of_predictions)
                 head += layer_seconds(layer, own, hardware, tp_link, shared, expert_links)
-            seconds = (layer_seconds(kind, shape, hardware, tp_link, shared, experts) for kind in spec.kinds)
+            seconds = (layer_seconds(kind, shape, hardware, tp_link, shared, expert_links) for kind in spec.kinds)
             of_slices.append([*seconds, head])
 
         def part(each: OpSeconds) -> _Part:
+            there, back = (half.get("ep", 0.0) if hides else 0.0 for half in (each.forward, each.inputs))
             both = each.of(Op.I) + each.of(Op.W) if sizes.is_split else each.of(Op.B)
-            return _Part(each.of(Op.F), each.of(Op.I), both)
+            return _Part(each.of(Op.F) - there, each.of(Op.I) - back, both - back, there + back)
 
         *layers, head_part = (part(sum(each[1:], each[0])) for each in zip(*of_slices, strict=True))
         first = tuple(map(part, of_slices[0][:-1]))
@@ -378,22 +389,22 @@ def _around_budget(spec: ModelSpec, shape: RankShape) -> tuple[RankShape, RankSh
 
 @cache
 def _waits(cut: Cut) -> tuple[_Waits, ...]:
-    pp, ranks, counts = cut
-    firsts, no_layers = [ranks.index(rank) for rank in range(pp)], (0,) * len(counts[0])
+    no_layers, last = (0,) * len(cut.counts[0]), len(cut.counts) - 1
     return _undominated(
-        _Waits(first, _sum([no_layers, *counts[:first]]), _layers(cut, rank), int(ranks[-1] == rank))
-        for rank, first in enumerate(firsts)
+        _Waits(held[0], _sum([no_layers, *cut.counts[: held[0]]]), _layers(cut, held), int(last in held))
+        for held in cut.stages
     )
 
 
 @cache
 def _holds(cut: Cut, schedule: str, count: int, slices: int) -> tuple[_Holds, ...]:
-    pp, ranks, counts = cut
+    pp, num_stages, counts = len(cut.stages), len(cut.counts), cut.counts
+    of_ranks = [(_layers(cut, held), int(num_stages - 1 in held), int(0 in held)) for held in cut.stages]
     if keeps_all(schedule):
-        of_ranks = [(_layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank)) for rank in range(pp)]
         return _undominated(_Holds(*held, tuple(count * layers for layers in held[0])) for held in of_ranks)
     kinds, found = len(counts[0]), list[_Holds]()
-    for rank, row in enumerate(SCHEDULES[schedule].generate(Shape(pp, len(ranks) // pp, count, pp, num_slices=slices))):
+    shape = Shape(pp, num_stages // pp, count, pp, num_slices=slices)
+    for held, row in zip(of_ranks, SCHEDULES[schedule].generate(shape), strict=True):
         # layers x microbatches by slice and kind, and these numbers in every forward
         live, seen = [0] * (kinds * slices), set[Counts]()
         for stage, op, number in row:
@@ -407,7 +418,6 @@ def _holds(cut: Cut, schedule: str, count: int, slices: int) -> tuple[_Holds, ..
         if slices > 1:  # only where most layers are kept
             most = max(map(sum, seen), default=0)
             seen = {each for each in seen if sum(each) == most}
-        held = _layers(cut, rank), int(ranks[-1] == rank), int(ranks[0] == rank)
         found += [_Holds(*held, each) for each in seen]
     return _undominated(found)
 
@@ -418,8 +428,8 @@ def _undominated(sizes: Iterable[Sizes]) -> tuple[Sizes, ...]:
     return tuple(flat[numbers] for numbers in undominated(flat))
 
 
-def _layers(cut: Cut, rank: int) -> Counts:
-    return _sum([counts for holder, counts in zip(cut.rank_of_stage, cut.counts, strict=True) if holder == rank])
+def _layers(cut: Cut, stages: Sequence[int]) -> Counts:
+    return _sum([cut.counts[stage] for stage in stages])
 
 
 def _sum(counts: Sequence[Counts]) -> Counts:

@@ -8,7 +8,8 @@ Not varied:
 - weights are sharded with the schedules for which that is made: breadth-first, which gathers each chunk twice a step,
   1f1b in units of one layer, which gathers them for every microbatch, and interleaved between the two; with layers
   divided by cost. Gradients alone are not: they save less, and their reductions are as many
-- DualPipe is faster only by the overlap of its pairs, which is not predicted
+- DualPipe is faster only by the overlap of its pairs: it is tried with --overlap-moe-expert-parallel-comm, and if it is
+  the configured schedule
 - cuts by hand
 - context parallelism with fewer than LEAST_TOKENS tokens of a sequence on a rank, but the configured one; its kinds are
   p2p, a2a, a2a within nodes with p2p between them, and the configured kinds. all_gather sends what p2p does, not under
@@ -38,6 +39,8 @@ from megapipe.config.rules.pairs import combinations
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.schedule.families import SCHEDULES, default_schedule
+from megapipe.schedule.parts import MERGED
+from megapipe.schedule.placement import two_directions
 
 MOST_CHUNKS = 8
 LEAST_TOKENS = 8192  # of a sequence on a cp rank, as in the last stage of Llama 3's training: 131,072 tokens, cp 16
@@ -52,6 +55,7 @@ RECOMPUTES = (
     RecomputeConfig("selective", recompute_modules=("layernorm", "moe")),
     RecomputeConfig("full", "uniform", 1),
 )
+PAIRED = (*sorted(MERGED), "dualpipe", "dualpipe-v")  # with pairs, in which all-to-alls of experts overlap
 # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
 CUTS = ("cost", "even", "ends")
 
@@ -193,7 +197,7 @@ def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Lay
             if rest or pp > model.num_layers or batch % dp:
                 continue
             sizes = [size for size in MICRO_BATCH_SIZES if batch // dp % size == 0]
-            schedules = list(_schedules(model.num_layers, pp, len(kinds) == 1))
+            schedules = list(_schedules(config, pp, len(kinds) == 1))
             choices = product(
                 schedules,
                 CUTS if pp > 1 else CUTS[:1],
@@ -292,24 +296,31 @@ def _expert_grids(config: Config, tp: int, dp: int) -> list[tuple[int, int | Non
         (ep, etp, is_sharded)
         for etp in divisors(tp)
         if width % etp == 0
-        for ep in divisors(model.num_experts)
+        for ep in divisors(model.num_experts)[config.parallel.overlap_moe_expert_parallel_comm :]  # without ep 1
         if tp * dp % (ep * etp) == 0
         for is_sharded in ((True, False) if tp * dp > ep * etp else shards)
     ]
 
 
-def _schedules(num_layers: int, pp: int, alike: bool) -> Iterator[tuple[str, int]]:
+def _schedules(config: Config, pp: int, alike: bool) -> Iterator[tuple[str, int]]:
     """Yield (name, chunks per rank). alike: of any number of chunks, those that divide the layers among all stages."""
+    num_layers, parallel = config.model.num_layers, config.parallel
     if pp == 1:
         yield default_schedule(1), 1
         return
     for family in SCHEDULES.values():
-        if family.is_candidate and takes_any_chunks(family.name):
+        if parallel.overlap_moe_expert_parallel_comm and config.model.num_experts is not None:
+            is_tried = family.name in PAIRED
+        else:
+            is_tried = family.is_candidate or family.name == parallel.pipeline_schedule
+        if not is_tried or family.is_automatic or (family.placement is two_directions and pp % 2):
+            continue
+        if takes_any_chunks(family.name):
             for count in range(2, MOST_CHUNKS + 1):
                 divides = any((num_layers + ends) % (pp * count) == 0 for ends in (0, 2))
                 if pp * count <= num_layers + 2 * divides and (divides or not alike):
                     yield family.name, count
-        elif family.is_candidate and pp * family.num_chunks(1) <= num_layers:
+        elif pp * family.num_chunks(1) <= num_layers:
             yield family.name, family.num_chunks(1)
 
 

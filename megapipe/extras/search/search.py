@@ -19,16 +19,16 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.problems import divisors
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bound, Bounds
-from megapipe.extras.search.layout import Layout, keeps_all, layouts, takes_any_chunks
+from megapipe.extras.search.layout import Layout, keeps_all, layouts
 from megapipe.formatting import bytes_text
 from megapipe.layers.model import model_parameters
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
+from megapipe.plan.expert_overlap import fill_seconds, hidden_seconds
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.plan.resolve import resolve, vary
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.step_time import StepTime, predict_step
-from megapipe.schedule.action import Op
+from megapipe.plan.step_time import StepTime, most_exchanged, predict_step, stage_seconds, without_exchanges
 
 OBJECTIVES = ("time", "gpus", "cost")
 SECONDS_OF_AN_HOUR = 3600.0
@@ -91,6 +91,7 @@ MOST_MISSES = 3
 FILLS = 4  # a short step has about this many times pp microbatches
 NEAR_MISS = 1.25  # layouts that need more than this times the usable memory are not reported
 SHORT_STEP_ERROR = 1.01  # a short step's prediction for a whole one is at most this factor too long
+BEST_IN_PARTS = 5  # rows of parts, in which all-to-alls of experts overlap, are long
 PARTS = 64  # of a recompute memory budget
 LEAST_BYTES = 4  # per parameter, over all ranks: weight and gradient, at 2 bytes each
 
@@ -178,6 +179,8 @@ def search(
     """
     bounded = _bounded(Bounds(config, world_size, hardware, load), config, world_size, hardware, pinned)
     steps = ShortSteps(config, world_size, hardware, load)
+    in_parts = config.parallel.overlap_moe_expert_parallel_comm
+    num_best = min(num_best, BEST_IN_PARTS) if in_parts else num_best
     walk = _Walk(steps, num_best)
     walk.along(bounded)
     if not walk.best and not walk.too_large:
@@ -186,12 +189,13 @@ def search(
     recomputing = {  # the first of those that differ in recompute alone
         dataclasses.replace(layout, recompute=no_recompute): layout
         for _, layout in reversed(walk.best)
-        if layout.recompute != no_recompute and load == BALANCED  # a run chooses by the memory of balanced routing
+        # not with an imbalance: a run chooses by the memory of balanced routing; nor in parts, where plans take longer
+        if layout.recompute != no_recompute and load == BALANCED and not in_parts
     }
     refined = map(steps.least_recompute, recomputing.values())
     distinct = dict.fromkeys([*(layout for _, layout in walk.best), *filter(pinned, refined)])
     best = sorted(map(steps.in_full, distinct), key=lambda each: each.time.seconds)[:num_best]
-    misses = walk.misses(best[0].time.seconds if best else math.inf)
+    misses = () if in_parts and best else walk.misses(best[0].time.seconds if best else math.inf)
     rival = None
     if best and all(each.layout.pp == 1 for each in best):
         piped = _Walk(steps, 1)
@@ -281,22 +285,21 @@ class ShortSteps:
         def in_a_whole_step(rank: RankMemory) -> int:
             return _bytes_in_full(rank, few, count)
 
+        need = 0
+        if plan.parts is not None:  # no overlap does better than all-to-alls that take no time
+            stages = stage_seconds(plan, self.hardware)
+            free = predict_step(plan, self.hardware, tuple(map(without_exchanges, stages)), hides=False)
+            least = free.seconds + (count - few) // layout.pp * fill_seconds(free.timeline)
+            least = max(least, most_exchanged(free.timeline, stages) * count / few)
+            if least >= slowest:
+                return least, need
         need = in_a_whole_step(rank_memory(plan, 0, self.hardware.nccl_bytes))
         if need > most_bytes:
             return math.inf, need
-        time = predict_step(plan, self.hardware)
-        timeline, schedule = time.timeline, time.timeline.schedule
-        last = schedule.num_stages - 1
-        rank = schedule.placement.rank_of_stage[last]
-        row = zip(schedule.rows[rank], timeline.ends[rank], strict=True)
-        ends = [end for (stage, op, _), end in row if stage == last and op in (Op.B, Op.I)]
-        # the seconds between two input gradients of the last stage in mid-step that are pp microbatches apart
-        apart = layout.pp * schedule.num_slices
-        middle = len(ends) - 1 - apart - (apart // 2 if takes_any_chunks(schedule.name) else 0)
-        period = max(timeline.work_seconds) * apart / len(ends)
-        if middle >= apart:
-            period = ends[middle] - ends[middle - apart]
-        seconds = time.seconds + (count - few) // layout.pp * period
+        time = predict_step(plan, self.hardware, hides=False)
+        seconds = time.seconds + (count - few) // layout.pp * fill_seconds(time.timeline)
+        if plan.parts is not None:
+            seconds = max(least, seconds - hidden_seconds(plan, self.hardware, count, FILLS))
         if seconds < slowest:
             need = max(map(in_a_whole_step, all_rank_memory(plan, self.hardware.nccl_bytes)))
         return seconds, need

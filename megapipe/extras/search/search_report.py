@@ -48,9 +48,25 @@ class SearchReport:
         if not isinstance(self.configured, str):
             yield from oddities(self.configured, next(iter(self.found.best), None), self.hardware)
 
+    def reasons(self) -> Iterator[str]:
+        """Yield why the best layout wins; with experts also why it is preferred to the one as configured."""
+        yield from reasons(self.found, self.hardware)
+        own = self.configured
+        if isinstance(own, str) or own.layout.etp is None or not self.found.best:
+            return
+        best, before = self.found.best[0].time, own.time
+        if own.peak_bytes > self.hardware.usable_bytes:
+            yield f"as configured, {own.layout.grid}: {lack_of_memory(own, self.hardware)}"
+        elif before.seconds > best.seconds:
+            part = max(before.parts, key=lambda part: before.parts[part] - best.parts.get(part, 0.0))
+            yield (
+                f"as configured, {own.layout.grid} takes {before.seconds / best.seconds - 1:.1%} longer, most of it in "
+                f"{part}: {before.parts[part]:.3g} s instead of {best.parts.get(part, 0.0):.3g}"
+            )
+
     def text(self) -> str:
         lines = [*self._headline(), *self._sizes(), *self._layouts(), *self._winner()]
-        lines += [f"  why      {reason}" for reason in reasons(self.found, self.hardware)]
+        lines += [f"  why      {reason}" for reason in self.reasons()]
         for miss in self.found.misses:
             lines.append(f"  miss     {miss.layout}, {miss.time.seconds:.3g} s: {lack_of_memory(miss, self.hardware)}")
         lines += [f"  warning  as configured: {warning}" for warning in self.warnings()]
@@ -76,7 +92,7 @@ class SearchReport:
             "num_layouts": found.num_tried,
             "num_predicted": found.num_predicted,
             "best": [self._data(candidate) for candidate in found.best],
-            "why": list(reasons(found, self.hardware)),
+            "why": list(self.reasons()),
             "misses": [{**self._data(miss), "why": lack_of_memory(miss, self.hardware)} for miss in found.misses],
             "as_configured": {"refused": configured} if isinstance(configured, str) else self._data(configured),
             "warnings": list(self.warnings()),

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.assembly.datasets import with_vocabulary
+from megapipe.config.load import load_config
 from megapipe.extras.cli.plan import main
+from megapipe.extras.search.layout import PAIRED, layouts
+from megapipe.plan.hardware import HARDWARE
 
 MODEL = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 512 "
@@ -144,6 +148,12 @@ def test_offloading_is_not_searched(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the search does not vary it" in capsys.readouterr().err
 
 
+QWEN3_235B = (
+    "--num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64 --group-query-attention "
+    "--num-query-groups 4 --kv-channels 128 --vocab-size 151936 --seq-length 4096 --num-experts 128 "
+    "--moe-ffn-hidden-size 1536 --moe-router-topk 8 --disable-bias-linear --swiglu --position-embedding-type rope "
+    "--bf16 --global-batch-size 2048"
+)
 EXPERTS = ["--disable-bias-linear", "--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "512"]
 
 
@@ -209,3 +219,37 @@ def test_a_load_that_no_run_can_have_is_one_message(
     assert main([*words, "--expert-imbalance", given]) != 0
     printed = capsys.readouterr()
     assert reason in printed.err and not printed.out
+
+
+@pytest.mark.parametrize(
+    ("pinned", "values"),
+    [
+        (["--pipeline-schedule", "dualpipe"], {"schedule": "dualpipe"}),
+        (["--pipeline-schedule", "dualpipe-v", "--delay-wgrad-compute"], {"schedule": "dualpipe-v", "chunks": 2}),
+        (["--moe-token-dispatcher-type", "flex"], {}),
+    ],
+    ids=["dualpipe", "dualpipe-v", "flex"],
+)
+def test_overlapped_all_to_alls_of_experts_can_be_pinned(
+    pinned: list[str], values: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*WORDS, *EXPERTS, "--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2", *pinned]
+    assert main([*words, "--overlap-moe-expert-parallel-comm", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    best, own = report["best"], report["as_configured"]
+    slower = [line for line in report["why"] if line.startswith("as configured, tp 1 x pp 2")]
+    assert len(slower) == ("refused" not in own and own["step_seconds"] > best[0]["step_seconds"])
+    assert best and all(row["pp"] == row["ep"] == 2 and row["schedule"] in PAIRED for row in best)
+    assert all(row[key] == value for row in best for key, value in values.items())
+    assert main([*words, "--json"]) == (0 if "--delay-wgrad-compute" not in pinned else 2)
+
+
+def test_published_layouts_of_experts_are_among_those_tried() -> None:
+    words = ["--plan", "--config", "configs/deepseek_v3.yaml", "--overlap-moe-expert-parallel-comm"]
+    config = load_config(words, is_job=False).config
+    tried = layouts(with_vocabulary(config), 2048, HARDWARE["h800"])
+    assert any((each.tp, each.pp, each.ep, each.schedule) == (1, 16, 64, "dualpipe") for each in tried)
+    words = ["--plan", *QWEN3_235B.split(), "--overlap-moe-expert-parallel-comm"]
+    tried = layouts(load_config(words, is_job=False).config, 256, HARDWARE["h100"])
+    wanted = (2, 8, 32, "interleaved", 4, "ends")
+    assert any((each.tp, each.pp, each.ep, each.schedule, each.chunks, each.cut) == wanted for each in tried)

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.config import Config
-from megapipe.config.parallel import SHARDED_GRADS
+from megapipe.config.parallel import SHARDED_GRADS, RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import Bounds
 from megapipe.extras.search.layout import CUTS, RECOMPUTES, Layout, takes_any_chunks
@@ -167,6 +167,39 @@ def sliced_config(seq: int, batch: int, **changes: Any) -> Config:
     sizes = {"num_layers": 9, "hidden_size": 256, "num_attention_heads": 4, "num_query_groups": 4, "vocab_size": 5000}
     options = {"seq_length": seq, "global_batch_size": batch, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     return small_config(**{**sizes, **options, "dtype": "bf16", **changes})
+
+
+@given(
+    st.sampled_from((1, 2)),
+    st.sampled_from((2, 4)),
+    st.sampled_from((("1f1b", 1), ("interleaved", 2), ("dualpipe", 1), ("dualpipe-v", 2))),
+    st.sampled_from((1, 2)),
+    st.sampled_from((2, 4, 8)),
+    st.sampled_from((None, "[0]*2+[1]*6")),
+    st.sampled_from(("alltoall", "flex")),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=15, deadline=None)
+def test_no_bound_is_above_its_prediction_where_all_to_alls_overlap(
+    tp: int, pp: int, family: tuple[str, int], size: int, ep: int, freq: str | None, kind: str, on: bool, sharded: bool
+) -> None:
+    options = {"num_layers": 8, "moe_layer_freq": freq, "moe_token_dispatcher_type": kind, "moe_router_topk": 4}
+    config = small_config(**EXPERTS | options | {"overlap_moe_expert_parallel_comm": on})
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, seq_length=1024))
+    schedule, chunks = family
+    layout = Layout(tp, pp, chunks, schedule, size, RecomputeConfig(), tp > 1, sharded, ep=ep, etp=1)
+    try:
+        found = predict(config, layout, 8 * pp, H100)
+        short = ShortSteps(config, 8 * pp, H100).of(layout, math.inf, math.inf)[0]
+    except ConfigError:
+        assume(False)
+    bound = Bounds(config, 8 * pp, H100).of(layout)
+    assert bound is not None
+    assert bound.seconds <= found.time.seconds * (1 + 1e-9)
+    assert bound.least_bytes <= found.peak_bytes
+    assert short == pytest.approx(found.time.seconds, rel=0.02)
+    assert min(found.time.parts[part] for part in ("gemm", "ep")) >= 0.0
 
 
 EXPERTS = {
