@@ -18,6 +18,7 @@ key/value heads x head_dim, divided by tp (K: at least one head). "unless x": no
     norms after branches    add 2 t H, the outputs of linear_proj and linear_fc2, and their statistics; without norms
                             before, linear_qkv and linear_fc1 save the residual stream itself
     qk-norm adds            T (Q + K), and the statistics of each head, or of q and k as a whole
+    gated attention adds    2 T Q, the gates and the gated output (the second unless core_attn)
     explicit attention      (soft-cap, attention dropout, softmax in fp32) replaces the log-sum-exp by
                             S2 fp32+ probabilities, S2 = b heads s^2; S2 fp32+ of tanh with a cap; with dropout S2 and
                             S2 bytes of mask, without it S2 in half types; T Q with grouped queries

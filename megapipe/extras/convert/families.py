@@ -9,12 +9,14 @@ import csv
 import fnmatch
 from collections.abc import Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.convert import experts, layer_types
+from megapipe.extras.convert import experts, layer_types, mixtures
 from megapipe.extras.convert.family import (
     HEAD_DIM,
     INIT_STD,
@@ -29,7 +31,6 @@ from megapipe.extras.convert.family import (
     deepseek_family,
     llama_family,
 )
-from megapipe.extras.convert.mixtures import mixtures
 from megapipe.extras.convert.snapshot import INTERLEAVE
 from megapipe.extras.convert.tables import (
     LAYER,
@@ -314,7 +315,15 @@ _BUILT_IN = (
 )
 # model types whose own code equals that of a known architecture
 SAME_MODEL_TYPES = {"DeepseekV3ForCausalLM": ("kimi_k2",)}
-_MIXTURES = tuple(family for family in mixtures() if not family.is_tower)
+
+
+def of_files() -> tuple[Family, ...]:
+    """Return the public families of the files of mixtures/, in the order of their names."""
+    names = sorted(module.name for module in iter_modules(mixtures.__path__))
+    public = (vars(import_module(f"{mixtures.__name__}.{name}")).items() for name in names)
+    return tuple(found for each in public for name, found in each if isinstance(found, Family) and name[0] != "_")
+
+
 _DEEPSEEK = (
     deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, experts.DEEPSEEK_V3),
     deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, experts.DEEPSEEK_V2, interleave=None),
@@ -322,11 +331,11 @@ _DEEPSEEK = (
 FAMILIES: Registry[Family] = Registry(
     "conversion family",
     "--architecture",
-    {family.architecture: family for family in (*_BUILT_IN, *_DEEPSEEK, *_MIXTURES)},
+    {family.architecture: family for family in (*_BUILT_IN, *_DEEPSEEK, *of_files()) if not family.is_tower},
 )
 
 # of models with images that are read with --text-only; an export writes a family that computes the same
-TEXT_TOWERS = {family.model_type: family for family in mixtures() if family.is_tower}
+TEXT_TOWERS = {family.model_type: family for family in of_files() if family.is_tower}
 
 REFUSED: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, a Gemma3ForCausalLM, which "
