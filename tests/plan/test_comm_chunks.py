@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 
 from megapipe.config.config import resolve_model
-from megapipe.config.model import PrecisionConfig
+from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import model_spec
 from megapipe.layers.table import WHOLE, CommChunks, RankShape
 from megapipe.plan.hardware import Link, hardware_named
 from megapipe.plan.layer_time import OpSeconds, head_seconds, layer_seconds
 from megapipe.schedule.action import Op
-from tests.extras.search.published import gpt
 
 TP, LATENCY = 8, 1e-6
 FULL = RecomputeConfig("full", "uniform", 1)
 SMOOTH = replace(hardware_named("h100"), gemm_shares=((1, 0.5), (8192, 0.5)), memory_bytes_per_second=1e18)
-MODEL = model_spec(resolve_model(gpt(48, 6144, 64), TP), PrecisionConfig())
+GPT_22B = ModelConfig(num_layers=48, hidden_size=6144, num_attention_heads=64, seq_length=2048, vocab_size=51200)
+MODEL = model_spec(resolve_model(GPT_22B, TP), PrecisionConfig())
 
 
 def of(
