@@ -16,13 +16,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megapipe.config.yaml_file import read_object
 from megapipe.dtypes import FP8
 from megapipe.errors import ConfigError
+from megapipe.layers.table import AttentionWork
+from megapipe.plan.attention_rates import BLACKWELL, HOPPER, Rates
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
 FP32_NAMES = ("fp32", "fp64")
@@ -39,9 +41,8 @@ def saturating(highest: float, half_at: float) -> tuple[tuple[int, float], ...]:
 
 HALF_AT = 284.0
 GEMM_SHARES = saturating(0.80, HALF_AT)  # A100
-SINCE_H100 = saturating(0.586, HALF_AT)
-# of the peak: FlashAttention 2 on H100 by Shah et al. 2024 (arXiv:2407.08608); torch's own fused attention is the same
-ATTENTION_SINCE_H100 = 0.35
+SINCE_H100 = saturating(0.568, HALF_AT)
+ATTENTION_SINCE_H100 = 0.35  # by kernels that `attention_rates` does not know: those that take masks
 # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
 PCIE_4, PCIE_5 = 32.0, 64.0
 HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device are taken to reach
@@ -69,11 +70,12 @@ class Hardware:
     ranks_per_node: int = 8
     memory_share: float = 0.92  # that a plan may fill: the rest is CUDA context, kernel workspace, allocator slack
     gemm_shares: tuple[tuple[int, float], ...] = GEMM_SHARES
-    attention_share: float = 0.45  # of the peak, by a fused attention kernel, forward and backward
+    attention_share: float = 0.45  # of the peak, by an attention kernel without a curve, forward and backward
     pointwise_share: float = 0.9  # of the memory's rate, by kernels that only move memory
     nccl_bytes: int | None = None  # measured on a rank, in place of the model of what NCCL holds (plan.nccl_memory)
     price_per_hour: float | None = None  # of one accelerator, in any currency
     host_bytes_per_second: float = HOST_SHARE * PCIE_4 * GIGA  # to or from the host's memory, in one direction
+    attention_rates: Rates = field(default_factory=dict)  # by kernel; none if attention_share was measured
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s in a configuration dtype, or in "fp8". Raises ConfigError where the table has no rate."""
@@ -84,6 +86,11 @@ class Hardware:
                 "or a file with flops"
             )
         return self.flops[dtype]
+
+    def attention_share_of(self, work: AttentionWork, is_backward: bool) -> float:
+        """Return the share of the peak that the kernel of core attention reaches."""
+        rate = self.attention_rates.get(work.kernel)
+        return self.attention_share if rate is None else rate.share(work.keys, work.head_size, is_backward)
 
     def gemm_share(self, smallest: int) -> float:
         """Return the share of the peak that a GEMM with this smallest size reaches, interpolated over its logarithm."""
@@ -115,6 +122,7 @@ def _row(
     network: float,  # of a device's network card
     host: float,  # of its slot
     shares: tuple[tuple[int, float], ...] = SINCE_H100,
+    rates: Rates = HOPPER,
     attention: float = ATTENTION_SINCE_H100,
 ) -> Hardware:
     """Return a row of the table from figures in the units of data sheets."""
@@ -129,19 +137,20 @@ def _row(
         gemm_shares=shares,
         attention_share=attention,
         host_bytes_per_second=HOST_SHARE * host * GIGA,
+        attention_rates=rates,
     )
 
 
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, PCIE_4, GEMM_SHARES, 0.45),
-        _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, PCIE_4, GEMM_SHARES, 0.45),
+        _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, PCIE_4, GEMM_SHARES, {}, 0.45),
+        _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, PCIE_4, GEMM_SHARES, {}, 0.45),
         _row("h100", "H100", (989, 1979), 80, 3.35, 450, 50, PCIE_5),
         _row("h800", "H800", (989, 1979), 80, 3.35, 200, 50, PCIE_5),
         _row("h200", "H200", (989, 1979), 141, 4.8, 450, 50, PCIE_5),
-        _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50, PCIE_5),
-        _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50, PCIE_5),
+        _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50, PCIE_5, rates=BLACKWELL),
+        _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50, PCIE_5, rates={}),
     )
 }
 # cards whose driver name contains a row's, with another peak
@@ -171,13 +180,15 @@ def read_hardware(path: Path) -> Hardware:
     """
     found = read_object(path, "--hardware", "keys and values, such as `like: h100`")
     values: dict[str, Any] = vars(hardware_named(str(found.pop("like")))) if "like" in found else {}
-    known = {field.name: field.default for field in dataclasses.fields(Hardware)}
+    known = {each.name: each.default for each in dataclasses.fields(Hardware) if each.name != "attention_rates"}
     unknown = sorted(found.keys() - known.keys())
     if unknown:
         raise ConfigError(
             f"--hardware {path}: {', '.join(unknown)} is not a key; there are like, {', '.join(sorted(known))}"
         )
     values = values | {key: _value(path, key, value) for key, value in found.items()}  # a new dict: not the table's
+    if "attention_share" in found:  # measured
+        values["attention_rates"] = {}
     missing = sorted(key for key in known.keys() - values.keys() if known[key] is dataclasses.MISSING)
     if missing:
         raise ConfigError(
