@@ -20,7 +20,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step, stage_seconds
 from megapipe.schedule.action import Op
-from tests.extras.search.published import PublishedRun, published_runs
+from tests.extras.search.published import Row, published_runs
 
 Point = tuple[float, float]  # highest, half_at
 START: Point = (0.8, 200.0)
@@ -34,7 +34,7 @@ def with_point(hardware: Hardware, point: Point) -> Hardware:
 class Fast:
     """A step's seconds as a function of the layers' efficiencies only: everything else is simulated once and kept."""
 
-    def __init__(self, run: PublishedRun, plan: RunPlan, hardware: Hardware) -> None:
+    def __init__(self, run: Row, plan: RunPlan, hardware: Hardware) -> None:
         self.run, self._plan = run, plan
         self._rest = predict_step(plan, hardware).seconds - self._of_layers(hardware)
 
@@ -71,7 +71,7 @@ def least(loss: Callable[[Point], float], start: Point) -> Point:
     return best[1]
 
 
-def fit(runs: Sequence[PublishedRun]) -> Point:
+def fit(runs: Sequence[Row]) -> Point:
     base, point = hardware_named("a100-80"), START
     for _ in range(ROUNDS):
         fast = [Fast(run, resolve(run.config, run.num_gpus, 8), with_point(base, point)) for run in runs]
@@ -79,7 +79,7 @@ def fit(runs: Sequence[PublishedRun]) -> Point:
     return point
 
 
-def told(name: str, point: Point, fitted: Sequence[PublishedRun], held_out: Sequence[PublishedRun]) -> str:
+def told(name: str, point: Point, fitted: Sequence[Row], held_out: Sequence[Row]) -> str:
     hardware = with_point(hardware_named("a100-80"), point)
     parts = [f"{name}: highest {point[0]:.3f}, half_at {point[1]:.0f}"]
     for what, runs in (("fitted", fitted), ("held out", held_out)):
@@ -96,7 +96,7 @@ def told(name: str, point: Point, fitted: Sequence[PublishedRun], held_out: Sequ
 def main() -> None:
     runs = published_runs()
     narayanan, korthikanti, llama = (
-        [r for r in runs if r.source == name] for name in ("narayanan", "korthikanti", "llama")
+        [r for r in runs if r.source.name == name] for name in ("narayanan", "korthikanti", "llama3")
     )
     point = fit([*narayanan, *korthikanti])
     print(told("both", point, [*narayanan, *korthikanti], ()))

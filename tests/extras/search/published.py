@@ -1,217 +1,329 @@
-"""Published training runs to compare predictions with: configuration, step time, source.
+"""Published training steps to compare predictions with: the files of published_data/, one a source.
 
-    narayanan   Narayanan et al. 2021 (arXiv:2104.04473), table 1: GPT models of 1.7 to 1,008 billion parameters on
-                A100-80. TFLOP/s by their equation (3), which counts full attention and the recomputed forward. Full
-                recompute, interleaved schedule with scatter/gather. The table gives neither chunks nor microbatch
-                size: we assume 2 chunks (3 where 2 do not divide the layers) and a microbatch of 1, or of 4 without
-                a pipeline.
-    korthikanti Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5: seconds per iteration on A100-80 with full
-                recompute, and with sequence parallelism and selective recompute of core attention; one data-parallel
-                replica.
-    llama       Dubey et al. 2024 (arXiv:2407.21783), table 4: Llama-3 405B on H100, TFLOP/s per GPU. The paper does
-                not state how attention is counted (we assume causal), the number of chunks (we assume 8, a layer per
-                stage) or what is recomputed (we assume nothing). The row with context parallelism is left out.
+A file has a head (where the figures are from, under which licence, what was guessed; `group`: sources that are held out
+together) and tables. A row's settings are those of the file, of its model, of its table (`all`) and its own, later ones
+first. They are options of megapipe by name, or one of
 
-Model FLOPs and layouts are those of the papers; the kernels differ: Megatron-LM fuses scale, mask and softmax, for
-example.
+    tp pp vpp cp ep etp seq batch micro    short names; vpp 1: no chunks
+    precision   bf16, fp16, fp8 (also -tensorwise, -rowwise, -blockwise), mxfp8, nvfp4
+    recompute   none, full, block (of so many layers), attention, norm+act, norm+moe, mla, mla+mlp
+    sharding    ddp, zero1, zero1-late (no overlap), zero2, fsdp, hsdp (over a node); fsdp gathers a layer at a time
+    config      a file of configs/ to start from
+    gpu, gpus, and a field of the hardware's row to replace: attention_share, memory_bytes_per_second,
+                network_bytes_per_second
+    seconds     of a step; or tokens, per second and GPU; or tflops, per second and GPU, with flops: how they are counted
+    sweep       name of the sweep that the row belongs to: layouts of one model and batch on the same GPUs
+    outside     why the row is not predicted
+    printed     TFLOP/s per GPU as printed with the figure, a check of the model's shape
+    name, of, container    labels
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from megapipe.config.config import Config, resolve_model
-from megapipe.config.model import ModelConfig, PrecisionConfig
-from megapipe.config.parallel import ParallelConfig, RecomputeConfig
-from megapipe.config.training import TrainingConfig
-from megapipe.layers.model import model_spec
-from megapipe.layers.table import RankShape
-from megapipe.plan.hardware import TERA, Hardware, hardware_named
+import yaml
+
+from megapipe.api.config import Config
+from megapipe.config import config as sections
+from megapipe.config.config import resolve_model
+from megapipe.errors import ConfigError
+from megapipe.plan.hardware import HARDWARE, TERA, Hardware, hardware_named
 from megapipe.plan.layer_costs import step_flops
-from megapipe.plan.layer_time import OpSeconds, layer_seconds
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
 
-FULL = RecomputeConfig("full", "uniform", 1)
-CORE_ATTENTION = RecomputeConfig("selective", recompute_modules=("core_attn",))
+DATA = Path(__file__).parent / "published_data"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "num_virtual_stages_per_pipeline_rank",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "seq": "seq_length",
+    "batch": "global_batch_size",
+    "micro": "micro_batch_size",
+}
+LABELS = ("name", "model", "of", "container", "sweep", "outside", "gpu", "gpus", "config", "flops", "printed")
+PUBLISHED = ("seconds", "tokens", "tflops")
+HARDWARE_FIELDS = ("attention_share", "memory_bytes_per_second", "network_bytes_per_second")
+FP8: dict[str, Any] = {"bf16": True, "fp8_format": "hybrid"}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "fp8": FP8,
+    "fp8-tensorwise": FP8 | {"fp8_recipe": "tensorwise"},
+    "fp8-blockwise": FP8 | {"fp8_recipe": "blockwise"},
+    "mxfp8": FP8 | {"fp8_recipe": "mxfp8"},
+}
+NONE: dict[str, Any] = {
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": ["core_attn"],
+}
+EACH_LAYER = NONE | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return NONE | {"recompute_granularity": "selective", "recompute_modules": list(modules)}
+
+
+RECOMPUTES: dict[str, dict[str, Any]] = {
+    "none": NONE,
+    "full": EACH_LAYER,
+    "block": NONE | {"recompute_granularity": "full", "recompute_method": "block"},
+    "attention": _selective("core_attn"),
+    "norm+act": _selective("layernorm", "moe_act"),
+    "norm+moe": _selective("layernorm", "moe"),
+    "mla": _selective("mla_up_proj"),
+    "mla+mlp": _selective("mla_up_proj", "mlp"),
+}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+WEIGHTS = OVERLAP | {"data_parallel_sharding_strategy": "optim_grads_params"}
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "ddp": {"data_parallel_sharding_strategy": "no_shard"},
+    "zero1": OVERLAP | {"data_parallel_sharding_strategy": "optim"},
+    "zero1-late": {"data_parallel_sharding_strategy": "optim"},
+    "zero2": OVERLAP | {"data_parallel_sharding_strategy": "optim_grads"},
+    "fsdp": WEIGHTS,
+    "hsdp": WEIGHTS,
+}
+ONE_RANK: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "recompute": "none", "tp_comm_overlap": False}
+UNCOMPILED, IN_BF16, ZERO1 = "pointwise kernels not fused", "bf16", "optimizer sharded, not weights"
+UNKNOWN_PRECISIONS = {"nvfp4": "nvfp4 is not planned", "fp8-rowwise": "fp8 with scales of rows is not planned"}
 
 
 @dataclass(frozen=True)
-class PublishedRun:
-    """One row of a table.
+class Source:
+    """A file of published_data/: its head, and the number of things that were guessed."""
 
-    seconds: step time, as published or computed from TFLOP/s by the paper's own formula.
-    """
-
-    source: str
     name: str
-    gpu: str
-    num_gpus: int
-    config: Config = field(repr=False)
-    seconds: float
-    changes: Mapping[str, float] = field(default_factory=dict)  # of the table's hardware, by the name of the field
+    group: str
+    where: str
+    guessed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published step. settings: of all levels, merged, in the words of the file."""
+
+    source: Source
+    settings: Mapping[str, Any] = field(repr=False)
+    columns: tuple[str, ...] = field(default=(), repr=False)  # those of its table that have a value
+
+    @property
+    def name(self) -> str:
+        """The model, and what the row's own table says of it."""
+        s = self.settings
+        if "name" in s and "outside" not in s:
+            return str(s["name"])
+        model = s.get("name", s.get("model", s.get("config", f"{s.get('num_layers')} x {s.get('hidden_size')}")))
+        told = {"gpus": s["gpus"], "gpu": s["gpu"], "precision": s["precision"]} | {key: s[key] for key in self.columns}
+        others = {*PUBLISHED, "name", "model", "sweep", "num_layers", "hidden_size", "config", "printed"}
+        return f"{model}: " + ", ".join(f"{key} {value}" for key, value in told.items() if key not in others)
+
+    @property
+    def num_gpus(self) -> int:
+        return int(self.settings["gpus"])
+
+    @property
+    def is_mixture(self) -> bool:
+        return self._has_experts
+
+    @property
+    def sweep(self) -> str | None:
+        return self.settings.get("sweep")
+
+    @property
+    def why_outside(self) -> str | None:
+        """Why the row is not predicted: what the planner does not know."""
+        known = self.settings["gpu"] in HARDWARE
+        gpu = None if known else f"{self.settings['gpu']} is not in the table"
+        return self.settings.get("outside") or gpu or UNKNOWN_PRECISIONS.get(self.settings["precision"])
 
     @property
     def hardware(self) -> Hardware:
-        """The GPU of the table's row."""
-        changes: dict[str, Any] = dict(self.changes)
-        return dataclasses.replace(hardware_named(self.gpu), **changes)
+        """The GPU of the row, with the fields that the row replaces."""
+        row = hardware_named(self.settings["gpu"])
+        changes = {key: float(self.settings[key]) for key in HARDWARE_FIELDS if key in self.settings}
+        if rate := changes.pop("network_bytes_per_second", None):
+            row = dataclasses.replace(row, network=dataclasses.replace(row.network, bytes_per_second=rate))
+        return dataclasses.replace(row, **changes)  # type: ignore[arg-type]
+
+    @property
+    def config(self) -> sections.Config:
+        """The configuration of the row. Raises ConfigError."""
+        options = tuple((key, _hashable(value)) for key, value in self.options.items())
+        return _config(options, self.settings.get("config"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The settings as options of megapipe, with what `approximated` says."""
+        s = ONE_RANK | self.settings
+        others = {*LABELS, *PUBLISHED, *HARDWARE_FIELDS, "precision", "recompute", "sharding"}
+        options = PRECISIONS[s["precision"]] | SHARDINGS[self._sharding] | RECOMPUTES[s["recompute"]]
+        options |= {"sequence_parallel": s["tp"] > 1}
+        if "config" in s:
+            options |= {"pipeline_model_parallel_layout": None, "pipeline_schedule": "auto"}
+        given = {SHORT.get(key, key): value for key, value in s.items() if key not in others}
+        if given.get("recompute_num_layers") is None:
+            given.pop("recompute_num_layers", None)
+        options |= given | {SHORT["vpp"]: None if s["vpp"] == 1 else s["vpp"]}
+        if self._sharding in ("fsdp", "hsdp"):
+            layers = options.get("num_layers") or _config((), s["config"]).model.num_layers
+            options["data_parallel_sharding_units"] = -(-layers // (s["pp"] * s["vpp"]))
+        if self._sharding == "hsdp":
+            options["num_distributed_optimizer_instances"] = self.num_gpus // 8
+        if self._has_experts:
+            options.setdefault(SHORT["etp"], 1)
+        if UNCOMPILED in self.approximated:
+            options["compile_pointwise"] = False
+        if IN_BF16 in self.approximated:
+            options["fp8_format"] = None
+            options.pop("fp8_recipe", None)
+        return options
+
+    @property
+    def approximated(self) -> tuple[str, ...]:
+        """What the planner does not combine, and is planned in another way."""
+        s = self.settings
+        is_sharded = s["sharding"] in ("fsdp", "hsdp")
+        cases = {
+            UNCOMPILED: s.get("compile_pointwise") and (self._has_experts or s.get("cp", 1) > 1),
+            IN_BF16: self._has_experts and s["precision"] != "bf16",
+            ZERO1: is_sharded and (self._has_experts or s.get("recompute") == "block" or s.get("vpp", 1) > 1),
+        }
+        return tuple(name for name, applies in cases.items() if applies)
+
+    @property
+    def _sharding(self) -> str:
+        return "zero1" if ZERO1 in self.approximated else str(self.settings["sharding"])
+
+    @property
+    def _has_experts(self) -> bool:
+        path = self.settings.get("config")
+        return path is not None and _config((), path).model.num_experts is not None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, as published or computed from what is."""
+        s = self.settings
+        if "seconds" in s:
+            return float(s["seconds"])
+        if "tokens" in s:
+            return self.batch * self.config.model.seq_length / self.num_gpus / float(s["tokens"])
+        return self.flops / self.num_gpus / (float(s["tflops"]) * TERA)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a step, as the source counts them."""
+        model, how = self.config.model, self.settings["flops"]
+        if how == "narayanan":
+            return narayanan_flops(model, self.batch)
+        return step_flops(resolve_model(model, self.settings.get("tp", 1)), self.batch, causal=how == "causal")
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        batch = self.config.training.global_batch_size
+        assert batch is not None
+        return batch
 
     def plan(self) -> RunPlan:
-        return resolve(self.config, self.num_gpus, 8)
+        """Resolve the row's layout. Raises ConfigError for what cannot be run."""
+        return _plan(self.config, self.num_gpus)
 
     def predicted_seconds(self, hardware: Hardware | None = None) -> float:
-        """Predict the step time on `hardware`, or on the GPU of the table's row if None."""
-        return predict_step(self.plan(), hardware or self.hardware).seconds
+        """Predict the step time of the row's layout, on its GPU if `hardware` is None. Raises ConfigError."""
+        hardware = hardware or self.hardware
+        key = (self.config, self.num_gpus, repr(hardware))
+        if key not in _PREDICTED:  # sources repeat layouts
+            _PREDICTED[key] = predict_step(self.plan(), hardware).seconds
+        return _PREDICTED[key]
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published seconds. Raises ConfigError."""
+        return self.predicted_seconds() / self.seconds
+
+    @property
+    def why_refused(self) -> str | None:
+        """First line of the error if the layout cannot be resolved."""
+        try:
+            self.plan()
+        except ConfigError as error:
+            return str(error).splitlines()[0]
+        return None
 
 
-def published_runs() -> tuple[PublishedRun, ...]:
-    """Return all rows in the order of the papers."""
-    return (*_narayanan(), *_korthikanti(), *_llama())
-
-
-def gpt(num_layers: int, hidden_size: int, num_attention_heads: int) -> ModelConfig:
-    """Return a GPT model of the first two papers: sequences of 2,048 tokens, a vocabulary of 51,200."""
-    return ModelConfig(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        num_attention_heads=num_attention_heads,
-        seq_length=2048,
-        vocab_size=51200,
-    )
-
-
-# heads, hidden, layers, tp, pp, GPUs, batch, TFLOP/s per GPU
-NARAYANAN: dict[str, tuple[int, int, int, int, int, int, int, int]] = {
-    "1.7B": (24, 2304, 24, 1, 1, 32, 512, 137),
-    "3.6B": (32, 3072, 30, 2, 1, 64, 512, 138),
-    "7.5B": (32, 4096, 36, 4, 1, 128, 512, 142),
-    "18.4B": (48, 6144, 40, 8, 1, 256, 1024, 135),
-    "39.1B": (64, 8192, 48, 8, 2, 512, 1536, 138),
-    "76.1B": (80, 10240, 60, 8, 4, 1024, 1792, 140),
-    "145.6B": (96, 12288, 80, 8, 8, 1536, 2304, 148),
-    "310.1B": (128, 16384, 96, 8, 16, 1920, 2160, 155),
-    "529.6B": (128, 20480, 105, 8, 35, 2520, 2520, 163),
-    "1008B": (160, 25600, 128, 8, 64, 3072, 3072, 163),
-}
-
-
-def narayanan_flops(model: ModelConfig, batch: int) -> float:
+def narayanan_flops(model: Any, batch: int) -> float:
     """Return the FLOPs of a step with full recompute by equation (3): 96 B s l h^2 (1 + s / 6h + V / 16lh)."""
-    assert model.vocab_size
     s, h, layers, vocabulary = model.seq_length, model.hidden_size, model.num_layers, model.vocab_size
     return 96.0 * batch * s * layers * h * h * (1.0 + s / (6.0 * h) + vocabulary / (16.0 * layers * h))
 
 
-def _narayanan() -> tuple[PublishedRun, ...]:
-    runs = []
-    for name, (heads, hidden, layers, tp, pp, gpus, batch, tflops) in NARAYANAN.items():
-        model = gpt(layers, hidden, heads)
-        chunks = 1 if pp == 1 else 2 if layers % (2 * pp) == 0 else 3
-        config = _config(model, tp, pp, chunks, batch, 4 if pp == 1 else 1, FULL, sliced=False)
-        runs.append(
-            PublishedRun(
-                "narayanan", name, "a100-80", gpus, config, narayanan_flops(model, batch) / gpus / (tflops * TERA)
-            )
-        )
-    return tuple(runs)
+_PREDICTED: dict[tuple[sections.Config, int, str], float] = {}
 
 
-# heads, hidden, layers, pp, chunks, batch, microbatch, all with tp 8; then seconds with full recompute, and with
-# sequence parallelism and selective recompute
-KORTHIKANTI: dict[str, tuple[int, int, int, int, int, int, int, float, float]] = {
-    "22B": (64, 6144, 48, 1, 1, 4, 4, 1.42, 1.10),
-    "175B": (96, 12288, 96, 8, 3, 64, 1, 18.13, 13.75),
-    "530B": (128, 20480, 105, 35, 3, 280, 1, 49.05, 37.83),
-    "1T": (160, 25600, 128, 64, 1, 512, 1, 94.42, 71.49),
-}
+@cache
+def published_rows() -> tuple[Row, ...]:
+    """Return the rows of all files, by file."""
+    return tuple(row for path in sorted(DATA.glob("*.yaml")) for row in _rows(path))
 
 
-def _korthikanti() -> tuple[PublishedRun, ...]:
-    runs = []
-    for name, (heads, hidden, layers, pp, chunks, batch, micro, full, selective) in KORTHIKANTI.items():
-        model, gpus = gpt(layers, hidden, heads), 8 * pp
-        for what, recompute, sliced, seconds in (
-            ("full", FULL, False, full),
-            ("selective, sp", CORE_ATTENTION, True, selective),
-        ):
-            config = _config(model, 8, pp, chunks, batch, micro, recompute, sliced)
-            runs.append(PublishedRun("korthikanti", f"{name} {what}", "a100-80", gpus, config, seconds))
-    return tuple(runs)
-
-
-LLAMA = {"405B on 8,192": (8192, 430), "405B on 16,384": (16384, 400)}  # GPUs, TFLOP/s per GPU
-LLAMA_BATCH = 2048  # sequences of 8,192 tokens: 16 million tokens
-
-
-def _llama() -> tuple[PublishedRun, ...]:
-    model = ModelConfig(
-        num_layers=126,
-        hidden_size=16384,
-        ffn_hidden_size=53248,
-        num_attention_heads=128,
-        num_query_groups=8,
-        seq_length=8192,
-        vocab_size=128256,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        activation="swiglu",
-        add_bias_linear=False,
-        untie_embeddings_and_output_weights=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
-    runs = []
-    for name, (gpus, tflops) in LLAMA.items():
-        config = _config(model, 8, 16, 1, LLAMA_BATCH, 1, RecomputeConfig(), sliced=True)
-        parallel = dataclasses.replace(
-            config.parallel,
-            num_virtual_stages_per_pipeline_rank=None,
-            pipeline_model_parallel_layout="E|(t|)*126L",
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=True,
-            overlap_param_gather=True,
-        )
-        flops = step_flops(resolve_model(model, 8), LLAMA_BATCH, causal=True)
-        config = dataclasses.replace(config, parallel=parallel, precision=PrecisionConfig(dtype="bf16"))
-        runs.append(PublishedRun("llama", name, "h100", gpus, config, flops / gpus / (tflops * TERA)))
-    return tuple(runs)
-
-
-def _config(
-    model: ModelConfig, tp: int, pp: int, chunks: int, batch: int, micro: int, recompute: RecomputeConfig, sliced: bool
-) -> Config:
-    return Config(
-        model=model,
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            num_virtual_stages_per_pipeline_rank=chunks if chunks > 1 else None,
-            sequence_parallel=sliced,
-        ),
-        training=TrainingConfig(micro_batch_size=micro, global_batch_size=batch),
-        recompute=recompute,
-        precision=PrecisionConfig(dtype="fp16"),
+def published_runs() -> tuple[Row, ...]:
+    """Return the rows of the papers that tools/fit_efficiency.py fits to and holds out: those without context parallelism."""
+    rows = published_rows()
+    return tuple(
+        row
+        for name in ("narayanan", "korthikanti", "llama3")
+        for row in rows
+        if row.source.name == name and row.settings.get("cp", 1) == 1
     )
 
 
-# Korthikanti et al. 2022, table 4: milliseconds of forward and backward of one layer of the 22B model, tp 8, microbatch
-# 4
-LAYER_OF_22B: dict[str, tuple[RecomputeConfig, bool, float, float]] = {
-    "no recompute": (RecomputeConfig(), False, 7.7, 11.9),
-    "sequence parallel": (RecomputeConfig(), True, 7.2, 11.8),
-    "full recompute": (FULL, False, 7.7, 19.5),
-    "selective recompute": (CORE_ATTENTION, False, 7.7, 13.2),
-    "selective, sequence parallel": (CORE_ATTENTION, True, 7.2, 13.1),
-}
+def sweeps() -> dict[str, list[Row]]:
+    """Return the rows of each sweep, by the name of its source and its own."""
+    found: dict[str, list[Row]] = {}
+    for row in published_rows():
+        if row.sweep:
+            found.setdefault(f"{row.source.name}: {row.sweep}", []).append(row)
+    return found
 
 
-def layer_of_22b(recompute: RecomputeConfig, sliced: bool, hardware: Hardware) -> OpSeconds:
-    """Predict a row of table 4."""
-    model = resolve_model(gpt(48, 6144, 64), 8)
-    shape = RankShape(4, model.seq_length, "fp16", tp=8, sequence_parallel=sliced, recompute=recompute)
-    return layer_seconds(model_spec(model, PrecisionConfig()).layers[0], shape, hardware, hardware.node)
+def _rows(path: Path) -> Iterator[Row]:
+    read = yaml.load(path.read_text(), yaml.CSafeLoader)
+    source = Source(read["source"], read["group"], " ".join(read["where"].split()), tuple(read["guessed"]))
+    models = {str(name): settings for name, settings in read.get("models", {}).items()}
+    for table in read["tables"]:
+        for values in table["rows"]:
+            own = table.get("all", {}) | dict(zip(table["columns"], values, strict=True))
+            own = {key: value for key, value in own.items() if value is not None or key not in LABELS}
+            columns = tuple(key for key in table["columns"] if own.get(key) is not None)
+            yield Row(source, read.get("settings", {}) | models.get(str(own.get("model")), {}) | own, columns)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@cache
+def _config(options: tuple[tuple[str, Any], ...], path: str | None) -> sections.Config:
+    if path is None:
+        return Config(**{key: value for key, value in options if value is not None}).values
+    return Config.from_yaml(CONFIGS / f"{path}.yaml", **dict(options)).values
+
+
+@cache
+def _plan(config: sections.Config, num_gpus: int) -> RunPlan:
+    return resolve(config, num_gpus, 8)

@@ -25,9 +25,34 @@ from typing import NamedTuple
 from megapipe.config.config import Config
 from megapipe.config.load import load_config
 from megapipe.config.parallel import RecomputeConfig
-from tests.extras.search.published import FULL, PublishedRun
+from megapipe.plan.hardware import Hardware, hardware_named
+from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import predict_step
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+FULL = RecomputeConfig("full", "uniform", 1)
+
+
+class ExpertRun(NamedTuple):
+    """A row as a run to predict. seconds: step time as published."""
+
+    source: str
+    name: str
+    gpu: str
+    num_gpus: int
+    config: Config
+    seconds: float
+
+    @property
+    def hardware(self) -> Hardware:
+        return hardware_named(self.gpu)
+
+    def plan(self) -> RunPlan:
+        return resolve(self.config, self.num_gpus, 8)
+
+    def predicted_seconds(self) -> float:
+        return predict_step(self.plan(), self.hardware).seconds
 
 
 class Row(NamedTuple):
@@ -64,12 +89,12 @@ ROWS = (
 )
 
 
-def published_expert_runs() -> tuple[PublishedRun, ...]:
+def published_expert_runs() -> tuple[ExpertRun, ...]:
     """Return all rows as runs to predict, in bf16."""
     return tuple(map(_run, ROWS))
 
 
-def _run(row: Row) -> PublishedRun:
+def _run(row: Row) -> ExpertRun:
     given = load_config(["--config", str(CONFIGS / f"{row.model}.yaml")], is_job=False).config
     parallel = dataclasses.replace(
         given.parallel,
@@ -90,4 +115,4 @@ def _run(row: Row) -> PublishedRun:
     )
     seconds = row.batch * given.model.seq_length / row.gpus / row.tokens
     name = f"{row.model}, {row.gpus} {row.gpu}, {row.dtype}, tp {row.tp} pp {row.pp} ep {row.ep}"
-    return PublishedRun(row.source, name, row.gpu, row.gpus, config, seconds)
+    return ExpertRun(row.source, name, row.gpu, row.gpus, config, seconds)
