@@ -2,8 +2,8 @@
 
 Every rank routes its own t tokens. Their k t copies go to the ranks of their experts by an all-to-all over ep, then to
 all ranks that share an expert (etp), and back the same way, summed over etp; each token then adds its k results, which
-the router's weights have multiplied within the experts. Nothing is dropped. The table assumes balanced routing, by
-which a rank's experts see k t rows, times etp.
+the router's weights have multiplied within the experts. Nothing is dropped. With balanced routing a rank's experts see
+k t rows, times etp; those of the fullest rank `imbalance` times as many.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class MoETable:
 
     model: LayerConfig
     is_fp8: bool  # experts and shared experts multiply in 8 bits
+    imbalance: float = 1.0  # rows that the experts of this rank see, over the mean of all ranks
 
     @cached_property
     def norms(self) -> tuple[NormTable | None, NormTable | None]:
@@ -158,8 +159,12 @@ class MoETable:
         most = self.num_experts * capacity
         return most if self.model.moe_pad_expert_input_to_capacity else min(rows, most)
 
+    def arrived_rows(self, shape: RankShape) -> int:
+        """Return the rows that reach a rank's experts from the ranks of its ep group."""
+        return math.ceil(self.imbalance * self.num_rows(shape))
+
     def row_bytes(self, shape: RankShape) -> int:
-        """Return the bytes of these rows, at one end of an all-to-all."""
+        """Return the bytes of a rank's own rows, at its end of an all-to-all."""
         return self.num_rows(shape) * self.model.hidden_size * shape.element
 
     @property
@@ -198,7 +203,8 @@ class MoETable:
     def sent_bytes(self, shape: RankShape) -> dict[str, tuple[float, float]]:
         """Return the bytes that a rank sends over 'ep' and 'etp' for one microbatch, in F and in the backward.
 
-        Rows go to the experts, with their weights, and back, in either direction; before that, unless they are padded
+        Rows go to the experts, with their weights, and back, in either direction; of the fullest rank, which sends back
+        what it has received, the mean of both directions is given. Before that, unless they are padded
         to the capacity, the number of rows of every expert. If tokens are gathered, they and sums for them take the
         place of rows; weights are gathered with them, and numbers of experts before. Where a token goes once to a node:
         over 'ep_nodes' and 'ep_places' instead of 'ep'.
@@ -215,7 +221,7 @@ class MoETable:
             }
         is_padded = self.model.moe_pad_expert_input_to_capacity
         rows, counts = self.row_bytes(shape), 0 if is_padded else self.num_experts * INDEX_BYTES
-        whole = 2 * rows + self.num_rows(shape) * shape.wide
+        whole = (2 * rows + self.num_rows(shape) * shape.wide) * (1.0 + self.imbalance) / 2
         sent = {"ep": (whole, counts, shape.ep), "etp": (whole * shape.etp, counts * shape.etp, shape.etp)}
         return {
             name: (ring_bytes(moved + number, size), ring_bytes(moved, size))
@@ -261,13 +267,14 @@ class MoETable:
         rows and its inverse. Where tokens are gathered: where rows come from, and the row of each choice.
         """
         choices, rows = self.model.moe_router_topk * shape.own_tokens, self.num_rows(shape)
+        arrived = self.arrived_rows(shape) * shape.etp
         if self.gathers:
-            counts = [choices, rows * shape.etp, self.model.moe_router_topk * self.gathered_tokens(shape)]
+            counts = [choices, arrived, self.model.moe_router_topk * self.gathered_tokens(shape)]
         else:
             drops = self.model.moe_expert_capacity_factor is not None  # with a last place for all dropped rows
             is_padded = self.model.moe_pad_expert_input_to_capacity
             counts = [choices, choices, (rows if is_padded else choices) + drops]
-            counts += [rows * shape.etp] * 2 * (shape.ep * shape.etp > 1)
+            counts += [arrived] * 2 * (shape.ep * shape.etp > 1)
         if shape.has_levels:  # rows of pairs; pairs of rows, and the orders on both sides of the rank between
             pairs, sums = self.num_pairs(shape), self.model.moe_combine_in_node
             counts += [pairs, *[rows] * 3, *[pairs * self.model.moe_router_topk] * sums]
@@ -293,12 +300,12 @@ class MoETable:
 
     def _expert_bytes(self, shape: RankShape) -> tuple[int, int, int]:
         """Return the bytes of the experts' inputs, results of their first product, and results of the activation."""
-        row_bytes, width = self.num_rows(shape) * shape.etp * shape.element, self.model.expert_ffn_size // shape.etp
+        row_bytes, width = self.arrived_rows(shape) * shape.etp * shape.element, self.model.expert_ffn_size // shape.etp
         return row_bytes * self.model.hidden_size, row_bytes * self.gates * width, row_bytes * width
 
     def _fp8_bytes(self, shape: RankShape) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return what the experts' first and second products allocate in 8 bits, in weight and input gradients."""
-        rows, held = self.num_rows(shape) * shape.etp, self.num_experts // shape.ep
+        rows, held = self.arrived_rows(shape) * shape.etp, self.num_experts // shape.ep
         first, second = (fp8_group_bytes(gemm, rows, held, shape) for gemm in self.expert_gemms(shape.etp))
         return first, second
 
@@ -320,7 +327,7 @@ class MoETable:
         tokens, hidden, rows = shape.own_tokens, shape.hidden_bytes(size), self.num_rows(shape)
         outer, inner, activated = self._expert_bytes(shape)
         rows_bytes, splits = max(self.row_bytes(shape), topk * hidden), shape.splits_backward
-        redoes_activation, num_rows = shape.recomputes("moe_act"), rows * shape.etp
+        redoes_activation, arrived = shape.recomputes("moe_act"), self.arrived_rows(shape)
         # besides the gradient times the weights; or results in the weights' dtype, where that is wider
         weighed = shape.wide // element * activated if element < shape.wide else 0
         made = activated + max(inner, int(backward_tensors(self.model) * activated), weighed)
@@ -329,7 +336,7 @@ class MoETable:
         waits += after_all
         dispatched = (Kept("expert inputs", outer // element, element),)
         # a part keeps its input, of which `dispatched` is a copy
-        received = [Kept("expert inputs", rows * size, element)] if shape.in_parts else []
+        received = [Kept("expert inputs", arrived * size, element)] if shape.in_parts else []
         if shape.in_parts and self.shared is not None and shape.recomputes("layernorm"):
             received.append(Kept("shared expert inputs", tokens * size, element))
         outputs_kept = [Kept("expert outputs", rows * size, element)] if shape.in_parts else []
@@ -357,7 +364,7 @@ class MoETable:
         )
         yield Operation(
             "expert_activation",
-            (Kept("expert hidden", inner // element, element), Kept("row weights", num_rows, shape.wide)),
+            (Kept("expert hidden", inner // element, element), Kept("row weights", arrived * shape.etp, shape.wide)),
             backward=Backward(behind + inner + made + waits),
         )
         yield Operation(

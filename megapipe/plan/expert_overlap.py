@@ -62,8 +62,10 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
     for _, layer in plan.model.predictions:
         own = with_recompute(shape, shape.recompute.of_predictions)
         head += layer_seconds(layer, own, hardware, tp_link, experts=links)
-    way = tuple(sum(getattr(one, half).get("ep", 0.0) for one in experts[:1]) / 2 for half in ("forward", "inputs"))
-    forward, backward = way
+    forward, backward = (
+        sum(getattr(one, half).get("ep", 0.0) for one in experts) / max(len(experts), 1) / 2
+        for half in ("forward", "inputs")
+    )
     link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
     return PlannedExperts(
         has_experts=tuple(layer.experts is not None for layer in plan.model.layers),

@@ -4,13 +4,15 @@ of `layers`.
 
 Kernels reach a share of the peak that depends on the smallest size of a GEMM alone; everything else moves memory at a
 share of its rate. With fp8 the GEMMs of a layer's linears have the peak of fp8, and casts move memory; attention and
-the head do not change. Experts are taken to get equally many rows, which every one of them multiplies on its own.
+the head do not change. The experts of a rank are taken to get equally many rows, which every one of them multiplies on
+its own; those of the fullest rank get `MoETable.imbalance` times the mean, and the others wait for it.
 
 Also the links that a plan's groups of ranks communicate over.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -116,11 +118,9 @@ def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks)
     gathered: the gather, a ring, and the sum, by an all-to-all; and the gather of their experts. If a token goes once
     to a node: the exchange between nodes and then that within one, each at its link's rate.
     """
-    rows, weights, counts = (
-        part.row_bytes(shape),
-        part.num_rows(shape) * shape.wide,
-        part.num_experts * INDEX_BYTES,
-    )
+    # of the fullest rank, which receives more than it sends
+    rows, weights = part.imbalance * part.row_bytes(shape), part.imbalance * part.num_rows(shape) * shape.wide
+    counts = part.num_experts * INDEX_BYTES
 
     def shared(num_bytes: float) -> float:
         passed = ring_bytes(num_bytes * shape.etp, shape.etp)
@@ -140,7 +140,7 @@ def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks)
     if shape.has_levels:
         over = {"ep_nodes": links.network, "ep_places": links.node, "etp": links.etp}
         steps = [(over[name], *sent) for name, sent in part.sent_bytes(shape).items() if name != "etp" or shape.etp > 1]
-        moved = sum(back / link.bytes_per_second + 3 * link.latency_seconds for link, _, back in steps)
+        moved = sum(part.imbalance * back / link.bytes_per_second + 3 * link.latency_seconds for link, _, back in steps)
         # between nodes the rows of pairs follow the numbers of rows
         known = sum((there - back) / link.bytes_per_second + link.latency_seconds for link, there, back in steps)
         return moved, known + links.network.latency_seconds
@@ -297,7 +297,8 @@ class _Clock:
     def _experts(self, part: MoETable) -> tuple[int, int]:
         """Return the number of experts on this rank, and the rows of each."""
         held = part.num_experts // self.shape.ep
-        return held, max(1, part.model.moe_router_topk * self.shape.own_tokens * self.shape.etp // held)
+        rows = part.model.moe_router_topk * self.shape.own_tokens * self.shape.etp
+        return held, max(1, math.ceil(part.imbalance * rows) // held)
 
     def attention(self, core: AttentionWork, is_backward: bool = False) -> float:
         """Return the seconds of core attention's forward, or what so many FLOPs take in its backward."""

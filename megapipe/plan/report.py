@@ -13,6 +13,7 @@ from megapipe.formatting import bytes_text, count_text, flops_text, range_text, 
 from megapipe.layers.model import comm_chunks
 from megapipe.layers.table import WHOLE
 from megapipe.plan.activations import stage_bytes
+from megapipe.plan.expert_load import BALANCED
 from megapipe.plan.expert_overlap import expert_model, hidden_seconds, measure_overlap
 from megapipe.plan.hardware import GIGA, HOST_SHARE, PCIE_4, PCIE_5, TERA, Hardware
 from megapipe.plan.layer_costs import layer_flops, step_flops
@@ -191,7 +192,7 @@ def _grid(plan: RunPlan) -> Iterator[str]:
     if plan.model.has_experts:
         groups = [t.group_of(name, 0) for name in ("etp", "ep", "expert_replicas")]
         shown = [" ".join(map(str, group if len(group) <= 8 else (*group[:3], "...", group[-1]))) for group in groups]
-        sizes = f"etp {t.etp} x ep {t.ep} x {t.edp} copies x pp {t.pp}"
+        sizes = f"etp {t.etp} x ep {t.ep} x {t.edp} copies x pp {t.pp}, {load_text(plan)}"
         yield f"  experts  {sizes}; groups of rank 0: etp ({shown[0]}), ep ({shown[1]}), copies ({shown[2]})"
         yield from _expert_messages(plan)
     if t.world_size > MOST_RANKS_SHOWN:
@@ -209,10 +210,18 @@ def _grid(plan: RunPlan) -> Iterator[str]:
         yield f"           pp {pp_rank} " + "  ".join(tp_groups[pp_rank, d].ljust(width) for d in range(t.dp)).rstrip()
 
 
+def load_text(plan: RunPlan) -> str:
+    """Return the load of experts for which a plan gives memory and time, in a few words."""
+    if plan.expert_load == BALANCED:
+        return "balanced"
+    most, layers = plan.expert_imbalance, " in the worst layer" if plan.expert_load.of_layers else ""
+    return f"the fullest rank with {most:.3g} times the mean of rows{layers}"
+
+
 def _expert_messages(plan: RunPlan) -> Iterator[str]:
     """Yield a line with what a rank sends for the experts of one layer and microbatch."""
-    t, layer = plan.topology, next(kind for kind in plan.model.kinds if layer_expert_bytes(plan, kind))
-    sent, words = layer_expert_bytes(plan, layer), []
+    t, of_layers = plan.topology, (layer_expert_bytes(plan, kind) for kind in plan.model.kinds)
+    sent, words = max(of_layers, key=lambda of_layer: sum(of_layer.values())), list[str]()
     if "ep_nodes" in sent:
         words += [f"{bytes_text(sent['ep_places'])} within its node", f"{bytes_text(sent['ep_nodes'])} to other nodes"]
     elif t.ep > 1:

@@ -17,6 +17,7 @@ from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import group_sizes, reads_weights_in_w
 from megapipe.plan.batch import BatchSchedule
+from megapipe.plan.expert_load import BALANCED, ExpertLoad, with_load
 from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, sequence_slices, slice_shares, stage_costs
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.registry import BUILT_IN
@@ -133,11 +134,21 @@ class RunPlan:
     # units into which each stage of the schedule is split (--data-parallel-sharding-units); placement and partition
     # are then those of the units, which are what everything else calls stages. Empty: stages are not split
     num_units: tuple[int, ...] = ()
+    expert_load: ExpertLoad = BALANCED  # for which memory and time are given; a run itself plans for balanced routing
 
     @cached_property
     def model(self) -> ModelSpec:
         """The parts of the model."""
-        return model_spec(self.config.model, self.config.precision, self.config.parallel.cp_comm_type)
+        model = model_spec(self.config.model, self.config.precision, self.config.parallel.cp_comm_type)
+        if self.expert_load == BALANCED:
+            return model
+        return with_load(model, self.expert_load.of(self.config.model, self.topology.ep))
+
+    @property
+    def expert_imbalance(self) -> float:
+        """Rows of the fullest expert-parallel rank over the mean, in the layer where they are the most."""
+        layers = (*self.model.kinds, *(layer for _, layer in self.model.predictions))
+        return max((layer.experts.imbalance for layer in layers if layer.experts is not None), default=1.0)
 
     @cached_property
     def shape(self) -> RankShape:

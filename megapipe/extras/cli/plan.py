@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -17,11 +18,13 @@ from megapipe.config.rules.gpu import own_kernels
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, write_file
+from megapipe.extras.report.folder import logged_load
 from megapipe.extras.report.grid import context_svg, grid_svg
 from megapipe.extras.search.layout import Context, Layout
 from megapipe.extras.search.search import OBJECTIVES, Candidate, Objective, choose, predict_plan
 from megapipe.extras.search.search_report import SearchReport, megatron_text
 from megapipe.extras.streams.roofline import roofline_text
+from megapipe.plan.expert_load import BALANCED, ExpertLoad
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.report import plan_text, step_text
 from megapipe.plan.resolve import resolve
@@ -45,6 +48,12 @@ OPTIONS = (
         "with --gpu or --hardware: also count the kernels of each kind of layer and of a step on a fake device, and "
         "print them with the time that they would take; needs torch and g++",
         action="store_true",
+    ),
+    option(
+        "--expert-imbalance",
+        "give memory and time where the fullest expert-parallel rank gets N times the mean of rows (default: 1, "
+        "balanced), or for the load that a run logged: its metrics file or folder",
+        metavar="N|FILE",
     ),
     "search, with --gpus N and one of --gpu and --hardware",
     option("--gpus", "search for a layout on N accelerators", type=int, above=0),
@@ -99,6 +108,8 @@ def main(own: argparse.Namespace) -> int:
     if hardware is not None and per_node is None and num_ranks > hardware.ranks_per_node:
         per_node = hardware.ranks_per_node
     plan = planned(loaded, num_ranks, per_node)
+    load = expert_load_given(own, plan.config, plan.topology.ep)
+    plan = dataclasses.replace(plan, expert_load=load)
     print("\n".join([*own_kernels(loaded.config), plan_text(plan)]))
     if hardware is not None:
         print(step_text(plan, hardware))
@@ -132,8 +143,11 @@ def _search(own: argparse.Namespace) -> int:
             "compares layouts without; leave it out, and add it to the one that is found (--plan shows what it saves)"
         )
     pinned = {key for key, origin in loaded.origins.items() if origin.startswith("flag ")}
-    found, tried = choose(config, own.gpus, hardware, objective, lambda layout: has_values(layout, config, pinned))
-    configured = as_configured(config, found.num_gpus, hardware)
+    load = expert_load_given(own, config, own.gpus)
+    found, tried = choose(
+        config, own.gpus, hardware, objective, lambda layout: has_values(layout, config, pinned), load
+    )
+    configured = as_configured(config, found.num_gpus, hardware, load)
     report = SearchReport(found, tried, objective, hardware, configured, own.estimator == "megatron")
     print(json.dumps(report.data(), indent=2) if own.json else report.text())
     if not found.best:
@@ -191,10 +205,28 @@ def _objective(own: argparse.Namespace, hardware: Hardware) -> Objective:
     return Objective(kind, own.tokens_per_second, price)
 
 
-def as_configured(config: Config, world_size: int, hardware: Hardware) -> Candidate | str:
+def expert_load_given(own: argparse.Namespace, config: Config, ep: int) -> ExpertLoad:
+    """Return the load of --expert-imbalance, that of balanced routing without it. ep: the most. Raises ConfigError."""
+    given = own.expert_imbalance
+    if given is None:
+        return BALANCED
+    if own.roofline or config.recompute.recompute_memory_budget is not None:
+        other = "--roofline" if own.roofline else "--recompute-memory-budget"
+        raise ConfigError(f"--expert-imbalance {given}: {other} counts balanced routing; leave one of the two out")
+    try:
+        load = ExpertLoad(float(given))
+    except ValueError:
+        _, by_layer = logged_load(Path(given))
+        load = ExpertLoad(of_layers=tuple((int(layer), tuple(loads)) for layer, loads in by_layer.items()))
+    if problem := load.problem(config.model, ep):
+        raise ConfigError(f"--expert-imbalance {given}: {problem}")
+    return load
+
+
+def as_configured(config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> Candidate | str:
     """Predict the layout of the configuration itself, or return why it cannot run."""
     try:
-        plan = resolve(config, world_size, hardware.ranks_per_node)
+        plan = dataclasses.replace(resolve(config, world_size, hardware.ranks_per_node), expert_load=load)
     except ConfigError as error:
         return str(error)
     t, parallel = plan.topology, config.parallel

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from megapipe.config.model import ModelConfig
 from megapipe.extras.report.drawing import XMLNS, element, line, merged, round_step, text
 from megapipe.extras.report.folder import Record, Run
+from megapipe.plan.expert_load import expected_load
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
 MAX_POINTS = 1500  # per curve; of longer curves only the local minima and maxima are drawn
@@ -267,8 +269,11 @@ def figure_html(chart: Chart) -> str:
     return element("figure", "".join(parts), class_="wide" if chart.is_wide else "half")
 
 
-def expert_maps_html(steps: Sequence[Record]) -> str:
-    """Return the heat maps of a run's step records; '' if none has the load of its experts."""
+def expert_maps_html(steps: Sequence[Record], model: ModelConfig | None = None) -> str:
+    """Return the heat maps of a run's step records; '' if none has the load of its experts.
+
+    model: that of the run, if known: with it, the load that chance alone gives at balanced routing is shown.
+    """
     found = [record for record in steps if record.get("expert_load")]
     if not found:
         return ""
@@ -282,7 +287,22 @@ def expert_maps_html(steps: Sequence[Record]) -> str:
         for level in range(LEVELS)
     )
     note = f'<p class="soft">Tokens of each expert over the mean of its layer: 0 {legend} 2 and more.</p>'
-    return note + "".join(map(_map, chosen))
+    return note + (_chance(found[-1], model) if model is not None else "") + "".join(map(_map, chosen))
+
+
+def _chance(record: Record, model: ModelConfig) -> str:
+    """Return a paragraph with the largest load that a step's tokens give at balanced routing, and the measured one."""
+    loads, topk = list(record["expert_load"].values()), model.moe_router_topk
+    experts, tokens = len(loads[0]), record["global_batch_size"] * model.seq_length
+    if not 0 < topk <= experts or tokens < 1:
+        return ""
+    largest, mean = expected_load([1 / experts] * experts, tokens, topk)
+    most = [max(of_layer) for of_layer in loads]
+    return (
+        f'<p class="soft">Busiest expert of a layer over the mean, at step {record["step"]:,}: expected for balanced '
+        f"routing {largest / mean:.2f} (chance alone, {tokens:,} tokens, top {topk} of {experts}), measured "
+        f"{sum(most) / len(most):.2f} in the mean of the layers, {max(most):.2f} in the worst.</p>"
+    )
 
 
 def heat(level: int) -> str:

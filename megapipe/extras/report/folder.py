@@ -183,6 +183,20 @@ def read_run(folder: Path) -> Run:
     return Run(folder, tuple(segments), profile, profile_path, len(paths), tuple(oddities))
 
 
+def logged_load(path: Path) -> tuple[int, dict[str, list[float]]]:
+    """Return the last step whose load of experts a run has logged, and that load by layer, relative to the mean.
+
+    path: its metrics file, or its folder. Raises ConfigError if it holds none.
+    """
+    path = path / METRICS if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a metrics file; give that of a run, or its --save folder")
+    found = [record for record in _records(path, []) if record.get("expert_load")]
+    if not found:
+        raise ConfigError(f"{path} has no expert_load; a run with experts logs it with --moe-per-layer-logging")
+    return found[-1]["step"], found[-1]["expert_load"]
+
+
 def _records(path: Path, oddities: list[str]) -> Iterator[Record]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

@@ -18,6 +18,7 @@ from typing import Any
 from megapipe.config.config import Config, fields_by_key, value_of
 from megapipe.config.fields import value_text
 from megapipe.config.load import from_yaml
+from megapipe.config.model import ModelConfig
 from megapipe.config.options import ConfigField
 from megapipe.errors import ConfigError
 from megapipe.extras.report.charts import (
@@ -51,7 +52,7 @@ def page(run: Run) -> str:
     sections = {
         "Warnings": problems,
         "Training curves": charts_html(run),
-        "Load of experts": expert_maps_html(run.steps),
+        "Load of experts": expert_maps_html(run.steps, _model(run)),
         "Pipeline: plan and measurement": _pipeline(run),
         "Grid and stages": _grid(run),
         "Configuration": _configuration(run),
@@ -139,6 +140,14 @@ def _problems(run: Run) -> str:
     elif run.last.ending == "unknown":
         items.append(f"this run wrote no {RUN}, so how it ended is unknown")
     return _list(dict.fromkeys(items), "warnings") if items else ""
+
+
+def _model(run: Run) -> ModelConfig | None:
+    """Return the run's model; None if its configuration was not recorded or cannot be read."""
+    try:
+        return from_yaml(run.config_text).model if run.config_text else None
+    except ConfigError:
+        return None
 
 
 def _pipeline(run: Run) -> str:

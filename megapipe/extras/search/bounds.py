@@ -22,6 +22,7 @@ from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_
 from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.cut import undominated
+from megapipe.plan.expert_load import BALANCED, ExpertLoad, with_load
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.layer_costs import sequence_slices
 from megapipe.plan.layer_time import (
@@ -143,8 +144,8 @@ _NO_LINKS: _Links = None, None
 class Bounds:
     """The bounds of a configuration's layouts; values that several layouts share are computed once."""
 
-    def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
-        self._config, self._world_size, self._hardware = with_compiled(config), world_size, hardware
+    def __init__(self, config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> None:
+        self._config, self._world_size, self._hardware, self._load = with_compiled(config), world_size, hardware, load
         self._model, self._cut, self._times = cache(self._make_model), cache(self._make_cut), cache(self._make_times)
         self._links = cache(self._make_links)
 
@@ -291,6 +292,10 @@ class Bounds:
         links = hardware.node, hardware.network
         tp_link = Link(max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links))
         spec = model_spec(model, self._config.precision, sizes.context.kinds)
+        if self._load != BALANCED:  # the least of any layer in all of them, so that kinds stay alike
+            imbalance = self._load.of(model, sizes.ep)
+            least = min(of_layer for _, of_layer in imbalance)
+            spec = with_load(spec, tuple((number, least) for number, _ in imbalance))
         parallel = replace(sizes.context.applied_to(self._config.parallel), pipe_sp_splits=sizes.slices)
         config = replace(self._config, parallel=parallel)
         shape = rank_shape(config, sizes.tp, sizes.is_sliced, size)

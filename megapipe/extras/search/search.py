@@ -22,6 +22,7 @@ from megapipe.extras.search.bounds import Bound, Bounds
 from megapipe.extras.search.layout import Layout, keeps_all, layouts, takes_any_chunks
 from megapipe.formatting import bytes_text
 from megapipe.layers.model import model_parameters
+from megapipe.plan.expert_load import BALANCED, ExpertLoad
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.plan.resolve import resolve, vary
@@ -100,6 +101,7 @@ def choose(
     hardware: Hardware,
     objective: Objective,
     pinned: Callable[[Layout], bool] = lambda _: True,
+    load: ExpertLoad = BALANCED,
 ) -> tuple[Found, list[Found]]:
     """Return the best result on up to `most` accelerators, and those of all numbers of accelerators tried, ascending.
 
@@ -107,13 +109,13 @@ def choose(
     'cost' tries `most`, half of it and so on. Raises ConfigError if nothing fits or reaches tokens_per_second.
     """
     if objective.kind == "time":
-        found = search(config, most, hardware, pinned)
+        found = search(config, most, hardware, pinned, load=load)
         return found, [found]
     tried: dict[int, Found] = {}
 
     def is_enough(num_gpus: int) -> bool:
         try:
-            found = tried[num_gpus] = search(config, num_gpus, hardware, pinned)
+            found = tried[num_gpus] = search(config, num_gpus, hardware, pinned, load=load)
         except ConfigError:  # no layout is legal or nearly fits
             return False
         return bool(found.best) and found.best[0].time.tokens_per_second >= (objective.tokens_per_second or 0.0)
@@ -122,14 +124,15 @@ def choose(
         """Return False if no layout fits and reaches the goal: one that does is enough, the best is not wanted."""
         tokens = (config.training.global_batch_size or 0) * config.model.seq_length
         goal = objective.tokens_per_second
-        walk = _Walk(ShortSteps(config, num_gpus, hardware), 1, tokens / goal * SHORT_STEP_ERROR if goal else math.inf)
+        slowest = tokens / goal * SHORT_STEP_ERROR if goal else math.inf
+        walk = _Walk(ShortSteps(config, num_gpus, hardware, load), 1, slowest)
         for pair in _bounded(bounds.at(num_gpus), config, num_gpus, hardware, pinned):
             walk.along([pair])
             if walk.best:
                 return True
         return False
 
-    bounds = Bounds(config, 1, hardware)
+    bounds = Bounds(config, 1, hardware, load)
     elements = sum(math.prod(spec.shape) for spec in model_parameters(resolve_model(config.model, 1), False))
     least, node = math.ceil(elements * LEAST_BYTES / hardware.usable_bytes), hardware.ranks_per_node
     in_a_node = [number for number in divisors(node) if number <= most]
@@ -164,15 +167,17 @@ def search(
     hardware: Hardware,
     pinned: Callable[[Layout], bool] = lambda _: True,
     num_best: int = 10,
+    load: ExpertLoad = BALANCED,
 ) -> Found:
     """Return the `num_best` fastest layouts of `config` on `world_size` accelerators.
 
     config: with a vocabulary size and a global batch size.
     pinned: returns True for the layouts to consider (default: all).
+    load: of experts; of a layout with a small ep as much of it as that ep allows.
     Raises ConfigError without a global batch size, if no layout is legal, and if none nearly fits.
     """
-    bounded = _bounded(Bounds(config, world_size, hardware), config, world_size, hardware, pinned)
-    steps = ShortSteps(config, world_size, hardware)
+    bounded = _bounded(Bounds(config, world_size, hardware, load), config, world_size, hardware, pinned)
+    steps = ShortSteps(config, world_size, hardware, load)
     walk = _Walk(steps, num_best)
     walk.along(bounded)
     if not walk.best and not walk.too_large:
@@ -181,7 +186,7 @@ def search(
     recomputing = {  # the first of those that differ in recompute alone
         dataclasses.replace(layout, recompute=no_recompute): layout
         for _, layout in reversed(walk.best)
-        if layout.recompute != no_recompute
+        if layout.recompute != no_recompute and load == BALANCED  # a run chooses by the memory of balanced routing
     }
     refined = map(steps.least_recompute, recomputing.values())
     distinct = dict.fromkeys([*(layout for _, layout in walk.best), *filter(pinned, refined)])
@@ -261,8 +266,8 @@ class ShortSteps:
     the peak memory stays the same. Plans that differ only in microbatch size and recompute share the rest.
     """
 
-    def __init__(self, config: Config, world_size: int, hardware: Hardware) -> None:
-        self._config, self._world_size, self.hardware = config, world_size, hardware
+    def __init__(self, config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> None:
+        self._config, self._world_size, self.hardware, self._load = config, world_size, hardware, load
         self._plans: dict[Hashable, RunPlan] = {}
 
     def of(self, layout: Layout, slowest: float, most_bytes: float) -> tuple[float, int]:
@@ -319,7 +324,7 @@ class ShortSteps:
         return count, few, self._plan(layout, few * layout.dp(self._world_size) * layout.micro_batch_size)
 
     def in_full(self, layout: Layout) -> Candidate:
-        return predict(self._config, layout, self._world_size, self.hardware)
+        return predict(self._config, layout, self._world_size, self.hardware, self._load)
 
     def _plan(self, layout: Layout, batch: int) -> RunPlan:
         training = dataclasses.replace(self._config.training, global_batch_size=batch, rampup_batch_size=None)
@@ -327,7 +332,8 @@ class ShortSteps:
         key = dataclasses.replace(layout, micro_batch_size=1, recompute=None)  # type: ignore[arg-type]
         if key in self._plans:
             return vary(self._plans[key], config)
-        self._plans[key] = resolve(config, self._world_size, self.hardware.ranks_per_node)
+        plan = resolve(config, self._world_size, self.hardware.ranks_per_node)
+        self._plans[key] = dataclasses.replace(plan, expert_load=self._load)
         return self._plans[key]
 
 
@@ -340,9 +346,12 @@ def _bytes_in_full(rank: RankMemory, few: int, count: int) -> int:
     return rank.device_bytes + rank.items["microbatches"] // few * (count - few)
 
 
-def predict(config: Config, layout: Layout, world_size: int, hardware: Hardware) -> Candidate:
+def predict(
+    config: Config, layout: Layout, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED
+) -> Candidate:
     """Predict one layout over a whole step. Raises ConfigError if training would refuse it."""
-    return predict_plan(layout, resolve(layout.applied_to(config), world_size, hardware.ranks_per_node), hardware)
+    plan = resolve(layout.applied_to(config), world_size, hardware.ranks_per_node)
+    return predict_plan(layout, dataclasses.replace(plan, expert_load=load), hardware)
 
 
 def _nothing_found(config: Config, world_size: int, hardware: Hardware, refused: str, bounds: Sequence[Bound]) -> str:

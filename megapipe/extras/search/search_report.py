@@ -16,9 +16,11 @@ from megapipe.errors import ConfigError
 from megapipe.extras.search.search import Candidate, Found, Objective, predict_plan
 from megapipe.formatting import bytes_text, text_table
 from megapipe.layers.model import model_parameters
+from megapipe.plan.expert_load import BALANCED
 from megapipe.plan.hardware import TERA, Hardware
 from megapipe.plan.layer_costs import recomputed_flops, step_flops
 from megapipe.plan.recompute_choice import recompute_text
+from megapipe.plan.report import load_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import row_bytes
@@ -97,6 +99,7 @@ class SearchReport:
             "distributed_optimizer": parallel.use_distributed_optimizer,
             **({"sharding": layout.sharding, "units": layout.units} if layout.sharding else {}),
             **({"slices": layout.slices} if layout.slices > 1 else {}),
+            **({} if layout.etp is None else {"expert_imbalance": candidate.plan.expert_imbalance}),
             "layers_of_stages": list(candidate.plan.partition.layer_counts),
             "step_seconds": time.seconds,
             "tokens_per_second": time.tokens_per_second,
@@ -116,6 +119,9 @@ class SearchReport:
             f"usable memory {bytes_text(hardware.usable_bytes)} each"
         )
         yield "predicted with efficiencies fitted to published step times (docs/planner.md)"
+        for best in (*found.best, *found.misses)[:1]:
+            if best.plan.expert_load != BALANCED:
+                yield f"experts, in the best layout: {load_text(best.plan)}"
         yield "MFU: the model's FLOPs without recompute, causal attention counted half | counted in full"
 
     def _sizes(self) -> Iterator[str]:
@@ -496,6 +502,7 @@ def _instead(candidate: Candidate, hardware: Hardware, changes: dict[str, Any]) 
         parallel = dataclasses.replace(config.parallel, **changes)
         changed = convert(Config, config, training=training, optimizer=optimizer, parallel=parallel)
         plan = resolve(changed, candidate.plan.topology.world_size, hardware.ranks_per_node)
+        plan = dataclasses.replace(plan, expert_load=candidate.plan.expert_load)
         return predict_plan(candidate.layout, plan, hardware)
     except ConfigError:
         return None

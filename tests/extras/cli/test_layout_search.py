@@ -142,3 +142,70 @@ def test_it_imports_no_torch() -> None:
 def test_offloading_is_not_searched(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--cpu-offloading-num-layers", "2"]) == 2
     assert "the search does not vary it" in capsys.readouterr().err
+
+
+EXPERTS = ["--disable-bias-linear", "--num-experts", "8", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "512"]
+
+
+def metrics(path: Path, *loads: list[float]) -> Path:
+    step = {"kind": "step", "step": 7, "train_iters": 9, "consumed_tokens": 1, "global_batch_size": 8, "phases": {}}
+    step |= {"loss": 1.0, "step_seconds": 1.0, "tokens_per_second": 1.0}
+    step["expert_load"] = {str(layer): load for layer, load in enumerate(loads)}
+    path.write_text(json.dumps(step) + "\n")
+    return path
+
+
+def test_an_imbalance_of_experts_takes_memory_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, *EXPERTS, "--micro-batch-size", "1", "--expert-model-parallel-size", "4"]
+
+    def best(*more: str) -> dict[str, object]:
+        assert main([*words, "--json", *more]) == 0
+        found: dict[str, object] = json.loads(capsys.readouterr().out)["as_configured"]
+        return found
+
+    even, uneven = best(), best("--expert-imbalance", "2")
+    assert even["expert_imbalance"] == 1.0 and uneven["expert_imbalance"] == 2.0
+    assert uneven["step_seconds"] > even["step_seconds"]  # type: ignore[operator]
+    assert uneven["memory"][0]["activations"] > even["memory"][0]["activations"]  # type: ignore[index]
+    # experts 4 and 5 are those of one rank
+    file = metrics(tmp_path / "metrics.jsonl", [0.5, 1, 1, 1, 2, 1.5, 0.5, 0.5], *[[1.0] * 8] * 3)
+    for given in (file, tmp_path):
+        assert best("--expert-imbalance", str(given))["expert_imbalance"] == 1.75
+    shown = ["--world-size", "4", *words[4:], "--gpu", "h100"]
+    assert main([*shown, "--expert-imbalance", str(file)]) == 0
+    assert "the fullest rank with 1.75 times the mean of rows in the worst layer; groups" in capsys.readouterr().out
+    assert main([*words, "--expert-imbalance", "2"]) == 0
+    assert "experts, in the best layout: the fullest rank with 2 times the mean of rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "reason"),
+    [
+        ("0.9", [], "the fullest rank has 1 to 4 times the mean of rows, with 8 experts of which a token chooses 2"),
+        ("4.5", [], "the fullest rank has 1 to 4 times"),
+        ("none.jsonl", [], "none.jsonl is not a metrics file"),
+        ("few.jsonl", [], "it has 4 experts a layer, --num-experts is 8"),
+        ("short.jsonl", [], "it has layers 0 to 1, the model has experts in layers 0 to 3"),
+        ("empty.jsonl", [], "has no expert_load; a run with experts logs it with --moe-per-layer-logging"),
+        ("1.5", ["--recompute-memory-budget", "0.5"], "--recompute-memory-budget counts balanced routing"),
+        ("1.5", ["--roofline"], "--roofline counts balanced routing"),
+    ],
+    ids=str,
+)
+def test_a_load_that_no_run_can_have_is_one_message(
+    given: str,
+    more: list[str],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    metrics(tmp_path / "few.jsonl", *[[1.0] * 4] * 4)
+    metrics(tmp_path / "short.jsonl", *[[1.0] * 8] * 2)
+    (tmp_path / "empty.jsonl").write_text("")
+    words = ["--world-size", "4", "--gpu", "h100", *MODEL.split(), "--global-batch-size", "8", "--micro-batch-size"]
+    words += ["1", *EXPERTS, "--expert-model-parallel-size", "4", *more]
+    assert main([*words, "--expert-imbalance", given]) != 0
+    printed = capsys.readouterr()
+    assert reason in printed.err and not printed.out

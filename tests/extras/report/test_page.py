@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megapipe.config.load import from_yaml
 from megapipe.extras.cli.report import main
 from megapipe.extras.report.charts import (
     LEVELS,
@@ -32,6 +33,7 @@ from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import changed_settings, read_run
 from megapipe.extras.report.page import page
 from megapipe.formatting import bytes_text
+from megapipe.plan.expert_load import expected_load
 from megapipe.profile.difference import summarize
 from megapipe.profile.profile import profile_name, profiles_in, read_profile, write_profile
 from tests.profile.synthetic import lowered, profile_of, step_of
@@ -360,6 +362,20 @@ def test_settings_are_shown_with_the_default_that_they_would_have_had() -> None:
     defaults = {setting.flag: setting.default for setting in changed_settings(text)[0]}
     assert defaults["--global-batch-size"] == "micro-batch-size x dp" and defaults["--micro-batch-size"] == "required"
     assert defaults["--ffn-hidden-size"].startswith("4 x hidden size")
+
+
+def test_the_load_that_chance_gives_stands_beside_the_measured_one(recorded: Path) -> None:
+    path = recorded / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [record for record in records if record["kind"] == "step"]
+    model = from_yaml(read_run(recorded).config_text).model
+    for record in steps:
+        record["expert_load"] = {"1": [0.5, 1.5, 1.0], "3": [1.0, 1.1, 0.9]}
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokens = steps[-1]["global_batch_size"] * model.seq_length
+    largest, mean = expected_load([1 / 3] * 3, tokens, model.moe_router_topk)
+    expected = f"routing {largest / mean:.2f} (chance alone, {tokens:,} tokens, top 2 of 3), measured 1.30 in the mean"
+    assert f"{expected} of the layers, 1.50 in the worst" in " ".join(shown(recorded).split())
 
 
 def test_loads_of_experts_are_drawn_by_layer_at_some_steps(recorded: Path) -> None:

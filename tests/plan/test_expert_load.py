@@ -1,0 +1,144 @@
+"""Plans at an imbalance of experts, and the load that chance alone gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megapipe.config.layers import expert_layers
+from megapipe.layers.moe import MoETable
+from megapipe.plan.expert_load import BALANCED, ExpertLoad, expected_load, most_imbalance
+from megapipe.plan.hardware import HARDWARE
+from megapipe.plan.layer_time import expert_links, expert_message_seconds
+from megapipe.plan.memory import all_rank_memory
+from megapipe.plan.report import plan_text
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import predict_step, stage_seconds
+from megapipe.plan.traffic import layer_expert_bytes
+from megapipe.schedule.action import Op
+from tests.plan.test_expert_time import plan_of
+
+H100 = HARDWARE["h100"]
+WIDE = {"num_experts": 16, "moe_router_topk": 2, "ep": 4}
+
+
+def loaded(plan: RunPlan, load: ExpertLoad | float) -> RunPlan:
+    return dataclasses.replace(plan, expert_load=load if isinstance(load, ExpertLoad) else ExpertLoad(load))
+
+
+def experts_of(plan: RunPlan) -> list[MoETable]:
+    return [layer.experts for layer in plan.model.layers if layer.experts is not None]
+
+
+@given(st.floats(1.0, 4.0), st.sampled_from(("alltoall", "allgather")))
+@settings(max_examples=15, deadline=None)
+def test_the_fullest_rank_multiplies_and_exchanges_so_many_times_the_rows(imbalance: float, dispatcher: str) -> None:
+    even = plan_of(4, moe_token_dispatcher_type=dispatcher, **WIDE)
+    plan, links = loaded(even, imbalance), expert_links(even, H100)
+    assert links is not None
+    (part, *_), (same, *_) = experts_of(plan), experts_of(even)
+    rows = even.shape.own_tokens * 2
+    assert part.arrived_rows(plan.shape) == pytest.approx(imbalance * rows, abs=1)
+    messages = [expert_message_seconds(each, plan.shape, links)[0] for each in (part, same)]
+    assert messages[0] >= messages[1] and (dispatcher == "alltoall" or messages[0] == messages[1])
+    for op in (Op.F, Op.B):
+        assert stage_seconds(plan, H100)[0].of(op) >= stage_seconds(even, H100)[0].of(op)
+    memory = [all_rank_memory(each)[0].items["activations"] for each in (plan, even)]
+    assert memory[0] >= memory[1]
+
+
+def test_balanced_routing_is_an_imbalance_of_one() -> None:
+    plan = plan_of(4, **WIDE)
+    even = loaded(plan, ExpertLoad(of_layers=tuple((layer, (1.0,) * 16) for layer in expert_layers(plan.config.model))))
+    assert all_rank_memory(even) == all_rank_memory(plan) == all_rank_memory(loaded(plan, 1.0))
+    assert predict_step(even, H100).parts == predict_step(plan, H100).parts
+    assert "copies x pp 1, balanced;" in plan_text(plan)
+    assert "the fullest rank with 1.5 times the mean of rows;" in plan_text(loaded(plan, 1.5))
+
+
+def test_bytes_of_the_fullest_rank_are_sent_one_way_and_come_back() -> None:
+    plan = plan_of(4, **WIDE)
+    even, uneven = (layer_expert_bytes(each, each.model.layers[0])["ep"] for each in (plan, loaded(plan, 1.5)))
+    counts = 16 * 8 * 3 / 4  # int64, in a forward
+    assert uneven - counts == pytest.approx(1.25 * (even - counts))
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_logged_load_gives_the_fullest_rank_of_each_layer(data: st.DataObject) -> None:
+    plan = plan_of(4, **WIDE)
+    layers = expert_layers(plan.config.model)
+    logged = []
+    for layer in layers:
+        rows = np.array(data.draw(st.lists(st.integers(0, 9), min_size=16, max_size=16))) + 0.5
+        logged.append((layer, tuple(rows / rows.mean())))
+    load = ExpertLoad(of_layers=tuple(logged))
+    assert load.problem(plan.config.model, 4) == ""
+    wanted = {layer: max(np.array(of_layer).reshape(4, 4).mean(1)) for layer, of_layer in logged}
+    assert dict(load.of(plan.config.model, 4)) == pytest.approx(wanted)
+    assert [part.imbalance for part in experts_of(loaded(plan, load))] == pytest.approx(list(wanted.values()))
+    assert loaded(plan, load).expert_imbalance == pytest.approx(max(wanted.values()))
+
+
+def test_loads_that_no_run_has_are_refused_with_a_reason() -> None:
+    model, dense = plan_of(4, **WIDE).config.model, plan_of(1, num_experts=None).config.model
+    assert most_imbalance(model, 4) == 4.0 and most_imbalance(model, 16) == 8.0 and most_imbalance(model, 1) == 1.0
+    capped = plan_of(4, moe_expert_capacity_factor=1.25, **WIDE).config.model
+    assert most_imbalance(capped, 4) == 1.25
+    for value in (0.5, 4.01, float("nan"), -1.0):
+        assert "has 1 to 4 times the mean of rows, with 16 experts" in ExpertLoad(value).problem(model, 4)
+    assert ExpertLoad(4.0).problem(model, 4) == BALANCED.problem(model, 1) == ""
+    assert "the model has no experts" in ExpertLoad(1.5).problem(dense, 1)
+    layers = expert_layers(model)
+    few = ExpertLoad(of_layers=tuple((layer, (1.0,) * 8) for layer in layers))
+    assert few.problem(model, 4) == "it has 8 experts a layer, --num-experts is 16"
+    other = ExpertLoad(of_layers=((0, (1.0,) * 16),))
+    assert "it has layers 0, the model has experts in layers 0" in other.problem(model, 4)
+
+
+@given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 3), st.data())
+@settings(max_examples=25, deadline=None)
+def test_the_expected_load_is_that_of_all_draws_without_replacement(
+    experts: int, tokens: int, topk: int, data: st.DataObject
+) -> None:
+    topk = min(topk, experts)
+    weights = data.draw(st.lists(st.integers(1, 5), min_size=experts, max_size=experts))
+    total, largest = 0.0, 0.0
+    for draws in product(permutations(range(experts), topk), repeat=tokens):
+        chance, counts = 1.0, [0] * experts
+        for of_token in draws:
+            left = list(weights)
+            for expert in of_token:
+                chance *= left[expert] / sum(left)
+                left[expert] = 0
+                counts[expert] += 1
+        total, largest = total + chance, largest + chance * max(counts)
+    assert total == pytest.approx(1.0)
+    assert expected_load([weight / sum(weights) for weight in weights], tokens, topk) == pytest.approx(
+        (largest, tokens * topk / experts)
+    )
+
+
+@pytest.mark.parametrize(
+    ("experts", "tokens", "topk", "slope"),
+    [(8, 400, 2, 0.0), (32, 1000, 4, 0.0), (128, 500, 8, 0.0), (16, 2000, 2, 0.2), (2, 3000, 1, 0.0)],
+    ids=str,
+)
+def test_the_expected_load_of_many_tokens_is_that_of_simulated_draws(
+    experts: int, tokens: int, topk: int, slope: float
+) -> None:
+    random, logits = np.random.default_rng(7), slope * np.arange(experts)
+    found = []
+    for _ in range(60):
+        keys = logits + random.gumbel(size=(tokens, experts))  # the largest are draws without replacement
+        chosen = np.argpartition(-keys, topk - 1, axis=1)[:, :topk] if topk < experts else keys
+        found.append(np.bincount(chosen.ravel(), minlength=experts).max())
+    probabilities = np.exp(logits) / np.exp(logits).sum()
+    largest, mean = expected_load(probabilities.tolist(), tokens, topk)
+    assert mean == tokens * topk / experts
+    assert largest == pytest.approx(np.mean(found), rel=0.02)
