@@ -1,4 +1,4 @@
-"""Compare predicted steps with published ones, by source, and the choice among published layouts with the best measured.
+"""Compare predicted steps with published ones, by source, and choices among published layouts with the best measured.
 
 python -m tools.accuracy [--rows] [--write] [SOURCE ...]
 
@@ -80,6 +80,20 @@ def outside_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [(source, str(count), why) for (source, why), count in sorted(counts.items())]
 
 
+def source_lines() -> list[tuple[str, ...]]:
+    """Return where each source's figures are from, and how many rows it has and how many of them are predicted."""
+    by_source: dict[str, list[Row]] = {}
+    for row in published_rows():
+        by_source.setdefault(row.source.name, []).append(row)
+    lines = []
+    for name, rows in sorted(by_source.items()):
+        head, known = rows[0].source, sum(row.why_outside is None for row in rows)
+        commit = f", commit {head.commit[:7]}" if head.commit else ""
+        lines.append((name, f"{head.where}{commit}", head.stack, f"{known} of {len(rows)}", str(len(head.guessed))))
+    total = sum(int(line[3].split()[0]) for line in lines)
+    return [*lines, (f"all {len(lines)}", "", "", f"{total} of {len(published_rows())}", "")]
+
+
 def sweep_line(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
     """Return a line of the table of sweeps."""
     known = predicted(rows)
@@ -97,9 +111,17 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
 
 
+SOURCES = ("source", "where", "stack", "predicted rows", "guesses")
 ERRORS = ("source", "models", "GPUs", "rows", "bias", "rms", "worst")
 OUTSIDE = ("source", "rows", "why not")
-SWEEPS = ("sweep", "layouts", "choice over best, measured", "within 5 %", "best over choice, predicted", "pairs in order")
+SWEEPS = (
+    "sweep",
+    "layouts",
+    "choice over best, measured",
+    "within 5 %",
+    "best over choice, predicted",
+    "pairs in order",
+)
 
 
 def tables() -> dict[str, str]:
@@ -107,6 +129,7 @@ def tables() -> dict[str, str]:
     lines = [sweep_line(name, rows) for name, rows in sweeps().items()]
     near = sum(line[3] == "yes" for line in lines)
     return {
+        "sources": markdown(SOURCES, source_lines()),
         "errors": markdown(ERRORS, error_lines()),
         "outside": markdown(OUTSIDE, outside_lines(published_rows())),
         "sweeps": markdown(SWEEPS, [*lines, (f"all {len(lines)}", "", "", f"{near} of {len(lines)}", "", "")]),
@@ -116,9 +139,12 @@ def tables() -> dict[str, str]:
 def write(page: Path = PAGE) -> None:
     """Replace the tables between the markers of the page."""
     text = page.read_text()
-    for name, table in tables().items():
-        text = re.sub(rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda found: f"{found[1]}{table}\n{found[2]}", text, flags=re.S)  # noqa: B023
-    page.write_text(text)
+    made = tables()
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"<!-- {found[1]} -->\n{made[found[1]]}\n<!-- end -->"
+
+    page.write_text(re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", replaced, text, flags=re.DOTALL))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -133,7 +159,9 @@ def main(arguments: Sequence[str]) -> None:
     rows = [row for row in published_rows() if not given.sources or row.source.name in given.sources]
     if given.rows:
         for row in predicted(rows):
-            print(f"{row.source.name:13} {row.seconds:9.3f} {row.predicted_seconds():9.3f} {row.ratio:5.2f}  {row.name}")
+            print(
+                f"{row.source.name:13} {row.seconds:9.3f} {row.predicted_seconds():9.3f} {row.ratio:5.2f}  {row.name}"
+            )
     print("\n".join(text_table([ERRORS, *error_lines(given.sources)], left=(0, 1, 2))))
     print("\n".join(["", *text_table([OUTSIDE, *outside_lines(rows)], left=(0, 2))]))
     lines = [sweep_line(name, of) for name, of in sweeps().items() if of[0] in rows]

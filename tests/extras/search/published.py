@@ -11,7 +11,7 @@ first. They are options of megapipe by name, or one of
     config      a file of configs/ to start from
     gpu, gpus, and a field of the hardware's row to replace: attention_share, memory_bytes_per_second,
                 network_bytes_per_second
-    seconds     of a step; or tokens, per second and GPU; or tflops, per second and GPU, with flops: how they are counted
+    seconds     of a step; or tokens, per second and GPU; or tflops, per GPU, with flops: how they are counted
     sweep       name of the sweep that the row belongs to: layouts of one model and batch on the same GPUs
     outside     why the row is not predicted
     printed     TFLOP/s per GPU as printed with the figure, a check of the model's shape
@@ -105,11 +105,14 @@ UNKNOWN_PRECISIONS = {"nvfp4": "nvfp4 is not planned", "fp8-rowwise": "fp8 with 
 
 @dataclass(frozen=True)
 class Source:
-    """A file of published_data/: its head, and the number of things that were guessed."""
+    """The head of a file of published_data/."""
 
     name: str
-    group: str
+    group: str  # sources of one group are held out together
     where: str
+    commit: str  # empty: a paper
+    licence: str
+    stack: str
     guessed: tuple[str, ...]
 
 
@@ -282,7 +285,7 @@ def published_rows() -> tuple[Row, ...]:
 
 
 def published_runs() -> tuple[Row, ...]:
-    """Return the rows of the papers that tools/fit_efficiency.py fits to and holds out: those without context parallelism."""
+    """Return the rows of papers that tools/fit_efficiency.py fits to or holds out, without context parallelism."""
     rows = published_rows()
     return tuple(
         row
@@ -303,7 +306,11 @@ def sweeps() -> dict[str, list[Row]]:
 
 def _rows(path: Path) -> Iterator[Row]:
     read = yaml.load(path.read_text(), yaml.CSafeLoader)
-    source = Source(read["source"], read["group"], " ".join(read["where"].split()), tuple(read["guessed"]))
+    where = " ".join(read["where"].split())
+    commit = read.get("commit", "")
+    source = Source(
+        read["source"], read["group"], where, commit, read["licence"], read["stack"], tuple(read["guessed"])
+    )
     models = {str(name): settings for name, settings in read.get("models", {}).items()}
     for table in read["tables"]:
         for values in table["rows"]:
