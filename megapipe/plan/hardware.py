@@ -1,12 +1,12 @@
 """The table of accelerators and their links that predictions of time and memory use; a file can replace it.
 
 Rates are those of the makers' data sheets, for matrices without sparsity: NVIDIA A100 (2021), H100 SXM, H800 and H200
-(2023), B200 (2024), AMD MI300X (2023). H800 is H100 with slower links within a node. NVIDIA gives fp8 with sparsity,
-twice the dense rate; A100 has no fp8. Links are counted in one direction for one device. How much of a peak GEMMs reach
-is not in data sheets: tools/fit_efficiency.py fits it to published steps in 16 bits, of A100 and of H100, and later
-devices are taken to be like H100. In fp8 GEMMs are taken to reach the same share as in 16 bits: units twice as fast are
-fed by operands of half the bytes. The share of attention is a published one since H100; on A100 it is an estimate, as
-are those of the memory's rate and of links.
+(2023), B200 and GB200 (2024), B300 and GB300 (2025), AMD MI300X (2023). H800 is H100 with slower links within a node.
+NVIDIA gives fp8 with sparsity, twice the dense rate; A100 has no fp8. Links are counted in one direction for one
+device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficiency.py fits it to published steps in 16
+bits, of A100 and of H100, and later devices are taken to be like H100. In fp8 GEMMs are taken to reach the same share
+as in 16 bits: units twice as fast are fed by operands of half the bytes. Attention on NVIDIA's GPUs since H100 has the
+rates of `attention_rates`; on others its share is an estimate, as are those of the memory's rate and of links.
 docs/planner.md compares what comes of them.
 """
 
@@ -45,6 +45,7 @@ SINCE_H100 = saturating(0.568, HALF_AT)
 ATTENTION_SINCE_H100 = 0.35  # by kernels that `attention_rates` does not know: those that take masks
 # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
 PCIE_4, PCIE_5 = 32.0, 64.0
+NVL72 = 64  # GPUs of a rack of 72 that layouts of powers of two use; all are joined by NVLink
 HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device are taken to reach
 
 
@@ -124,6 +125,7 @@ def _row(
     shares: tuple[tuple[int, float], ...] = SINCE_H100,
     rates: Rates = HOPPER,
     attention: float = ATTENTION_SINCE_H100,
+    ranks_per_node: int = 8,
 ) -> Hardware:
     """Return a row of the table from figures in the units of data sheets."""
     return Hardware(
@@ -134,6 +136,7 @@ def _row(
         terabytes * TERA,
         Link(0.75 * node * GIGA, 10e-6),  # three quarters of the rate is what rings of NCCL reach
         Link(0.85 * network * GIGA, 20e-6),
+        ranks_per_node,
         gemm_shares=shares,
         attention_share=attention,
         host_bytes_per_second=HOST_SHARE * host * GIGA,
@@ -150,6 +153,9 @@ HARDWARE: dict[str, Hardware] = {
         _row("h800", "H800", (989, 1979), 80, 3.35, 200, 50, PCIE_5),
         _row("h200", "H200", (989, 1979), 141, 4.8, 450, 50, PCIE_5),
         _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50, PCIE_5, rates=BLACKWELL),
+        _row("b300", "B300", (2250, 4500), 251, 8.0, 900, 100, PCIE_5, rates=BLACKWELL),
+        _row("gb200", "GB200", (2500, 5000), 173, 8.0, 900, 50, PCIE_5, rates=BLACKWELL, ranks_per_node=NVL72),
+        _row("gb300", "GB300", (2500, 5000), 259, 8.0, 900, 100, PCIE_5, rates=BLACKWELL, ranks_per_node=NVL72),
         _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50, PCIE_5, rates={}),
     )
 }
