@@ -1,4 +1,4 @@
-"""Commands of README.md, CONTRIBUTING.md and docs, for tests/test_docs_commands.py.
+"""Commands of README.md, AGENTS.md, CONTRIBUTING.md and docs, for tests/test_docs_commands.py.
 
 `python -m tests.docs_commands` prints a row for every command that tests/docs_commands.txt lacks.
 """
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 def pages() -> list[Path]:
     """Return the pages of the project, each once: docs that only include another file have no commands."""
-    named = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
+    named = [REPOSITORY / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md")]
     return [*named, *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 

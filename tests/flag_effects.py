@@ -141,6 +141,7 @@ model.embedding_scale | --embedding-scale 3 | records
 model.residual_scale | --residual-scale 3 | records
 model.logits_scaling | --logits-scaling 3 | records
 model.qk_layernorm_after_rope | --qk-layernorm-after-rope | records | --qk-layernorm {ROPE}
+model.attention_output_gate | --attention-output-gate | plan specs
 model.qk_layernorm | --qk-layernorm | records
 model.qk_layernorm_scope | --qk-layernorm-scope projection | records | --qk-layernorm --normalization RMSNorm
 model.window_size | --window-size 3 | records
@@ -341,6 +342,8 @@ data.test_data_path | --test-data-path {{B}} | records | {FILES}
 data.data_cache_path | --data-cache-path {{tmp}}/cache | file cache/* | {FILES}
 data.dataset | --dataset sums | outcome | {EXTEND}dataset.py --vocab-size 257
 data.dataset_options | --dataset-options digits=1 | records | {SUMS}
+data.dataloader_type | --dataloader-type cyclic | records
+data.data_sharding | --no-data-sharding | losses_on_two_ranks | --dataloader-type cyclic
 data.mock_data | --mock-data | outcome | !--mock-data
 data.num_workers | --num-workers 2 | readers
 data.reset_position_ids | --reset-position-ids | records | {DOCUMENTS}

@@ -56,7 +56,7 @@ from tests.harness import RankPool
 from tests.token_files import IndexedWriter
 from tests.tokenizers.chat_tokenizers import write_tokenizer
 from tests.train.grids import runtime_of, step_microbatches, trainer
-from tests.train.jobs import job_on_rank
+from tests.train.jobs import job_on_rank, steps_of
 
 BASE = (
     "--num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 32 "
@@ -304,6 +304,16 @@ def extremes(pair: Pair, _: str) -> None:
     assert [re.findall(r"longest (.*?); shortest", text)[-1].count("rank ") for text in said] == [1, 2]
 
 
+def losses_on_two_ranks(pair: Pair, _: str) -> None:
+    def look(case: Case) -> list[float]:
+        pair.pools(2).run(job_on_rank, " ".join(case.argv))
+        return [line["loss"] for line in steps_of(case.tmp / "metrics.jsonl")]
+
+    before, after = pair.both(look)
+    assert len(before) == len(after) == 3
+    assert before != after
+
+
 def device(pair: Pair, _: str) -> None:
     before, after = pair.both(lambda case: case.done)
     assert before[0] == 0
@@ -407,7 +417,7 @@ SEEN: dict[str, Callable[[Pair, str], None]] = {
         layer_times,
         records, outcome, said, file, plan, saved_bytes, ranks, time_out, handlers, determinism, comparisons, device,
         readers, manifest, mixed_hosts,
-        extremes, checkpoints, failing_save, wandb, collections, snapshot, recorded_after,
+        extremes, losses_on_two_ranks, checkpoints, failing_save, wandb, collections, snapshot, recorded_after,
     )
 }  # fmt: skip
 ROWS = rows()

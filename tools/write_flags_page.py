@@ -92,7 +92,7 @@ def flags_document() -> str:
     counts = ", ".join(f"{len(rows)} {kind}" for kind, rows in rows_of.items())
     parts += [
         "## Every flag of Megatron-LM at megatron-core 0.19.2\n",
-        f"{len(megatron_flags())} flags, with those that only older versions have: {counts}. None is ignored.\n",
+        f"{len(megatron_flags())} flags, with those that only other versions have: {counts}. None is ignored.\n",
         "### Supported\n",
         markdown_table(("flag", "field"), [(f"`{row.name}`", f"`{row.note}`") for row in rows_of[SUPPORTED]]),
         "### Accepted: megapipe always does what the flag asks for\n",

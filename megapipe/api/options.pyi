@@ -71,6 +71,8 @@ class Options(TypedDict, total=False):
     qk_layernorm_scope: Literal["head", "projection"]
     qk_layernorm_after_rope: bool
     no_qk_layernorm_after_rope: bool
+    attention_output_gate: bool
+    no_attention_output_gate: bool
     window_size: int | str | None
     window_attn_skip_freq: str | PathLike[str] | None
     layer_pattern: Sequence[str | PathLike[str]] | None
@@ -349,6 +351,9 @@ class Options(TypedDict, total=False):
     data_cache_path: str | PathLike[str] | None
     dataset: str | None
     dataset_options: Sequence[str | PathLike[str]] | None
+    dataloader_type: Literal["single", "cyclic"]
+    data_sharding: bool
+    no_data_sharding: bool
     mock_data: bool
     no_mock_data: bool
     num_workers: int

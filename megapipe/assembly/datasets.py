@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+
+import torch
 
 from megapipe.config.config import Config
 from megapipe.config.files import DataConfig, parse_blend
@@ -14,6 +17,8 @@ from megapipe.config.load import LoadedConfig
 from megapipe.data.batch import DocumentRules, padding_remarks
 from megapipe.data.build_datasets import DatasetRequest, build_datasets
 from megapipe.data.chat_dataset import build_chat_datasets
+from megapipe.data.cyclic_order import CyclicOrder
+from megapipe.data.dataset import Array
 from megapipe.data.fingerprint import files_in_use
 from megapipe.data.indexed_file import made_with, tokenizer_path
 from megapipe.data.loader import Loader
@@ -126,6 +131,13 @@ def dataset_request(plan: RunPlan) -> DatasetRequest:
     return DatasetRequest(data, model.seq_length, training.seed, num_samples, model.vocab_size)
 
 
+@lru_cache(maxsize=4)  # two epochs of training, and one of validation and of test
+def permutation(size: int, seed: int) -> Array:
+    """Return a permutation of 0 .. size - 1, the same as torch draws for Megatron-LM."""
+    drawn: Array = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).numpy()
+    return drawn
+
+
 def build_data(plan: RunPlan) -> RunData:
     """Open the files, build the indices and start the loaders. Raises ConfigError, DataError."""
     data = plan.config.data
@@ -148,8 +160,9 @@ def build_data(plan: RunPlan) -> RunData:
         if tokenizer is not None and datasets.train is not None and not data.mock_data:
             remarks = padding_remarks(datasets.train, tokenizer.pad, (tokenizer.eod, tokenizer.bos))
         remarks = (*compared, *remarks)
+    order = CyclicOrder(data.data_sharding, permutation) if data.dataloader_type == "cyclic" else None
     train, valid, test = (
-        None if dataset is None else Loader(dataset, rules, num_workers=data.num_workers, name=name)
+        None if dataset is None else Loader(dataset, rules, num_workers=data.num_workers, name=name, order=order)
         for name, dataset in (("train", datasets.train), ("validation", datasets.valid), ("test", datasets.test))
     )
     files = files_in_use((datasets.train, datasets.valid, datasets.test))

@@ -41,7 +41,7 @@ LATENT_OPTIONS = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_hea
 ATTENTION_OPTIONS = (
     *"num_attention_heads num_query_groups kv_channels window_size qk_layernorm qk_layernorm_scope".split(),
     *"qk_layernorm_after_rope attn_logit_softcapping attention_kind softmax_type softmax_scale add_qkv_bias".split(),
-    "multi_latent_attention",
+    *("attention_output_gate", "multi_latent_attention"),
     *LATENT_OPTIONS,
     *ROTARY_OPTIONS,
 )

@@ -27,7 +27,7 @@ TABLE = {
             normalization norm_position norm_epsilon layernorm_zero_centered_gamma activation glu_linear_offset
             activation_func_clamp_value add_bias_linear add_qkv_bias untie_embeddings_and_output_weights
             embedding_scale residual_scale logits_scaling qk_layernorm qk_layernorm_scope qk_layernorm_after_rope
-            window_size window_attn_skip_freq layer_pattern
+            attention_output_gate window_size window_attn_skip_freq layer_pattern
             multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
             latent_norm_epsilon num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size
             moe_shared_expert_gate moe_router_topk moe_router_score_function moe_router_pre_softmax
@@ -47,9 +47,9 @@ TABLE = {
     DATA: {
         "model": "seq_length",
         "data": """
-            data_path split train_data_path dataset dataset_options mock_data reset_position_ids reset_attention_mask
-            sft sft_tokenizer_prompt_format sft_packing sft_overlong tokenizer_type tokenizer_model vocab_file
-            merge_file
+            data_path split train_data_path dataset dataset_options mock_data dataloader_type data_sharding
+            reset_position_ids reset_attention_mask sft sft_tokenizer_prompt_format sft_packing sft_overlong
+            tokenizer_type tokenizer_model vocab_file merge_file
         """,
     },
     LOSS: {

@@ -59,6 +59,9 @@ LOGGERS: Registry[Callable[..., Any]] = Registry("logger", "--logger", {})
 
 TOKENIZER = Need("data.tokenizer_type", "--tokenizer-type, the kind of tokenizer in that file")
 DATASET = Need("data.dataset", "--dataset NAME")
+CYCLIC = Need(
+    "data.dataloader_type", "--dataloader-type cyclic", ("cyclic",), without="all samples are read in one order"
+)
 SFT = Need("data.sft", "--sft, supervised finetuning")
 FORMAT = Need("data.sft", "--sft", without="no conversations are read")
 SAVE = Need("checkpoint.save", "--save DIR", without="nothing will be saved")
@@ -95,6 +98,15 @@ class DataConfig:
     data_cache_path: str | None = option(None, "directory of index caches", derived="a directory next to the data")
     dataset: str | None = option(None, "train on the data set of this name, of an extension", choices=DATASETS)
     dataset_options: tuple[str, ...] = option((), "NAME=TEXT for each option of --dataset", needs=DATASET)
+    dataloader_type: str = option(
+        "single",
+        "order of samples: single, that of the shuffled index, the same on any grid; cyclic, which repeats the data "
+        "without end and depends on the number of dp ranks and --micro-batch-size",
+        choices=("single", "cyclic"),
+    )
+    data_sharding: bool = option(
+        True, "each dp rank reads its own part of the data; else samples are dealt out in turn", needs=CYCLIC
+    )
     mock_data: bool = option(False, "train on generated tokens instead of files")
     num_workers: int = option(2, "threads that prefetch batches on each rank; 0: none", "threads", at_least=0)
     reset_position_ids: bool = option(False, "restart positions after each end-of-document token")

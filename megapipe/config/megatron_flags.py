@@ -1,7 +1,8 @@
 """Every flag of Megatron-LM at megatron-core 0.19.2, each in one class; no flag of a launch script is ignored.
 
 The names, with the number of their values and Megatron's defaults, are in megatron_flags.csv: those of the argument
-parser of the megatron-core 0.19.2 wheel, and those that only older versions have. Classes and notes are ours.
+parser of the megatron-core 0.19.2 wheel, and those that only other versions have, such as the development branch.
+Classes and notes are ours.
 megatron_differences.csv has the flags that deliberately have another default or meaning here.
 
 supported         sets a field of ours (the note is the field)

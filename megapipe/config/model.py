@@ -291,6 +291,11 @@ class ModelConfig:
         "normalize queries and keys after their rotation (Hunyuan)",
         needs=Need("model.qk_layernorm", "--qk-layernorm"),
     )
+    attention_output_gate: bool = option(
+        False,
+        "multiply each channel of attention's output by a sigmoid of a projection of its input, whose rows are part of "
+        "linear_qkv (Qwen3-Next, Trinity)",
+    )
     window_size: int | None = count(
         None,
         "sliding window: a token attends to itself and window-size - 1 tokens before it (or Megatron's pair LEFT,0); "
@@ -319,7 +324,7 @@ class ModelConfig:
         ),
     )
     multi_latent_attention: bool = option(
-        False, "multi-head latent attention: queries, keys and values from low-rank latents (docs/experts.md)"
+        False, "multi-head latent attention: queries, keys and values from low-rank latents (docs/layers.md)"
     )
     q_lora_rank: int | None = count(
         None, "width of the latent of the queries; unset: queries are projected at once", "channels", needs=LATENT

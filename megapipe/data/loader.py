@@ -2,7 +2,7 @@
 
 Microbatch k of dp rank d, in a step that begins after `consumed` samples (without skipped ones), holds `micro` samples
 from consumed + (k dp + d) micro on. So a step's global batch does not depend on dp, and resuming, or changing dp or the
-batch size, needs only `consumed`.
+batch size, needs only `consumed`. A `CyclicOrder` maps these positions to other samples.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from megapipe.data.batch import Batch, DocumentRules
+from megapipe.data.cyclic_order import CyclicOrder
 from megapipe.data.dataset import SkippedSamples, TokenDataset
 from megapipe.errors import DataError
 
@@ -22,7 +23,8 @@ AHEAD_PER_WORKER = 2
 
 
 class Loader:
-    """Microbatches of one dataset. num_workers: threads that read ahead; 0 reads on request.
+    """Microbatches of one dataset. num_workers: threads that read ahead; 0 reads on request. order: None is that of the
+    dataset, which then holds the samples of the whole run.
 
     Reading ahead assumes that the rank continues with the same stride, across steps too; a wrong guess costs a read. An
     error in a thread is raised when its batch is requested. The threads are daemons, unlike those of an executor, so
@@ -30,15 +32,22 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: TokenDataset, rules: DocumentRules | None = None, *, num_workers: int = 0, name: str = "train"
+        self,
+        dataset: TokenDataset,
+        rules: DocumentRules | None = None,
+        *,
+        num_workers: int = 0,
+        name: str = "train",
+        order: CyclicOrder | None = None,
     ) -> None:
         self.dataset = dataset
+        self.order = order
         self.rules = rules if rules is not None else DocumentRules()
         self.name = name
         self._num_workers = num_workers
         self._num_ahead = AHEAD_PER_WORKER * num_workers
-        self._tasks: SimpleQueue[tuple[Future[Batch], int, int] | None] = SimpleQueue()
-        self._ready: OrderedDict[tuple[int, int], Future[Batch]] = OrderedDict()  # by (start, count)
+        self._tasks: SimpleQueue[tuple[Future[Batch], tuple[int, int, int]] | None] = SimpleQueue()
+        self._ready: OrderedDict[tuple[int, int, int], Future[Batch]] = OrderedDict()  # by (start, count, dp_size)
         self._lock = threading.Lock()
         self._skipped = SkippedSamples()
         for index in range(num_workers):
@@ -49,7 +58,7 @@ class Loader:
 
         Raises DataError if the data set has fewer.
         """
-        needed = skipped.index(num_samples - 1) + 1
+        needed = 0 if self.order is not None else skipped.index(num_samples - 1) + 1  # a cyclic order has no end
         self.dataset.grow(needed)
         held = len(self.dataset)
         if needed > held:
@@ -72,33 +81,42 @@ class Loader:
         Raises DataError if samples cannot be read or are past the last one: datasets are built for the whole run.
         """
         start = consumed_samples + (k * dp_size + dp_rank) * micro_batch_size
-        if start < 0 or self._skipped.index(start + micro_batch_size - 1) >= len(self.dataset):
+        if self.order is not None:
+            position = self._skipped.index(consumed_samples)
+            self.order.check(position, len(self.dataset), dp_size, micro_batch_size, self.name)
+        if start < 0 or not self._has(start + micro_batch_size - 1):
             batch = f"microbatch {k} of dp rank {dp_rank} (of {dp_size}) after {consumed_samples} consumed samples"
             rule = f"the {self.name} data has {len(self.dataset)} samples, but {batch} needs"
             reason = "the dataset was built for a shorter run, or has no weights and so holds one epoch"
             way = "request more samples, or give --data-path weights"
             raise DataError(f"{rule} {start}..{start + micro_batch_size}: {reason}; {way}")
-        if not self._num_workers:
-            return self._read(start, micro_batch_size)
-        return self._read_ahead(start, micro_batch_size, dp_size * micro_batch_size)
+        read = self._read_ahead if self._num_workers else self._read
+        return read(start, micro_batch_size, dp_size)
 
-    def _read_ahead(self, start: int, count: int, stride: int) -> Batch:
+    def _has(self, number: int) -> bool:
+        """Return True if there is a sample with this number."""
+        return self.order is not None or self._skipped.index(number) < len(self.dataset)
+
+    def _read_ahead(self, start: int, count: int, dp_size: int) -> Batch:
         """Queue the requested batch and the next ones, then wait for the requested one."""
         with self._lock:
             for step in range(self._num_ahead + 1):
-                key = (start + step * stride, count)
-                if key not in self._ready and self._skipped.index(key[0] + count - 1) < len(self.dataset):
+                key = (start + step * dp_size * count, count, dp_size)
+                if key not in self._ready and self._has(key[0] + count - 1):
                     self._ready[key] = Future()
-                    self._tasks.put((self._ready[key], *key))
-            wanted = self._ready[start, count]
-            self._ready.move_to_end((start, count))
+                    self._tasks.put((self._ready[key], key))
+            wanted = self._ready[start, count, dp_size]
+            self._ready.move_to_end((start, count, dp_size))
             # several stages of a rank may request the same microbatch, so batches are kept for a while
             while len(self._ready) > 3 * (self._num_ahead + 1):
                 self._ready.popitem(last=False)[1].cancel()
         return wanted.result()
 
-    def _read(self, start: int, count: int) -> Batch:
+    def _read(self, start: int, count: int, dp_size: int) -> Batch:
         sample_ids = tuple(map(self._skipped.index, range(start, start + count)))
+        if self.order is not None:
+            sizes = len(self.dataset), dp_size, count
+            sample_ids = tuple(self.order.index(position, *sizes) for position in sample_ids)
         try:
             samples = np.stack([self.dataset[i] for i in sample_ids])
         except OSError as error:
@@ -109,10 +127,10 @@ class Loader:
     def _serve(self) -> None:
         """Read queued batches in a thread until the loader is closed."""
         while (task := self._tasks.get()) is not None:
-            future, start, count = task
+            future, key = task
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(self._read(start, count))
+                    future.set_result(self._read(*key))
                 except BaseException as error:
                     future.set_exception(error)
 

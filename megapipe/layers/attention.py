@@ -1,5 +1,5 @@
 """Self-attention: x + norm(proj(core_attention(qkv(norm(x))))), with either norm or both, grouped queries, rotary
-positions, qk-norm, a sliding window, a soft-cap.
+positions, qk-norm, a sliding window, a soft-cap, a gate of the output.
 
 Core attention is one fused kernel; where fused kernels lack an option it is written out ("explicit") and keeps [s, s]
 matrices.
@@ -69,6 +69,11 @@ class AttentionTable:
         return is_explicit(self.model)
 
     @property
+    def query_projections(self) -> int:
+        """2 where linear_qkv makes gates besides queries, else 1."""
+        return 2 if self.model.attention_output_gate else 1
+
+    @property
     def registered(self) -> AttentionKind | None:
         """The row of a kind of attention that an extension has added: its backward replays it from q, k and v."""
         kind = ATTENTIONS[self.model.attention_kind]
@@ -78,7 +83,8 @@ class AttentionTable:
         """Yield the parameters of layer number `layer`, in model order."""
         model, hidden, name = self.model, self.model.hidden_size, f"{prefix}self_attention"
         heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels
-        rows, slicing = (heads + 2 * groups) * channels, QueryGroups(heads, groups, channels)
+        slicing = QueryGroups(heads, groups, channels, is_gated=model.attention_output_gate)
+        rows = (self.query_projections * heads + 2 * groups) * channels
         has_bias, std = model.add_bias_linear, model.init_method_std
         qkv = LinearTable(f"{name}.linear_qkv", rows, hidden, slicing, has_bias or model.add_qkv_bias, std)
         projection = LinearTable(f"{name}.linear_proj", hidden, heads * channels, Fused(1), has_bias, output_std(model))
@@ -102,7 +108,8 @@ class AttentionTable:
         model, hidden = self.model, self.model.hidden_size
         query = model.num_attention_heads // tp * model.kv_channels
         key = max(1, model.num_query_groups // tp) * model.kv_channels
-        return Gemm(hidden, query + 2 * key, True, self.is_fp8), Gemm(query, hidden, False, self.is_fp8)
+        rows = self.query_projections * query + 2 * key
+        return Gemm(hidden, rows, True, self.is_fp8), Gemm(query, hidden, False, self.is_fp8)
 
     def up_gemms(self, tp: int) -> tuple[Gemm, ...]:
         """Return the linears from latents to heads on one of tp ranks; none without latents."""
@@ -130,7 +137,8 @@ class AttentionTable:
         # core attention's backward frees all but its output, which linear_proj keeps, and what a checkpoint holds until
         # its own backward is done
         freed = [tensor for tensor in qkv_kept if tensor.name != "norm statistics"]
-        freed += [tensor for tensor in core_kept if tensor.name != "attention output"]
+        is_gated = self.model.attention_output_gate  # then linear_proj keeps the product
+        freed += [tensor for tensor in core_kept if is_gated or tensor.name != "attention output"]
         if shape.recompute.recompute_keep_attention:
             freed = [tensor for tensor in freed if not tensor.with_replay]
         if before is None:
@@ -155,6 +163,7 @@ class AttentionTable:
                 recompute_modules=("core_attn",),
                 backward=Backward(behind + query + self._core_gradient_bytes(shape), total_bytes(freed)),
             ),
+            *(self._gate(shape, behind) if is_gated else ()),
             Operation(
                 "linear_proj",
                 (dropout,) if has_dropout else (),
@@ -166,6 +175,14 @@ class AttentionTable:
             *(() if after is None else (after.after_branch(shape, self.model.scales_branches),)),
         )
         return Table(operations, hidden, max(weight_gradient_bytes(gemm, shape) for gemm in (qkv, projection)))
+
+    def _gate(self, shape: RankShape, behind: int) -> Iterator[Operation]:
+        """Yield the gate of the output. behind: bytes of the gradient behind the branch."""
+        query = self._query(shape)
+        kept = () if shape.recomputes("core_attn") else (Kept("gated attention output", query, shape.element),)
+        # the gradients of the product, of the output and of the gates, and the sigmoid and a product in at least fp32
+        made = behind + query * (3 * shape.element + 3 * shape.wide)
+        yield Operation("output_gate", kept, recompute_modules=("core_attn",), backward=Backward(made))
 
     def visibility(self, shape: RankShape, rank: int = 0) -> Visibility:
         """Return which keys the queries of a rank of the ring see. Layers that share a mask have it in common."""
@@ -297,6 +314,10 @@ class AttentionTable:
     def _groups(self, shape: RankShape) -> int:
         return max(1, self.model.num_query_groups // shape.tp)
 
+    def _gates(self, shape: RankShape) -> int:
+        """Return the elements of the gates that linear_qkv makes."""
+        return (self.query_projections - 1) * self._query(shape)
+
     def _shares_keys(self, shape: RankShape) -> bool:
         """Return True if several query heads of core attention use one of several key/value heads."""
         ranks = self._exchanged(shape)
@@ -360,8 +381,8 @@ class AttentionTable:
         if self._exchanged(shape) > 1:
             yield from self._exchanged_kept(shape, repeats)
             return
-        if not repeats or self.qk_norms:
-            yield Kept(name, query + 2 * key, element)
+        if not repeats or self.qk_norms or self._gates(shape):
+            yield Kept(name, query + 2 * key + self._gates(shape), element)
         for norm, heads in zip(self.qk_norms, (self._heads(shape), self._groups(shape)), strict=False):
             per_token = heads if self.model.qk_layernorm_scope == "head" else 1
             yield from norm.statistics(shape.tokens * per_token, shape)
@@ -382,8 +403,8 @@ class AttentionTable:
         """Yield q, k and v of this rank's heads at the positions of all; with qk-norm its input and statistics."""
         query, key, element = self._query(shape), self._key(shape), shape.element
         redoes_core = shape.recomputes("core_attn")
-        if self.qk_norms or redoes_core:
-            yield Kept("q, k, v", query + 2 * key, element)
+        if self.qk_norms or redoes_core or self._gates(shape):
+            yield Kept("q, k, v", query + 2 * key + self._gates(shape), element)
         for norm, heads in zip(self.qk_norms, (self._heads(shape), self._groups(shape)), strict=False):
             per_token = heads if self.model.qk_layernorm_scope == "head" else 1
             yield from norm.statistics(shape.tokens * per_token, shape)
@@ -449,11 +470,11 @@ class AttentionTable:
             return self._block_gradient_bytes(shape)
         if not self._is_written_out(shape):
             output = self._query(shape) * element + shape.tokens * self._heads(shape) * wide
-            qkv = (self._query(shape) + 2 * self._key(shape)) * element
+            qkv = (self._query(shape) + 2 * self._key(shape) + self._gates(shape)) * element
             return (output if shape.recomputes("core_attn") else 0) + 2 * qkv
         again = total_bytes(self._core_kept(shape)) if shape.recomputes("core_attn") else 0
         if self.registered is not None:
-            qkv = (self._query(shape) + 2 * self._key(shape)) * element
+            qkv = (self._query(shape) + 2 * self._key(shape) + self._gates(shape)) * element
             return again + 2 * qkv + int(self.registered.backward_squares * self._squares(shape) * element)
         # the backward of softmax has the gradients of its output and input, the latter also in the dtype of the GEMMs,
         # and that of v; what dropout and the product after it kept is freed by then
@@ -491,4 +512,4 @@ class AttentionTable:
         made = keys * (held * element + sums * wide) + query * wide + of_block
         if ring == 1 and shape.slice is None:  # one block, whose gradients are the result
             made = of_block
-        return again + max(made, 2 * (query + self._keys_and_values(shape)) * element)
+        return again + max(made, 2 * (query + self._keys_and_values(shape) + self._gates(shape)) * element)

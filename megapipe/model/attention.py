@@ -1,7 +1,9 @@
 """Self-attention of one layer on one tp rank: projections, qk-norm, rotation, core attention softmax(scale q k^T) v.
 
-linear_qkv's rows are in Megatron's order, one block per query group: [q_0 .. q_{n-1}, k, v] x head_dim. With fewer
-key/value heads than tp ranks, neighbouring ranks share one: each holds its own query heads and a replica of k and v.
+linear_qkv's rows are in Megatron's order, one block per query group: [q_0 .. q_{n-1}, k, v] x head_dim. With
+--attention-output-gate they are [q_0 .. q_{n-1}, gate_0 .. gate_{n-1}, k, v], and core attention's output is multiplied
+by sigmoid of the gates (Qiu et al. 2025, arXiv:2505.06708). With fewer key/value heads than tp ranks, neighbouring
+ranks share one: each holds its own query heads and a replica of k and v.
 
 Shapes: s sequence, b batch, g key/value heads, n query heads per key/value head, d head_dim, all of this rank.
 q: [s, b, g, n, d]; k, v: [s, b, g, 1, d]. Result: [s, b, h] (a slice of s with sequence parallelism).
@@ -60,8 +62,10 @@ class SelfAttention(nn.Module):
         self.queries = config.num_attention_heads // tp.size // self.groups  # per group, on this rank
         self.core = CoreAttention(layer, factory, self.groups, self.queries, self.head_dim)
         width = config.num_attention_heads * self.head_dim
-        rows = width + 2 * config.num_query_groups * self.head_dim
-        local_rows = self.groups * (self.queries + 2) * self.head_dim  # > rows / tp where k and v are replicated
+        queries = 2 if config.attention_output_gate else 1  # projections as wide as the queries
+        rows = queries * width + 2 * config.num_query_groups * self.head_dim
+        # > rows / tp where k and v are replicated
+        local_rows = self.groups * (queries * self.queries + 2) * self.head_dim
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
         self.linear_qkv = factory.linear("column", layer, config.hidden_size, rows, qkv_bias, local_rows)
         self.linear_proj = factory.linear("row", layer, width, config.hidden_size, config.add_bias_linear)
@@ -77,18 +81,23 @@ class SelfAttention(nn.Module):
         yield from again_if("layernorm" in self.recompute, norm)
         yield linear_element("linear_qkv", self.linear_qkv)
         yield self._heads()
-        yield from again_if("core_attn" in self.recompute, Elements([self.core_element]))
+        gate = [Segment("output_gate", gated)] if self.config.attention_output_gate else []
+        yield from again_if("core_attn" in self.recompute, Elements([self.core_element, *gate]))
         yield linear_element("linear_proj", self.linear_proj)
 
     @property
     def core_element(self) -> Element:
         """Core attention."""
-        return Operator("core_attention", lambda context, q, k, v: self.core.of(context, self.softmax_offset)(q, k, v))
+        return Operator(
+            "core_attention",
+            lambda context, q, k, v: self.core.of(context, self.softmax_offset)(q, k, v),
+            slice(3),  # gates pass by
+        )
 
     def _heads(self) -> Element:
         """Return the element that splits, norms and rotates heads: a segment, unless its norms are none."""
-        kind = RotatedHeads if self.config.qk_layernorm_after_rope else Heads
-        heads = kind(self.groups, self.queries, self.head_dim)
+        options = self.config.attention_output_gate, self.config.qk_layernorm_after_rope
+        heads = Heads(self.groups, self.queries, self.head_dim, *options)
         if not self.config.qk_layernorm:
             if self.config.rotary is None:
                 return Operator("heads", lambda context, qkv: heads(qkv))  # views alone
@@ -106,7 +115,8 @@ class SelfAttention(nn.Module):
 
 @dataclass(frozen=True)
 class Heads:
-    """Splits [s, b, g (n + 2) d] into q [s, b, g, n, d] and k, v [s, b, g, 1, d], normed and rotated.
+    """Splits [s, b, g (n + 2) d] into q [s, b, g, n, d] and k, v [s, b, g, 1, d], normed and rotated; with gates
+    [s, b, g (2 n + 2) d] into these and the gates, of q's shape.
 
     norm: of q and of k, with the weights given.
     """
@@ -114,6 +124,8 @@ class Heads:
     groups: int
     queries: int
     head_dim: int
+    is_gated: bool = False
+    norms_last: bool = False  # the norms follow the rotation
     norm: NormFunction | None = None
 
     def __call__(
@@ -123,43 +135,52 @@ class Heads:
         sin: Tensor | None = None,
         *weights: Tensor | None,  # and biases, of the norms of q and of k
         norms: tuple[nn.Module, nn.Module] | None = None,  # in place of `norm`
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         groups, queries, head_dim, compiles = self.groups, self.queries, self.head_dim, torch.compiler.is_compiling()
-        normed = norms is not None or self.norm is not None
-        if cos is not None and sin is not None and not normed and not compiles:
-            qkv = rotate_(qkv, cos, sin, groups, queries + 1, head_dim)  # q and k at once, in place
-        q, k, v = qkv.view(*qkv.shape[:2], groups, queries + 2, head_dim).split((queries, 1, 1), dim=3)
-        if norms is not None:
-            q, k = norms[0](q), norms[1](k)
-        elif self.norm is not None:
-            q, k = self.norm(q, *weights[:2]), self.norm(k, *weights[2:])  # type: ignore[arg-type]
-        if cos is None or sin is None:
-            return q, k, v
-        if compiles:
-            # v is written in the same pass; as a view it would keep all of qkv for the backward
-            return rotated(q, cos, sin), rotated(k, cos, sin), v.contiguous()
-        if normed:
-            q, k = rotate_(q, cos, sin, groups, queries, head_dim), rotate_(k, cos, sin, groups, 1, head_dim)
-        return q, k, v
+
+        def normed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            if norms is not None:
+                return norms[0](q), norms[1](k)
+            assert self.norm is not None
+            return self.norm(q, *weights[:2]), self.norm(k, *weights[2:])  # type: ignore[arg-type]
+
+        has_norms = norms is not None or self.norm is not None
+        is_normed_first = has_norms and not self.norms_last
+        if cos is not None and sin is not None and not is_normed_first and not compiles:
+            both = (slice(queries), slice(-2, -1)) if self.is_gated else (slice(queries + 1),)
+            qkv = rotate_(qkv, cos, sin, groups, head_dim, *both)  # q and k, in place
+        sizes = (queries, queries, 1, 1) if self.is_gated else (queries, 1, 1)
+        q, *gate, k, v = qkv.view(*qkv.shape[:2], groups, sum(sizes), head_dim).split(sizes, dim=3)
+        if is_normed_first:
+            q, k = normed(q, k)
+        if cos is not None and sin is not None and compiles:
+            # v and the gates are written in the same pass; as views they would keep all of qkv for the backward
+            q, k, v, *gate = rotated(q, cos, sin), rotated(k, cos, sin), *(x.contiguous() for x in (v, *gate))
+        elif cos is not None and sin is not None and is_normed_first:
+            q, k = (rotate_(x, cos, sin, groups, head_dim, slice(None)) for x in (q, k))
+        return *(normed(q, k) if has_norms and self.norms_last else (q, k)), v, *gate
 
 
-@dataclass(frozen=True)
-class RotatedHeads(Heads):
-    """`Heads` whose norms follow the rotation."""
+def gated(output: Tensor, gate: Tensor) -> Tensor:
+    """Return output sigmoid(gate), computed in at least fp32. output: [s, b, g n d], gate: [s, b, g, n, d]."""
+    return _Gated.apply(output, gate)  # type: ignore[no-any-return]
 
-    def __call__(
-        self,
-        qkv: Tensor,
-        cos: Tensor | None = None,
-        sin: Tensor | None = None,
-        *weights: Tensor | None,
-        norms: tuple[nn.Module, nn.Module] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = Heads(self.groups, self.queries, self.head_dim)(qkv, cos, sin)
-        if norms is not None:
-            return norms[0](q), norms[1](k), v
-        assert self.norm is not None
-        return self.norm(q, *weights[:2]), self.norm(k, *weights[2:]), v  # type: ignore[arg-type]
+
+class _Gated(torch.autograd.Function):
+    """`gated`; saves its inputs alone, which core attention and linear_qkv keep anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(output, gate)
+        return gate.to(at_least_fp32(gate.dtype)).sigmoid().flatten(2).mul(output).to(output.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        output, gate = ctx.saved_tensors
+        share = gate.to(at_least_fp32(gate.dtype)).sigmoid().flatten(2)
+        of_output = (grad * share).to(output.dtype)
+        of_gate = torch.ops.aten.sigmoid_backward(grad.to(share.dtype) * output, share)
+        return of_output, of_gate.to(gate.dtype).view(gate.shape)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

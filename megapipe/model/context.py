@@ -38,6 +38,7 @@ from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.random import DropoutKey
 
 MaskedBlocks = tuple[MaskedBlock, ...]
+HeadLayout = tuple[int, int, tuple[slice, ...]]  # groups, channels of a head, the rotated heads of a group
 Unit = tuple[int, int]  # a microbatch by its number in the global batch, and the number of its slice
 
 
@@ -327,18 +328,18 @@ class Rotary:
         return *tables, (1.0 + self.config.yarn_query_scale * times.log1p())[:, :, None, None, None]
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor, groups: int, heads: int, head_dim: int) -> Tensor:
-    """Rotate, in place, the first `heads` of each group's heads.
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, groups: int, head_dim: int, *heads: slice) -> Tensor:
+    """Rotate, in place, some of each group's heads.
 
-    x: contiguous, viewed as [s, b, groups, heads or more, head_dim]; its first r channels are rotated, the others
+    x: contiguous, viewed as [s, b, groups, heads of a group, head_dim]; its first r channels are rotated, the others
     stay. No other operation may need the values of x: it is the output of a linear or of a norm.
     """
-    return _Rotate.apply(x, cos, sin, (groups, heads, head_dim))
+    return _Rotate.apply(x, cos, sin, (groups, head_dim, heads))
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: tuple[int, int, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout) -> Tensor:
         ctx.tables, ctx.layout = (cos, sin), layout  # constants shared by all layers, not activations
         ctx.mark_dirty(x)
         _rotate_in_place(x, cos, sin, layout)
@@ -353,9 +354,10 @@ class _Rotate(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: tuple[int, int, int]) -> None:
-    groups, heads, head_dim = layout
-    rotate_pairs_(x.view(*x.shape[:2], groups, -1, head_dim)[:, :, :, :heads], cos, sin)
+def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout) -> None:
+    groups, head_dim, heads = layout
+    for each in heads:
+        rotate_pairs_(x.view(*x.shape[:2], groups, -1, head_dim)[:, :, :, each], cos, sin)
 
 
 def rotate_pairs_(rotated: Tensor, cos: Tensor, sin: Tensor) -> None:

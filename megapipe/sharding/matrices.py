@@ -1,9 +1,9 @@
 """The matrices of hidden layers that --optimizer muon orthogonalizes, and the ranks that compute each of them.
 
-A parameter may hold several: q, k and v of a fused projection, gate and up of a gated MLP, those of all experts. Every
-rank keeps the flat shards that it has under any update rule. In an update the parts of a matrix meet on one rank, its
-owner, first over the replicas that share out the optimizer state, then over the ranks that cut the parameter, and the
-result returns the same way. So state, buckets and checkpoints do not depend on where matrices are computed.
+A parameter may hold several: q, k, v and gates of a fused projection, gate and up of a gated MLP, those of all experts.
+Every rank keeps the flat shards that it has under any update rule. In an update the parts of a matrix meet on one rank,
+its owner, first over the replicas that share out the optimizer state, then over the ranks that cut the parameter, and
+the result returns the same way. So state, buckets and checkpoints do not depend on where matrices are computed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from megapipe.sharding.buffers import Bucket, Slot
 from megapipe.sharding.spec import ExpertRows, Fused, Interval, ParamSpec, QueryGroups
@@ -74,10 +75,9 @@ def matrices_of(spec: ParamSpec, splits_qkv: bool = True) -> tuple[Matrix, ...]:
         return ()
     slicing, size = spec.slicing, spec.shape[0]
     if isinstance(slicing, QueryGroups) and splits_qkv:
-        width = slicing.head_dim
-        queries = slicing.heads // slicing.groups * width
-        starts = range(0, size, queries + 2 * width)
-        kinds = ((0, queries), (queries, queries + width), (queries + width, queries + 2 * width))
+        ends = (0, *accumulate(count * slicing.head_dim for count in slicing.heads_of_group.values()))
+        starts = range(0, size, ends[-1])
+        kinds = pairwise(ends)
         return tuple(Matrix(spec, tuple(range(start + low, start + high) for start in starts)) for low, high in kinds)
     parts = 1
     if isinstance(slicing, ExpertRows):

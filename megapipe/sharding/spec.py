@@ -53,19 +53,27 @@ class Fused:
 
 @dataclass(frozen=True)
 class QueryGroups:
-    """The fused q|k|v rows in Megatron's order, one block a query group: [q_0 .. q_{n-1}, k, v] x head_dim.
+    """The fused q|k|v rows in Megatron's order, one block a query group: [q_0 .. q_{n-1}, k, v] x head_dim; gated, with
+    the gates of the queries' outputs behind them: [q_0 .. q_{n-1}, gate_0 .. gate_{n-1}, k, v].
 
     With at least tp groups each rank holds groups / tp whole blocks. With fewer, tp / groups neighbours share a
-    group: each holds its own query heads and a replica of the group's k and v.
+    group: each holds its own query heads and gates and a replica of the group's k and v.
     """
 
     heads: int
     groups: int
     head_dim: int
     dim: int = 0
+    is_gated: bool = False
+
+    @property
+    def heads_of_group(self) -> dict[str, int]:
+        """The number of heads of each kind in the block of one group, in their order."""
+        queries = self.heads // self.groups
+        return {"query": queries, **({"gate": queries} if self.is_gated else {}), "key": 1, "value": 1}
 
     def intervals(self, size: int, tp_rank: int, tp: int) -> tuple[Interval, ...]:
-        block = (self.heads // self.groups + 2) * self.head_dim
+        block = sum(self.heads_of_group.values()) * self.head_dim
         if self.groups % tp == 0:
             width = self.groups // tp * block
             return (Interval(tp_rank * width, (tp_rank + 1) * width, (tp_rank,)),)
@@ -77,15 +85,14 @@ class QueryGroups:
         sharing = tp // self.groups
         group, member = divmod(tp_rank, sharing)
         replicas = tuple(range(group * sharing, (group + 1) * sharing))
-        queries = self.heads // tp * self.head_dim
-        query_start = group * block + member * queries
-        keys = group * block + self.heads // self.groups * self.head_dim
-        values = keys + self.head_dim
-        return (
-            Interval(query_start, query_start + queries, (tp_rank,)),
-            Interval(keys, values, replicas),
-            Interval(values, values + self.head_dim, replicas),
-        )
+        own, found, start = self.heads // tp * self.head_dim, list[Interval](), group * block
+        for kind, count in self.heads_of_group.items():
+            if kind in ("key", "value"):
+                found.append(Interval(start, start + self.head_dim, replicas))
+            else:
+                found.append(Interval(start + member * own, start + (member + 1) * own, (tp_rank,)))
+            start += count * self.head_dim
+        return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -159,13 +159,22 @@ class ChatTokenizer:
         own = () if self.eod is None else (self.eod,)
         return tuple(dict.fromkeys((*found, *own, *self._base.ends)))
 
-    def render(self, messages: Sequence[Message]) -> Rendered:
-        """Write a conversation. Raises DataError if its text is ambiguous, or the template cannot write it."""
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation up to the beginning of the next answer. Raises DataError as `render`."""
+        self._check_contents(messages)
+        text = self._text(messages, prompt=True)
+        return list(self._library_tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _check_contents(self, messages: Sequence[Message]) -> None:
         for number, message in enumerate(messages, 1):
             # the text of a special token would become that token
             if self._forbidden is not None and (found := self._forbidden.search(message["content"])):
                 rule = f"the special token {found[0]}, which must come from the template alone"
                 raise DataError(f"the content of message {number} holds {rule}; remove it from the text")
+
+    def render(self, messages: Sequence[Message]) -> Rendered:
+        """Write a conversation. Raises DataError if its text is ambiguous, or the template cannot write it."""
+        self._check_contents(messages)
         whole = self._text(messages)
         answers = []
         for number, message in enumerate(messages):

@@ -1,9 +1,11 @@
-"""Hugging Face tokenizers: `tokenizer.json` through `tokenizers`, without torch; all else through `transformers`."""
+"""Hugging Face tokenizers: `tokenizer.json` through `tokenizers`, without torch; others as transformers writes them."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,15 @@ END_FILES = (GENERATION_FILE, "config.json")  # the first one that names tokens 
 KNOWN_EODS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>")
 
 
-def _library(name: str, what: str) -> Any:
-    """Import an optional package. Raises ConfigError if it is missing, saying what needs it."""
+def optional_package(name: str, what: str, extra: str | None = None) -> Any:
+    """Import a package. Raises ConfigError if it is missing, saying what needs it and the extra to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         if error.name != name:
             raise
-        raise ConfigError(f"{what} needs the package {name!r}: run pip install 'megapipe[{name}]'") from None
+        install = f"pip install {name if extra is None else repr(f'megapipe[{extra}]')}"
+        raise ConfigError(f"{what} needs the package {name!r}: run {install}") from None
 
 
 def end_ids(content: Any) -> tuple[int, ...]:
@@ -87,7 +90,7 @@ class HuggingFaceTokenizer(_Fast):
 
     def __init__(self, model: str | Path) -> None:
         path = Path(model) / TOKENIZER_FILE if Path(model).is_dir() else Path(model)
-        library = _library("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
+        library = optional_package("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
         if not path.is_file():
             raise DataError(f"there is no tokenizer file {path}; see --tokenizer-model")
         try:
@@ -142,7 +145,7 @@ class GPT2BPETokenizer(_Fast):
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
-        library = _library("tokenizers", "--tokenizer-type GPT2BPETokenizer")
+        library = optional_package("tokenizers", "--tokenizer-type GPT2BPETokenizer")
         files = [Path(vocab_file), Path(merge_file)]
         for flag, path in zip(("--vocab-file", "--merge-file"), files, strict=True):
             if not path.is_file():
@@ -158,32 +161,23 @@ class GPT2BPETokenizer(_Fast):
             raise DataError(f"{vocab_file} has no <|endoftext|> token, so it is not GPT-2's vocabulary")
 
 
-class TransformersTokenizer:
-    """Any tokenizer of `transformers`, by folder or hub name. Slow, and it imports torch: used as the last resort."""
-
-    name = "HuggingFaceTokenizer"
-
-    def __init__(self, model: str | Path) -> None:
-        library = _library("transformers", f"the tokenizer {model} has no {TOKENIZER_FILE}, and")
-        try:
-            self._tokenizer = library.AutoTokenizer.from_pretrained(str(model), trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            if "trust_remote_code" in str(error):
-                raise DataError(
-                    f"the tokenizer {model} consists of Python code of its own, which is never executed "
-                    f"(--trust-remote-code changes nothing); give its {TOKENIZER_FILE}, or preprocess the data with it"
-                ) from None
-            raise DataError(f"transformers cannot load the tokenizer {model}: {error}") from None
-        self.vocab_size = len(self._tokenizer)
-        self.eod: int | None = self._tokenizer.eos_token_id
-        self.bos: int | None = self._tokenizer.bos_token_id
-        self.pad: int | None = self._tokenizer.pad_token_id
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text)["input_ids"])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def save(self, folder: Path) -> None:
-        self._tokenizer.save_pretrained(str(folder))
+def from_transformers(model: str) -> HuggingFaceTokenizer:
+    """Return the tokenizer of a folder without tokenizer.json, or of a hub name, as transformers writes it."""
+    library = optional_package("transformers", f"the tokenizer {model} has no {TOKENIZER_FILE}, and", "transformers")
+    folder = tempfile.TemporaryDirectory(prefix="megapipe-tokenizer-")
+    try:
+        library.AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(folder.name)
+    except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise DataError(
+                f"the tokenizer {model} consists of Python code of its own, which is never executed "
+                f"(--trust-remote-code changes nothing); give its {TOKENIZER_FILE}, or preprocess the data with it"
+            ) from None
+        raise DataError(f"transformers cannot load the tokenizer {model}: {error}") from None
+    if not (Path(folder.name) / TOKENIZER_FILE).is_file():
+        raise DataError(
+            f"transformers writes no {TOKENIZER_FILE} of the tokenizer {model}; preprocess the data with it"
+        )
+    found = HuggingFaceTokenizer(folder.name)
+    weakref.finalize(found, folder.cleanup)
+    return found

@@ -1,11 +1,8 @@
-"""SentencePiece models: reading them with the special tokens that Megatron finds in them or adds, and training one."""
+"""SentencePiece models: reading them with the special tokens that Megatron finds in them or adds."""
 
 from __future__ import annotations
 
-import io
-import os
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megapipe.errors import ConfigError, DataError
@@ -13,8 +10,6 @@ from megapipe.errors import ConfigError, DataError
 MODEL_FILE = "tokenizer.model"
 # Megatron looks for these names; declared in the model, they do not enlarge the vocabulary later
 CONTROL_SYMBOLS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
-MAX_LINE_BYTES = 4096
-MIN_VOCAB_SIZE = 400  # 256 bytes, 10 special tokens, and some pieces to learn
 
 
 class _Model:
@@ -120,77 +115,3 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
     def encode_batch(self, texts: list[str], num_threads: int) -> list[list[int]]:
         found = super().encode_batch(texts, num_threads)
         return found if self.bos is None else [[self.bos, *ids] for ids in found]
-
-
-def train_sentencepiece(
-    texts: Iterable[str],
-    model_file: str | Path,
-    *,
-    vocab_size: int = 8192,
-    max_bytes: int = 4_000_000,
-    num_threads: int | None = None,
-) -> None:
-    """Train a model that is lossless for code on the first `max_bytes` of the texts and write `model_file`.
-
-    A unigram model without normalization (the default one merges spaces and characters), with pieces of spaces only,
-    so that an indentation is one token, and with bytes for everything outside the vocabulary. Only U+2581, which
-    SentencePiece uses for a space, is not preserved. Raises ConfigError if the vocabulary is too small or too large.
-    """
-    import sentencepiece
-
-    if vocab_size < MIN_VOCAB_SIZE:
-        rule = f"bytes and special tokens alone need most of that; use {MIN_VOCAB_SIZE} or more"
-        raise ConfigError(f"--vocab-size {vocab_size}: {rule}")
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.Train(
-            sentence_iterator=_lines(texts, max_bytes),
-            model_writer=model,
-            model_type="unigram",
-            vocab_size=vocab_size,
-            character_coverage=0.9995,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            split_by_whitespace=True,
-            allow_whitespace_only_pieces=True,
-            byte_fallback=True,
-            split_digits=True,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=3,
-            pad_piece="<PAD>",
-            control_symbols=list(CONTROL_SYMBOLS),
-            user_defined_symbols=["\n", "\t"],
-            max_sentence_length=MAX_LINE_BYTES,
-            num_threads=num_threads if num_threads is not None else min(16, os.cpu_count() or 1),
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        most = re.search(r"value <= (\d+)", str(error))
-        if most is None:
-            raise ConfigError(f"--vocab-size {vocab_size}: {error}") from None
-        if int(most[1]) < MIN_VOCAB_SIZE:
-            rule = f"it supports at most {most[1]} pieces, and a vocabulary has at least {MIN_VOCAB_SIZE}"
-            raise ConfigError(f"the text is too small to train a tokenizer on: {rule}; give more text") from None
-        rule = f"the text supports at most {most[1]}; give more text or a smaller vocabulary"
-        raise ConfigError(f"--vocab-size {vocab_size}: {rule}") from None
-    target = Path(model_file)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    partial.write_bytes(model.getvalue())
-    os.replace(partial, target)
-
-
-def _lines(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
-    """Yield lines of the texts, which the trainer calls sentences, up to `max_bytes`."""
-    total = 0
-    for text in texts:
-        for line in text.splitlines():
-            size = len(line.encode("utf-8", errors="ignore"))
-            if 0 < size <= MAX_LINE_BYTES:
-                yield line
-                total += size
-            if total >= max_bytes:
-                return

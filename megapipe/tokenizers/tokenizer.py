@@ -22,7 +22,7 @@ from megapipe.tokenizers.hugging_face import (
     TOKENIZER_FILE,
     GPT2BPETokenizer,
     HuggingFaceTokenizer,
-    TransformersTokenizer,
+    from_transformers,
 )
 from megapipe.tokenizers.sentencepiece import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
 
@@ -178,7 +178,7 @@ def build_tokenizer(
     if tokenizer_type == HuggingFaceTokenizer.name:
         model = Path(tokenizer_model)
         if not model.is_file() and not (model / TOKENIZER_FILE).is_file():
-            return TransformersTokenizer(tokenizer_model)
+            return from_transformers(tokenizer_model)
     return FROM_MODEL[tokenizer_type](tokenizer_model)
 
 

@@ -67,6 +67,7 @@ OTHER: dict[str, Any] = {
     "qk_layernorm": False,
     "qk_layernorm_scope": "projection",
     "qk_layernorm_after_rope": True,
+    "attention_output_gate": True,
     "yarn_query_scale": 0.1,
     "window_size": 8,
     "attn_logit_softcapping": 50.0,

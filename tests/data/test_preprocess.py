@@ -20,8 +20,8 @@ from megapipe.data.partial_output import PartialOutput
 from megapipe.data.preprocess import Counts, Progress, preprocess
 from megapipe.data.text_source import Position, Record, read_records
 from megapipe.errors import ConfigError, DataError
-from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import FROM_MODEL, ByteTokenizer, NullTokenizer, build_tokenizer
+from tests.tokenizers.sentencepiece_models import train_sentencepiece
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")]

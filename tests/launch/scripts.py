@@ -18,7 +18,8 @@ LIMIT_SECONDS = 280.0
 
 def environment() -> dict[str, str]:
     """Return this process's environment with the repository first on the path and one thread a rank."""
-    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True)

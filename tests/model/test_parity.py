@@ -75,6 +75,9 @@ OPTIONS = {
     "norms_of_heads_after_the_rotation": LLAMA | {"qk_layernorm": True, "qk_layernorm_after_rope": True},
     "norms_of_projections_after_the_rotation": LLAMA
     | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "qk_layernorm_after_rope": True},
+    "gated": LLAMA | {"attention_output_gate": True},
+    "gated_norms_of_heads": LLAMA | {"attention_output_gate": True, "qk_layernorm": True, "num_query_groups": 4},
+    "gated_biases": GPT2 | {"attention_output_gate": True, "num_query_groups": 1},
     "scaled_branches_and_logits": LLAMA | {"residual_scale": 0.3, "logits_scaling": 5.0, "norm_position": "around"},
     "scaled_branches_dropout": GPT2 | {"residual_scale": 0.7, "hidden_dropout": 0.2},
     "embedding_scale": GPT2 | {"embedding_scale": 4.9},

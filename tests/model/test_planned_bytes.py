@@ -96,6 +96,8 @@ UNLIKE: dict[str, dict[str, Any]] = {
     "norms_after_projection_qk_norm": LLAMA
     | {"norm_position": "after", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
     "norms_of_heads_after_the_rotation": LLAMA | {"qk_layernorm": True, "qk_layernorm_after_rope": True},
+    "gated": LLAMA | {"attention_output_gate": True},
+    "gated_qk_norm": LLAMA | {"attention_output_gate": True, "qk_layernorm": True},
     "scaled_branches_and_logits": LLAMA | {"residual_scale": 0.3, "logits_scaling": 5.0},
     "scaled_branches_norms_after": LLAMA | {"residual_scale": 0.3, "norm_position": "after"},
     "norms_after_layernorm_dropout": GPT2 | {"norm_position": "after", "hidden_dropout": 0.1},
@@ -360,12 +362,14 @@ def test_tensor_parallel_ranks_keep_the_bytes_in_the_plan(
 
 @pytest.mark.parametrize("recompute", ["none", "core_attn", "layernorm-mlp", "uniform2", "block1", "uniform2_kept"])
 @pytest.mark.parametrize("pattern", [(), WINDOWS], ids=["alike", "windows"])
-@pytest.mark.parametrize("qk_norm", [False, True], ids=["plain", "qk_norm"])
+@pytest.mark.parametrize("option", [None, "qk_layernorm", "attention_output_gate"])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_documents_cost_what_the_plan_says(
-    groups: int, qk_norm: bool, pattern: tuple[str, ...], recompute: str
+    groups: int, option: str | None, pattern: tuple[str, ...], recompute: str
 ) -> None:
-    options = LLAMA | {"num_query_groups": groups, "qk_layernorm": qk_norm, "layer_pattern": pattern}
+    options = (
+        LLAMA | {"num_query_groups": groups, "layer_pattern": pattern} | ({} if option is None else {option: True})
+    )
     config = model_config(num_layers=LAYERS, **options)
     documents = Documents(position_ids=True, attention_mask=True, loss_mask=True)
     count = counted(

@@ -23,6 +23,7 @@ from tests.model.grids import GPT2, LLAMA, UNLIKE, make_microbatch, make_stage, 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 OPTIONS = {
     "gpt2": GPT2 | DROPOUT,
+    "gated": LLAMA | DROPOUT | {"attention_output_gate": True},
     "llama": LLAMA | DROPOUT | {"qk_layernorm": True},
     "llama_fused": LLAMA | {"hidden_dropout": 0.1},
 }

@@ -33,6 +33,7 @@ OPTIONS = {
     "llama": LLAMA,
     "gpt2_gqa": GPT2 | {"num_query_groups": 2},
     "qk_norm": LLAMA | {"qk_layernorm": True},
+    "gated": LLAMA | {"attention_output_gate": True},
     "window_zero_centred": LLAMA | {"window_size": 4, "layernorm_zero_centered_gamma": True},
     "relu": GPT2 | {"activation": "relu"},
     "squared_relu": GPT2 | {"activation": "squared_relu"},
@@ -66,12 +67,12 @@ def layer_bytes(config: ModelConfig, modules: tuple[str, ...], element: int, wid
     total += 2 * tokens * has_last * hidden * element  # outputs of the branches
     total += 2 * tokens * hidden * (config.hidden_dropout > 0)  # masks, one byte per element
     total += (0 if "layernorm" in modules else 2) * has_first * tokens * hidden * element
-    total += tokens * (q + 2 * kv) * element
+    total += tokens * ((2 if config.attention_output_gate else 1) * q + 2 * kv) * element
     if config.qk_layernorm:
         vectors = heads + kv_heads if config.qk_layernorm_scope == "head" else 2
         total += tokens * ((q + kv) * element + vectors * statistics)
     if "core_attn" not in modules:
-        total += tokens * q * element
+        total += tokens * q * element * (2 if config.attention_output_gate else 1)
         if explicit:
             square = BATCH * heads * SEQ * SEQ
             total += tokens * q * element * (heads > kv_heads)  # q in the layout of its batched GEMM

@@ -37,6 +37,8 @@ OPTIONS = {
     "gpt2": GPT2,
     "gpt2_dropout": GPT2 | DROPOUT,
     "llama_qk_norm": LLAMA | {"qk_layernorm": True},
+    "gated": LLAMA | {"attention_output_gate": True, "qk_layernorm": True},
+    "gated_kv_heads_fewer_than_tp": LLAMA | {"attention_output_gate": True, "num_query_groups": 1},
     "kv_heads_fewer_than_tp": LLAMA | {"num_query_groups": 1, "qk_layernorm": True},
     "kv_heads_fewer_than_tp_dropout": LLAMA | {"num_query_groups": 1, "add_qkv_bias": True} | DROPOUT,
     "tied_rms_soft_caps_window": LLAMA
@@ -127,7 +129,14 @@ def rows_of(spec: Any, local: torch.Tensor, interval: Any, tp_rank: int, tp: int
 
 # four ranks where they differ from two: more replicas of a key/value head, other dropout streams
 GRIDS = [(2, name) for name in OPTIONS] + [
-    (4, name) for name in ("gpt2_dropout", "llama_qk_norm", "kv_heads_fewer_than_tp_dropout", "unlike_dropout")
+    (4, name)
+    for name in (
+        "gpt2_dropout",
+        "llama_qk_norm",
+        "gated_kv_heads_fewer_than_tp",
+        "kv_heads_fewer_than_tp_dropout",
+        "unlike_dropout",
+    )
 ]
 
 

@@ -14,7 +14,8 @@ SAME_NAME = (
     *("micro_batch_size", "rank_order", "sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce"),
     *("overlap_param_gather", "qk_layernorm", "qk_layernorm_scope", "normalization", "layernorm_zero_centered_gamma"),
     *("activation", "norm_position", "embedding_scale", "residual_scale", "logits_scaling", "qk_layernorm_after_rope"),
-    *("window_size", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "attention_softmax_in_fp32"),
+    *("attention_output_gate", "window_size", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
+    "attention_softmax_in_fp32",
     *("hidden_dropout", "attention_dropout", "calculate_per_token_loss", "label_smoothing", "z_loss"),
     *("clip_grad", "weight_decay", "decoupled_lr"),
 )

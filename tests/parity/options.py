@@ -68,6 +68,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "residual_scale": (1.0, 0.6),
     "logits_scaling": (1.0, 3.0),
     "qk_layernorm_after_rope": (False, True),
+    "attention_output_gate": (False, True),
     "layernorm_zero_centered_gamma": (False, True),
     "activation": ("gelu_tanh", "gelu", "swiglu", "geglu_tanh", "squared_relu", "relu"),
     "biases": ("all", "qkv", "none"),

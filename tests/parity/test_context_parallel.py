@@ -62,6 +62,20 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp 2, all_gather, window of 9": (2, {"cp": 2, "window_size": 9} | GATHER | LLAMA),
     "cp 4, a2a+p2p, window of 5, dropout": (4, {"cp": 4, "window_size": 5} | BOTH | DROPOUT),
     "cp 2, a2a, window of 5, documents, dropout": (2, {"cp": 2, "window_size": 5} | A2A | DROPOUT | DOCUMENTS),
+    "cp 2, p2p, gated": (2, {"cp": 2, "attention_output_gate": True} | LLAMA | DOCUMENTS),
+    "cp 2 tp 2, a2a, gated, core": (
+        4,
+        {"cp": 2, "tp": 2, "sequence_parallel": True, "attention_output_gate": True, "qk_layernorm": True}
+        | LLAMA
+        | A2A
+        | CORE
+        | ZERO,
+    ),
+    "cp 2 pp 2 zb-h1, gated, muon": (
+        4,
+        {"cp": 2, "pp": 2, "pipeline_schedule": "zb-h1", "attention_output_gate": True, "num_query_groups": 1}
+        | {"optimizer": "muon", "muon_tp_mode": "duplicated"},
+    ),
     "cp 2, p2p, soft-caps, dropout": (
         2,
         {"cp": 2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "num_query_groups": 1} | DROPOUT,

@@ -127,6 +127,7 @@ def with_latents(grid: Grid) -> Grid:
         "kv_heads": "all",
         "qk_layernorm_scope": "head",
         "qk_layernorm_after_rope": False,
+        "attention_output_gate": False,
         "positions": grid["positions"] if grid["positions"] in ("rope, yarn", "rope, linear") else "rope",
         "layers": grid["layers"] if grid["layers"] in ("windows skipped", "widths", "missing parts") else "alike",
         "biases": "none" if grid["biases"] == "qkv" else grid["biases"],

@@ -28,10 +28,12 @@ def parameters(draw: st.DrawFn) -> tuple[list[ParamSpec], int, int]:
         return specs, ep * tp, tp
     groups = draw(st.sampled_from((1, 2, 4)))
     heads, width = 4 * draw(SIZES), 2
-    qkv = (heads // groups // 1 * groups + 2 * groups) * width
-    heads = heads // groups * groups
+    heads, is_gated = heads // groups * groups, draw(st.booleans())
+    qkv = ((2 if is_gated else 1) * heads + 2 * groups) * width
     specs = [
-        ParamSpec("qkv", (qkv, columns), 0, QueryGroups(heads, groups, width), matrix="outputs x inputs"),
+        ParamSpec(
+            "qkv", (qkv, columns), 0, QueryGroups(heads, groups, width, is_gated=is_gated), matrix="outputs x inputs"
+        ),
         ParamSpec("proj", (columns, heads * width), 0, Fused(1), matrix="outputs x inputs"),
         ParamSpec("norm", (columns,), 0, weight_decay=False),
         ParamSpec("fc1", (2 * 4 * tp, columns), 0, Fused(0, 2), matrix="outputs x inputs"),

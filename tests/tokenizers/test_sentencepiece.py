@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, DataError
-from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import build_tokenizer
+from tests.tokenizers.sentencepiece_models import train_sentencepiece
 
 CODE = [
     (Path(sysconfig.get_path("stdlib")) / name).read_text("utf-8")
@@ -110,26 +110,6 @@ def test_truncated_model_is_named(model, tmp_path):
     (tmp_path / "cut.model").write_bytes(model.read_bytes()[:5000])
     with pytest.raises(DataError, match=r"cut\.model .5000 bytes. is not a SentencePiece model"):
         build_tokenizer("SentencePieceTokenizer", str(tmp_path / "cut.model"))
-
-
-@pytest.mark.parametrize(
-    ("vocab_size", "message"),
-    [
-        (300, "--vocab-size 300: bytes and special tokens alone"),
-        (50000, r"--vocab-size 50000: the text supports at most \d+; give more"),
-    ],
-    ids=["too-small", "too-large"],
-)
-def test_impossible_vocabulary_size_is_refused(vocab_size, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        train_sentencepiece(CODE[:1], tmp_path / "x.model", vocab_size=vocab_size)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_training_twice_gives_the_same_model(tmp_path):
-    for name in ("a", "b"):
-        train_sentencepiece(CODE, tmp_path / name, vocab_size=500, max_bytes=50_000, num_threads=2)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_common_pieces_of_code_are_learned(model):

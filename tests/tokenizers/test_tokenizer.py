@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import tokenizers as library
@@ -161,35 +163,41 @@ def test_file_that_is_no_tokenizer_is_named(tokenizer_type, content, tmp_path):
         build_tokenizer(tokenizer_type, str(tmp_path / "file"))
 
 
-@pytest.mark.parametrize("package", ["tokenizers", "transformers"])
-def test_a_missing_package_is_reported_with_its_install_command(package, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("package", "install"), [("tokenizers", "tokenizers"), ("transformers", "'megapipe[transformers]'")]
+)
+def test_a_missing_package_is_reported_with_its_install_command(package, install, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)  # simulates a missing package
     if package == "tokenizers":
         (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=rf"needs the package '{package}'.*pip install 'megapipe\[{package}\]'"):
+    with pytest.raises(ConfigError, match=rf"needs the package '{package}': run pip install {re.escape(install)}$"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
-def test_folder_without_tokenizer_json_goes_through_transformers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("has_json", [True, False], ids=["tokenizer.json", "code alone"])
+def test_a_folder_without_tokenizer_json_is_read_as_transformers_writes_it(has_json, bpe_folder, tmp_path, monkeypatch):
     class Loaded:
-        eos_token_id, bos_token_id, pad_token_id = 1, 2, None
-
-        def __len__(self):
-            return 9
-
-        def __call__(self, text):
-            return {"input_ids": [3, 4]}
+        def save_pretrained(self, folder):
+            Path(folder, "tokenizer_config.json").write_text('{"bos_token": "a"}')
+            if has_json:
+                Path(folder, "tokenizer.json").write_bytes((bpe_folder / "tokenizer.json").read_bytes())
 
     class Package:
         class AutoTokenizer:
             @staticmethod
             def from_pretrained(model, trust_remote_code):
-                assert model == str(tmp_path)
+                assert model == str(tmp_path) and not trust_remote_code
                 return Loaded()
 
     monkeypatch.setitem(sys.modules, "transformers", Package)
-    tokenizer = build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.encode("x")) == (9, 1, 2, [3, 4])
+    if not has_json:
+        with pytest.raises(DataError, match=r"transformers writes no tokenizer.json of the tokenizer"):
+            build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+        return
+    tokenizer, plain = (build_tokenizer("HuggingFaceTokenizer", str(path)) for path in (tmp_path, bpe_folder))
+    assert tokenizer.encode("some text") == plain.encode("some text") and tokenizer.bos is not None
+    tokenizer.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "tokenizer.json").read_bytes() == (bpe_folder / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize("has_file", [False, True], ids=["needs_code", "needs_none"])

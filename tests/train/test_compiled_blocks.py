@@ -61,6 +61,10 @@ ONE_RANK: dict[str, dict[str, Any]] = {
     | {"kv_channels": 8, "rotary_percent": 0.5},
     "norms after the rotation, scaled branches and logits": LLAMA
     | {"qk_layernorm": True, "qk_layernorm_after_rope": True, "residual_scale": 0.5, "logits_scaling": 3.0},
+    "gated attention": LLAMA | {"attention_output_gate": True, "rotary_percent": 0.5, "kv_channels": 8},
+    "gated attention, recomputed": LLAMA
+    | SELECTIVE
+    | {"attention_output_gate": True, "qk_layernorm": True, "recompute_modules": ("core_attn", "layernorm")},
     "latent attention, queries that grow": LATENT
     | {"rope_scaling_type": "yarn", "rope_original_max_position_embeddings": 3, "yarn_query_scale": 0.5},
     "full recompute, dropout": FULL | DROPOUT,

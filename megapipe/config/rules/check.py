@@ -61,6 +61,8 @@ def remarks(config: Config) -> Iterator[str]:
     yield from model.without_effect(config)
     yield from experts.remarks(config)
     yield from gpu.unused_history(config)
+    if config.data.dataloader_type == "cyclic":
+        yield "--dataloader-type cyclic: the order of samples depends on the number of dp ranks and --micro-batch-size"
 
 
 def unmet_needs(config: Config) -> Iterator[tuple[Need, list[str]]]:

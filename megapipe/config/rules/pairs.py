@@ -128,6 +128,7 @@ OPTIONS: dict[str, Option] = {
     "attention of an extension": lambda c: (
         ATTENTIONS[c.model.attention_kind].function is not None and f"--attention-kind {c.model.attention_kind}"
     ),
+    "gated attention": lambda c: c.model.attention_output_gate and "--attention-output-gate",
     "biases of q, k and v": lambda c: c.model.add_qkv_bias and "--add-qkv-bias",
     "norm of the projection": lambda c: (
         c.model.qk_layernorm_scope != "head" and f"--qk-layernorm-scope {c.model.qk_layernorm_scope}"
@@ -213,7 +214,7 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("overlapped all-to-alls", ("post validation", "pipeline profile"), NOT_BUILT, "these run whole layers"),
     Refusal(
         "latent attention",
-        ("biases of q, k and v", "sinks", "norm of the projection", "attention of an extension"),
+        ("biases of q, k and v", "gated attention", "sinks", "norm of the projection", "attention of an extension"),
         NOT_BUILT,
         "heads made from latents have no such option",
     ),

@@ -34,8 +34,8 @@ from megapipe.data.text_source import (
 )
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option
-from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, described, tokenizer_fingerprint
+from megapipe.tokenizers.training import train_tokenizer as train
 
 TEXT_OPTIONS = (
     "text",
@@ -58,8 +58,8 @@ TEXT_OPTIONS = (
 TRAIN_TOKENIZER_OPTIONS = (
     *TEXT_OPTIONS,
     "tokenizer",
-    option("--output", "the model file to write", required=True),
-    option("--vocab-size", "pieces, special tokens included", default=8192),
+    option("--output", "the folder to write: tokenizer.json, special tokens, chat template", required=True),
+    option("--vocab-size", "tokens, special tokens included", default=8192),
     option("--megabytes", "most text to train on, as much of each file as its share allows", default=4.0, above=0),
 )
 PREPROCESS_OPTIONS = (
@@ -102,13 +102,18 @@ KEPT = "\ninterrupted; the same command continues from the last commit (from the
 
 @command("megapipe train-tokenizer", TRAIN_TOKENIZER_OPTIONS, interrupted=NO_FILE)
 def train_tokenizer(own: argparse.Namespace) -> None:
-    """Train a SentencePiece tokenizer on text, which `preprocess` takes alike.
+    """Train a tokenizer on text, which `preprocess` takes alike.
 
-        megapipe train-tokenizer --input corpus.jsonl --output tokenizer.model --vocab-size 8192
+        megapipe train-tokenizer --input corpus.jsonl --output tokenizer --vocab-size 8192
 
-    Unigram, no normalization, pieces of only spaces, bytes for unknown characters: code is decoded exactly as it was.
+    A byte-level BPE: any text is decoded exactly as it was. The folder holds a tokenizer.json with tokens for
+    conversations and a chat template, for --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.
     Of a corpus larger than --megabytes every file gives the documents at its beginning. What is no text is left out.
     """
+    if Path(own.output).suffix in (".json", ".model") or Path(own.output).is_file():
+        raise ConfigError(
+            f"--output {own.output} is to be a folder, which gets a tokenizer.json; use --output tokenizer"
+        )
     files, plain = _files(own)
     unit = own.document_unit or _document_unit(files, plain)
     counts: Counter[str] = Counter()
@@ -118,12 +123,10 @@ def train_tokenizer(own: argparse.Namespace) -> None:
         raise ConfigError(
             f"--input {' '.join(own.input)} holds no text ({counts['bad']:,} documents are not UTF-8 text)"
         )
-    train_sentencepiece(
-        chain([first], texts), own.output, vocab_size=own.vocab_size, max_bytes=round(own.megabytes * 1e6)
-    )
+    train(chain([first], texts), own.output, own.vocab_size)
     left_out = f"; {counts['bad']:,} that are no text were left out" if counts["bad"] else ""
     read = f"{counts['documents']:,} documents ({counts['bytes'] / 1e6:.2f} MB) of {counts['files']:,} files"
-    print(f"wrote {own.output}: {own.vocab_size:,} pieces, trained on {read}{left_out}")
+    print(f"wrote {own.output}: {own.vocab_size:,} tokens, trained on {read}{left_out}")
 
 
 def _files(own: argparse.Namespace) -> tuple[list[Path], list[Path]]:
@@ -169,7 +172,7 @@ def preprocess(own: argparse.Namespace) -> None:
     """Tokenize text into token files: JSON lines, plain text, parquet, Arrow -> PREFIX_KEY_document.bin/.idx.
 
         megapipe preprocess --input 'corpus/*.jsonl.zst' --output-prefix data/corpus \\
-            --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
+            --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer --append-eod --workers 8
 
     After an error, Ctrl-C or kill -9, the same command continues where the work was last committed. The token files do
     not depend on --workers or interruptions. tools/preprocess_data.py is the same command under Megatron's name.

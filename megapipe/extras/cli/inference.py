@@ -17,7 +17,7 @@ import numpy as np
 
 from megapipe.assembly.datasets import tokenizer_of
 from megapipe.checkpoint.changes import check_tokenizer
-from megapipe.checkpoint.folder import find_checkpoint, saved_config, saved_tokenizer
+from megapipe.checkpoint.folder import STEP_FOLDER, find_checkpoint, saved_config, saved_tokenizer, step_of_folder
 from megapipe.config.config import Config
 from megapipe.config.files import TOKENIZER_TYPES, DataConfig
 from megapipe.config.model import PrecisionConfig
@@ -31,24 +31,36 @@ from megapipe.errors import CheckpointError, ConfigError, DataError
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from megapipe.tokenizers.chat import ChatTokenizer
+from megapipe.tokenizers.hugging_face import HuggingFaceTokenizer
 from megapipe.tokenizers.tokenizer import Fingerprint, Tokenizer, described, end_tokens, is_same, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from megapipe.assembly.runtime import InferenceRuntime
 
-MODEL_OPTIONS = (
-    "model",
-    option("--load", "directory of checkpoints, as pretraining's --save", required=True, metavar="DIR"),
+CHECKPOINT_OPTIONS = (
     option("--ckpt-step", "step to load (default: the newest complete checkpoint)", type=int),
     option("--dtype", "weights and activations (default: as the model was trained)", choices=TENSOR_DTYPES),
     option("--device", "default: cuda if there is a GPU", choices=DEVICES, default="auto"),
     option("--tokenizer-type", "default: the tokenizer saved with the checkpoint", choices=TOKENIZER_TYPES),
     option("--tokenizer-model", "file or folder of that tokenizer", metavar="PATH"),
+)
+GRID = tuple(f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor"))
+GRID_OPTIONS = (
     "grid; start the ranks with `megapipe launch` or torchrun",
     option("--tensor-model-parallel-size", default=1),
     option("--pipeline-model-parallel-size", default=1),
     option("--expert-model-parallel-size", "ranks among which experts are divided", default=1),
     option("--expert-tensor-parallel-size", "ranks that share every expert (default: tp)", type=int),
+)
+LOAD = option("--load", "directory of checkpoints, as pretraining's --save", required=True, metavar="DIR")
+MODEL_OPTIONS = ("model", LOAD, *CHECKPOINT_OPTIONS, *GRID_OPTIONS)
+SAMPLING_OPTIONS = (
+    "sampling",
+    option("--temperature", "0: always the most likely token", default=1.0),
+    option("--top-k", "sample from the K most likely tokens, 0: all", default=0),
+    option("--top-p", "sample from the most likely tokens whose probabilities sum to P", default=1.0),
+    option("--seed", default=1234),
 )
 GENERATE_OPTIONS = (
     *MODEL_OPTIONS,
@@ -57,13 +69,9 @@ GENERATE_OPTIONS = (
     option("--prompts-file", "one prompt per line; in .jsonl the key `prompt`", type=Path),
     option("--batch-size", "prompts per batch", default=8),
     option("--output", "write JSON lines {prompt, text, num_tokens} instead of printing", type=Path),
-    "sampling",
     option("--max-new-tokens", default=128, at_least=1),
-    option("--temperature", "0: always the most likely token", default=1.0),
-    option("--top-k", "sample from the K most likely tokens, 0: all", default=0),
-    option("--top-p", "sample from the most likely tokens whose probabilities sum to P", default=1.0),
-    option("--seed", default=1234),
     option("--ignore-eod", "continue after the tokens that end a text", action="store_true"),
+    *SAMPLING_OPTIONS,
 )
 EVALUATE_OPTIONS = (
     *MODEL_OPTIONS,
@@ -86,6 +94,7 @@ class SavedModel:
     tokenizer: Tokenizer | None
     environment: Environment
     trained_with: Fingerprint | None = None  # that tokenizer
+    is_trained_on_text: bool = False  # the run trained it on text, not on conversations
 
     def required_tokenizer(self, instead: str = "") -> Tokenizer:
         """Return the tokenizer. instead: what could be given in place of one. Raises ConfigError without one."""
@@ -93,6 +102,15 @@ class SavedModel:
             flags = f"--tokenizer-type and --tokenizer-model{instead}"
             raise ConfigError(f"{self.folder} was trained without a tokenizer: give {flags}")
         return self.tokenizer
+
+    def chat_tokenizer(self) -> tuple[ChatTokenizer | None, str]:
+        """Return the tokenizer with the chat template that the model was trained with, or None and the reason."""
+        tokenizer = self.required_tokenizer()
+        if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.chat_template() is None:
+            return None, "its tokenizer has no chat template"
+        if self.is_trained_on_text:
+            return None, "it was trained on text, not yet on conversations (--sft)"
+        return ChatTokenizer(tokenizer), ""
 
     def runtime(self) -> InferenceRuntime:
         """Join the other ranks, build the stages and load the weights."""
@@ -108,6 +126,13 @@ class SavedModel:
         return runtime
 
 
+def located(run: Path, step: int | None) -> tuple[Path, int | None]:
+    """Return the folder of checkpoints and the step of a run's folder, its `checkpoints`, or one of the checkpoints."""
+    if STEP_FOLDER.fullmatch(run.name) and step is None:
+        return run.parent, step_of_folder(run)
+    return (run / "checkpoints" if (run / "checkpoints").is_dir() else run), step
+
+
 def open_model(
     own: argparse.Namespace, environment: Environment, micro_batch_size: int, seq_length: int | None = None
 ) -> SavedModel:
@@ -115,9 +140,9 @@ def open_model(
 
     seq_length: instead of the one that it was trained with.
     """
-    found = find_checkpoint(Path(own.load), own.ckpt_step)
+    found = find_checkpoint(*located(Path(own.load), own.ckpt_step))
     if found is None:
-        raise CheckpointError(f"--load {own.load} holds no checkpoint")
+        raise CheckpointError(f"{own.load} holds no checkpoint; give the folder that --save wrote checkpoints to")
     saved = saved_config(found)
     model = saved.model
     if seq_length is not None:
@@ -125,15 +150,10 @@ def open_model(
         if not 1 <= seq_length <= positions:
             raise ConfigError(f"--seq-length {seq_length} must be in 1 .. {positions}, the trained model's positions")
         model = dataclasses.replace(model, seq_length=seq_length, max_position_embeddings=positions)
+    grid = {name: getattr(own, name) for name in GRID if hasattr(own, name)}
     config = Config(
         model=model,
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=own.tensor_model_parallel_size,
-            pipeline_model_parallel_size=own.pipeline_model_parallel_size,
-            expert_model_parallel_size=own.expert_model_parallel_size,
-            expert_tensor_parallel_size=own.expert_tensor_parallel_size,
-            sequence_parallel=own.tensor_model_parallel_size > 1 and model.num_experts is not None,
-        ),
+        parallel=ParallelConfig(**grid, sequence_parallel=grid.get(GRID[0], 1) > 1 and model.num_experts is not None),
         training=TrainingConfig(micro_batch_size=micro_batch_size, train_iters=1, device=own.device),
         precision=PrecisionConfig(dtype=own.dtype or saved.precision.dtype),
         data=_tokenizer_files(own, saved.data, found.path),
@@ -149,7 +169,8 @@ def open_model(
         given = tokenizer_fingerprint(tokenizer, own.tokenizer_model)
         check_tokenizer(found.manifest.state, given, str(found.path), is_finetuning=True)
     plan = resolve(config, environment.world_size, environment.local_world_size)
-    return SavedModel(found.path, plan, tokenizer, environment, trained_with)
+    on_text = not saved.data.sft and (saved.data.data_path or saved.data.train_data_path) is not None
+    return SavedModel(found.path, plan, tokenizer, environment, trained_with, on_text)
 
 
 def _tokenizer_files(own: argparse.Namespace, saved: DataConfig, folder: Path) -> DataConfig:
@@ -176,17 +197,15 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
     """
     prompts = list(own.prompt)
     if own.prompts_file is not None:
-        prompts += _read_prompts(own.prompts_file)
+        key = "prompt" if own.prompts_file.suffix == ".jsonl" else TEXT_KEY
+        records = read_records(find_files([str(own.prompts_file)]), "line", keys=[key])
+        prompts += [text for record in records for text in record.texts([key]) if text.strip()]
     if not prompts:
         raise ConfigError("no prompt: give --prompt TEXT or --prompts-file FILE")
     model = open_model(own, environment, micro_batch_size=max(1, min(own.batch_size, len(prompts))))
     tokenizer = model.required_tokenizer()
-    is_first, ranks = environment.global_rank == 0, model.plan.topology
-    num_copies = min(ranks.dp, ranks.edp) if model.plan.model.has_experts else ranks.dp
-    if num_copies > 1 and is_first:
-        enough = f"{ranks.world_size // num_copies} generate as fast"
-        remark = f"{ranks.world_size} ranks hold {num_copies} copies of the model, which write the same text: {enough}"
-        print(remark, file=sys.stderr)
+    is_first = environment.global_rank == 0
+    tell_copies(model)
     from megapipe.extras.inference.generate import Generator, Limits, Sampling, TextStream
 
     sampling = Sampling(own.temperature, own.top_k, own.top_p, own.seed)
@@ -222,21 +241,14 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
     print(f"wrote {len(rows)} texts to {own.output}", file=sys.stderr)
 
 
-def _read_prompts(path: Path) -> list[str]:
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--prompts-file {path} cannot be read: {error}") from None
-    if path.suffix != ".jsonl":
-        return lines
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError):
-            message = f"{path}, line {number}: expected a JSON object with the key `prompt`, got {line[:80]}"
-            raise DataError(message) from None
-    return prompts
+def tell_copies(model: SavedModel) -> None:
+    """Say on rank 0 if there are more ranks than the model needs."""
+    ranks = model.plan.topology
+    num_copies = min(ranks.dp, ranks.edp) if model.plan.model.has_experts else ranks.dp
+    if num_copies > 1 and model.environment.global_rank == 0:
+        enough = f"{ranks.world_size // num_copies} generate as fast"
+        remark = f"{ranks.world_size} ranks hold {num_copies} copies of the model, which write the same text: {enough}"
+        print(remark, file=sys.stderr)
 
 
 @command("megapipe evaluate", EVALUATE_OPTIONS, on_ranks=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -28,12 +29,13 @@ from megapipe.data.preprocess import Progress, preprocess
 from megapipe.data.text_source import corpus_documents, read_records, write_jsonl
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option, write_file
+from megapipe.extras.cli.quickstart_chat import finetune_and_export, say
 from megapipe.extras.cli.report import write_report
 from megapipe.extras.report.folder import read_run
 from megapipe.formatting import count_text
 from megapipe.plan.resolve import resolve
-from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import build_tokenizer
+from megapipe.tokenizers.training import train_tokenizer
 
 CPU_FLAGS = ("--config", str(SUPPLIED / "quickstart.yaml"))
 GPU_FLAGS = (*CPU_FLAGS, "--config", str(SUPPLIED / "quickstart_gpu.yaml"))
@@ -41,8 +43,8 @@ CPU_RANKS = 8
 SAVE_INTERVAL, WARMUP_STEPS, PROFILE_STEP = 100, 20, 20
 DECAY_SHARE = 0.35  # of the steps of a run, at its end
 SPLIT = "90,10,0"
-TOKENIZER = "SentencePieceTokenizer"
-TOKENIZER_BYTES = 1_000_000  # of text to train it on; more takes longer and hardly improves it
+TOKENIZER = "HuggingFaceTokenizer"
+TOKENIZER_CHARACTERS = 1_000_000  # of text to train it on; more takes longer and hardly improves it
 STDLIB_NAME, STDLIB_PROMPTS = "python-stdlib", ("def __init__(self", "import ", "    for i in ")
 PROMPT_WORDS, NUM_PROMPTS = 4, 3
 SET_HERE = {  # fields that the quickstart sets itself -> what to use instead
@@ -59,8 +61,9 @@ OPTIONS = (
     option("--out", "output directory", metavar="DIR", type=Path, default="runs/quickstart"),
     option("--steps", "steps of this run", default=350, above=0),
     option("--ranks", f"ranks to start (default: {CPU_RANKS} on a CPU, else as many GPUs as the grid uses)", type=int),
-    option("--vocab-size", "pieces of the tokenizer", default=2048),
+    option("--vocab-size", "tokens of the tokenizer", default=2048),
     option("--megabytes", "most text to use", default=8.0, above=0),
+    option("--sft", "then finetune on conversations, show one, export the model for transformers", action="store_true"),
 )
 
 
@@ -95,6 +98,8 @@ class Grid:
 def main(own: argparse.Namespace) -> int:
     """Make a corpus, a tokenizer and token files, and pretrain a small GPT on a grid that fits this machine.
 
+    --sft goes on: it finetunes the model on conversations, shows an exchange, and exports it for transformers.
+
     Existing files are reused; a second run continues from the checkpoint of the first for as many steps again. At the
     end it prints a summary and writes a report. launch/quickstart.sh installs megapipe and runs it.
     """
@@ -104,10 +109,10 @@ def main(own: argparse.Namespace) -> int:
     prepared = prepare(own.corpus, own.out, own.vocab_size, own.megabytes)
     checkpoints = prepared.folder / "checkpoints"
     done = steps_done(checkpoints)
-    words = ["--nproc-per-node", str(grid.num_ranks), "pretrain", *grid.flags]
+    launched = ["--nproc-per-node", str(grid.num_ranks), "pretrain", *grid.flags]
     is_profiled = not grid.num_gpus  # profiles over NCCL are untested
-    words += [*pretrain_arguments(prepared, checkpoints, done, own.steps, is_profiled), *own.flags]
-    _say("training", f"{grid.reason}; {f'continuing after step {done}, ' if done else ''}{own.steps} steps")
+    words = [*launched, *pretrain_arguments(prepared, checkpoints, done, own.steps, is_profiled), *own.flags]
+    say("training", f"{grid.reason}; {f'continuing after step {done}, ' if done else ''}{own.steps} steps")
     print(f"   megapipe launch {shlex.join(words)}\n", flush=True)
     from megapipe.extras.cli.launch import launch
 
@@ -115,7 +120,7 @@ def main(own: argparse.Namespace) -> int:
     reached = steps_done(checkpoints)
     if code == 0 and reached >= done + own.steps:
         seconds = time.monotonic() - began
-        _say("done", f"{reached} steps, checkpoint in {checkpoints}, {seconds:.0f} s in all without the installation")
+        say("done", f"{reached} steps, checkpoint in {checkpoints}, {seconds:.0f} s in all without the installation")
         losses = {record["step"]: record["loss"] for record in read_run(checkpoints).evaluations("validation")}
         loss, entropy = losses.get(reached), prepared.entropy
         if loss is not None:
@@ -126,9 +131,12 @@ def main(own: argparse.Namespace) -> int:
                 flush=True,
             )
         report = write_report(checkpoints)
-        _say("report", f"{report}: curves, plan and measured timeline, configuration; open it in any browser")
+        say("report", f"{report}: curves, plan and measured timeline, configuration; open it in any browser")
+        if own.sft:
+            launched += [*tokenizer_arguments(prepared), *own.flags]
+            return finetune_and_export(prepared.folder, checkpoints, reached, launched)
     elif code == 0:
-        _say("stopped", f"after step {reached}, which is saved in {checkpoints}; the same command continues from there")
+        say("stopped", f"after step {reached}, which is saved in {checkpoints}; the same command continues from there")
     return code
 
 
@@ -189,26 +197,27 @@ def _config(flags: Sequence[str]) -> Config:
 def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) -> Prepared:
     """Make the missing files, and print each step. Raises ConfigError, DataError."""
     documents = corpus_documents(corpus, megabytes)
-    digest = hashlib.sha256(f"{vocab_size} {SPLIT}".encode())  # separates the tokenizers of different texts
     texts = hashlib.sha256()
     for text in documents:
-        for hashed in (digest, texts):
-            hashed.update(len(text).to_bytes(8, "little") + text.encode("utf-8"))
+        texts.update(len(text).to_bytes(8, "little") + text.encode("utf-8"))
+    digest = hashlib.sha256(f"{TOKENIZER} {vocab_size} {SPLIT} {texts.hexdigest()}".encode())
     name = STDLIB_NAME if corpus is None else re.sub(r"[^\w.-]", "_", Path(corpus).resolve().name)[:40]
     folder = out / f"{name}-{digest.hexdigest()[:8]}"
     record, prefix = folder / "prepared.json", Path(output_prefix(str(folder / "tokens"), "text"))
-    tokenizer = folder / "tokenizer.model"
+    tokenizer = folder / "tokenizer"
     source = "the source of Python's standard library" if corpus is None else corpus
     if record.is_file():
         facts = json.loads(record.read_text(encoding="utf-8"))
-        _say("data", f"{folder} is reused: {facts['tokens']:,} tokens of {source}")
+        say("data", f"{folder} is reused: {facts['tokens']:,} tokens of {source}")
         return Prepared(folder, prefix, tokenizer, facts["entropy"], tuple(facts["prompts"]))
     began = time.monotonic()
     size = sum(len(text.encode("utf-8")) for text in documents) / 1e6
-    _say("corpus", f"{len(documents):,} documents, {size:.1f} MB of {source}, SHA-256 {texts.hexdigest()}")
+    say("corpus", f"{len(documents):,} documents, {size:.1f} MB of {source}, SHA-256 {texts.hexdigest()}")
     write_jsonl(documents, folder / "corpus.jsonl")
-    train_sentencepiece(documents, tokenizer, vocab_size=vocab_size, max_bytes=TOKENIZER_BYTES)
-    _say("tokenizer", f"{vocab_size:,} SentencePiece pieces (Unigram), {time.monotonic() - began:.1f} s")
+    ends = itertools.accumulate(map(len, documents))
+    sample = [text for text, end in zip(documents, ends, strict=True) if end <= TOKENIZER_CHARACTERS]
+    train_tokenizer(sample or documents, tokenizer, vocab_size)
+    say("tokenizer", f"{vocab_size:,} tokens (byte-level BPE), {time.monotonic() - began:.1f} s")
     counts = preprocess(
         read_records([folder / "corpus.jsonl"]),
         str(folder / "tokens"),
@@ -222,14 +231,11 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
     assert validation is not None
     entropy = unigram_entropy(np.concatenate([file.read(i) for i in range(*sequence_range(validation, len(file)))]))
     first, last = sequence_range(validation, len(documents))
-    prompts: tuple[str, ...] = STDLIB_PROMPTS
-    if corpus is not None:  # the first words of the first documents with any
-        lines = (
-            next((line for line in text.splitlines() if re.match(r"\w", line)), "") for text in documents[first:last]
-        )
-        found = [" ".join(line.split()[:PROMPT_WORDS]) for line in lines if line]
-        prompts = tuple(found[:NUM_PROMPTS]) or ("The ",)
-    _say("tokens", f"{tokens:,} in {prefix}.bin/.idx, unigram entropy of the validation part {entropy:.3f} nats")
+    # the first words of the first documents with any
+    lines = (next((line for line in text.splitlines() if re.match(r"\w", line)), "") for text in documents[first:last])
+    found = tuple(" ".join(line.split()[:PROMPT_WORDS]) for line in lines if line)[:NUM_PROMPTS]
+    prompts = STDLIB_PROMPTS if corpus is None else found or ("The ",)
+    say("tokens", f"{tokens:,} in {prefix}.bin/.idx, unigram entropy of the validation part {entropy:.3f} nats")
     facts = {"source": source, "documents": len(documents), "tokens": tokens, "entropy": entropy, "prompts": prompts}
     write_file(record, json.dumps(facts), "--out")  # last: the folder is complete
     return Prepared(folder, prefix, tokenizer, entropy, prompts)
@@ -239,6 +245,10 @@ def steps_done(checkpoints: Path) -> int:
     """Return the step of the newest complete checkpoint, 0 without one."""
     found = find_checkpoint(checkpoints) if checkpoints.is_dir() else None
     return 0 if found is None else found.step
+
+
+def tokenizer_arguments(prepared: Prepared) -> list[str]:
+    return ["--tokenizer-type", TOKENIZER, "--tokenizer-model", str(prepared.tokenizer)]
 
 
 def pretrain_arguments(
@@ -252,8 +262,6 @@ def pretrain_arguments(
     settings = {
         "--data-path": str(prepared.prefix),
         "--split": SPLIT,
-        "--tokenizer-type": TOKENIZER,
-        "--tokenizer-model": str(prepared.tokenizer),
         "--train-iters": str(total),
         "--lr-warmup-iters": str(min(WARMUP_STEPS, total // 4)),
         "--lr-wsd-decay-iters": str(max(1, round(steps * DECAY_SHARE))),
@@ -262,14 +270,10 @@ def pretrain_arguments(
         "--save-interval": str(SAVE_INTERVAL),
         "--keep-last": "2",
     }
-    words = [word for setting in settings.items() for word in setting]
+    words = [*tokenizer_arguments(prepared), *(word for setting in settings.items() for word in setting)]
     words += ["--override-opt_param-scheduler", "--sample-prompts", *prepared.prompts]
     if is_profiled:
         start = done + max(0, min(PROFILE_STEP, steps - 2))
         end = min(start + 2, total)
         words += ["--profile-pipeline", "--profile-step-start", str(start), "--profile-step-end", str(end)]
     return words
-
-
-def _say(word: str, text: str) -> None:
-    print(f"== {word}: {text}", flush=True)

@@ -24,7 +24,7 @@ def verify_streams(own: argparse.Namespace) -> int:
     values, and records which bytes each stream reads and writes. Two accesses that neither streams, events nor messages
     order are a race, printed with both places; the exit code is then 1. Layers and microbatches are cut to the smallest
     step that has all kinds of actions. Needs g++, with which the device is compiled at the first use; no data is read.
-    docs/gpu.md says what is checked and what is not.
+    docs/gpu_streams.md says what is checked and what is not.
     """
     if any(word.startswith("--verify-grid") for word in own.flags):
         raise ConfigError("--streams and --verify-grid are two checks; ask for one at a time")

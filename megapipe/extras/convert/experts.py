@@ -57,32 +57,38 @@ PREDICTION_ROWS = tuple(
 SHARED, TOPK = "moe_shared_expert_intermediate_size", "num_experts_per_tok"
 
 
-def expert_rows(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """Return the rows of router and experts. The names are theirs, in a layer and in an expert."""
-    expert = f"{LLAMA}.{block}.experts.{EXPERT}"
-    return (
-        Row(f"{OURS}.mlp.router", (f"{LLAMA}.{block}.gate",)),
-        Row(f"{OURS}.mlp.experts.weight1", (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"), of_experts),
-        Row(f"{OURS}.mlp.experts.weight2", (f"{expert}.{down}.weight",), of_experts_transposed),
-    )
+LLAMA_MLP, MIXTRAL_MLP = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+BIAS = "e_score_correction_bias"  # of experts, added to scores for the choice alone
 
 
-def shared_rows(name: str) -> tuple[Row, ...]:
-    """Return the rows of shared experts. name: theirs, in the layer."""
-    ours, theirs = f"{OURS}.mlp.shared_experts", f"{LLAMA}.{name}"
-    return (
-        Row(f"{ours}.linear_fc1", (f"{theirs}.gate_proj", f"{theirs}.up_proj"), gate_and_up),
-        Row(f"{ours}.linear_fc2", (f"{theirs}.down_proj",)),
-    )
+def expert_rows(
+    block: str = "mlp",
+    linears: tuple[str, str, str] = LLAMA_MLP,
+    router: str = "gate",
+    shared: str | None = None,
+    bias: str | None = None,
+) -> tuple[Row, ...]:
+    """Return the rows of router and experts, and of shared experts and biases of experts where they have a name. The
+    names are theirs: of the mixture in a layer, of gate, up and down in an expert, and in the mixture.
+    """
+    theirs, mixture = f"{LLAMA}.{block}", f"{OURS}.mlp"
+    gate, up, down = (f"{theirs}.experts.{EXPERT}.{name}.weight" for name in linears)
+    rows = [
+        Row(f"{mixture}.router", (f"{theirs}.{router}",)),
+        Row(f"{mixture}.experts.weight1", (gate, up), of_experts),
+        Row(f"{mixture}.experts.weight2", (down,), of_experts_transposed),
+    ]
+    if shared is not None:
+        gate, up, down = (f"{theirs}.{shared}.{name}" for name in linears)
+        rows.append(Row(f"{mixture}.shared_experts.linear_fc1", (gate, up), gate_and_up))
+        rows.append(Row(f"{mixture}.shared_experts.linear_fc2", (down,)))
+    if bias is not None:
+        rows.append(Row(f"{mixture}.router.expert_bias", (f"{theirs}.{bias}",)))
+    return tuple(rows)
 
 
-MIXTRAL_ROWS = expert_rows("block_sparse_moe", "w1", "w3", "w2")
-ROWS = expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
-GLM_ROWS = (
-    *ROWS,
-    *shared_rows("mlp.shared_experts"),
-    Row(f"{OURS}.mlp.router.expert_bias", (f"{LLAMA}.mlp.gate.e_score_correction_bias",)),
-)
+ROWS = expert_rows()
+GLM_ROWS = expert_rows(shared="shared_experts", bias=f"gate.{BIAS}")
 GPT_OSS_ROWS = (
     Row(f"{OURS}.self_attention.softmax_offset", (f"{LLAMA}.self_attn.sinks",)),
     Row(f"{OURS}.mlp.router", (f"{LLAMA}.mlp.router",)),
@@ -92,7 +98,7 @@ GPT_OSS_ROWS = (
     Row(f"{OURS}.mlp.experts.bias2", (f"{LLAMA}.mlp.experts.down_proj_bias",), stacked_experts),
 )
 STACKED_ROWS = (  # of one tensor for all experts
-    *ROWS[:1],
+    *GLM_ROWS,
     Row(f"{OURS}.mlp.experts.weight1", (f"{LLAMA}.mlp.experts.gate_up_proj",), stacked_experts),
     Row(f"{OURS}.mlp.experts.weight2", (f"{LLAMA}.mlp.experts.down_proj",), stacked_transposed_experts),
 )
@@ -105,13 +111,10 @@ LATENT_ROWS = (
     Row(f"{_LATENTS}.linear_kv_down_proj", (f"{_THEIRS}.kv_a_proj_with_mqa",), latent_keys),
     Row(f"{_LATENTS}.kv_layernorm", (f"{_THEIRS}.kv_a_layernorm",)),
     Row(f"{_LATENTS}.linear_kv_up_proj", (f"{_THEIRS}.kv_b_proj",)),
-    *shared_rows("mlp.shared_experts"),
     *PREDICTION_ROWS,
-    GLM_ROWS[-1],
 )
 QWEN_2_ROWS = (
-    *ROWS,
-    *shared_rows("mlp.shared_expert"),
+    *expert_rows(shared="shared_expert"),
     Row(f"{OURS}.mlp.shared_experts.gate_weight", (f"{LLAMA}.mlp.shared_expert_gate.weight",)),
 )
 
@@ -209,17 +212,17 @@ FIRST, SHARED_COUNT = "first_k_dense_replace", "n_shared_experts"
 GROUPS, TAKEN = "n_group", "topk_group"
 
 
-def dense_layers(default: int) -> Rule:
-    """Return the rule of the number of first layers that have no experts."""
+def dense_layers(default: int, name: str = FIRST) -> Rule:
+    """Return the rule of the number of first layers that have no experts. name: of its key."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        dense, count = settings.get(FIRST), int(settings["num_hidden_layers"])
+        dense, count = settings.get(name), int(settings["num_hidden_layers"])
         dense = default if dense is None else dense
         if not 0 <= dense < count:
-            raise ConfigError(f"{FIRST} {dense} of {count} layers cannot be expressed: no layer would have experts")
-        return expert_layers([layer >= dense for layer in range(count)], FIRST)
+            raise ConfigError(f"{name} {dense} of {count} layers cannot be expressed: no layer would have experts")
+        return expert_layers([layer >= dense for layer in range(count)], name)
 
-    return Rule((FIRST,), read, lambda layers: {FIRST: [layer.num_experts is not None for layer in layers].index(True)})
+    return Rule((name,), read, lambda layers: {name: [layer.num_experts is not None for layer in layers].index(True)})
 
 
 MLP_TYPES, MLP_WORDS = "mlp_layer_types", {"dense": False, "sparse": True}
@@ -247,22 +250,24 @@ def mlp_types(default_dense: int, first: str = FIRST) -> Rule:
     return Rule((MLP_TYPES, first), read, write)
 
 
-def shared_experts(default_count: int, default_width: int | None = None, name: str = SHARED_COUNT) -> Rule:
+def shared_experts(
+    default_count: int, default_width: int | None = None, name: str = SHARED_COUNT, least: int = 1
+) -> Rule:
     """Return the rule of the width of all shared experts together, a multiple of that of one expert. name: of the key
-    with their number.
+    with their number. least: the smallest one that the architecture can have.
     """
 
     def read(settings: Settings) -> dict[str, Any]:
         count = settings.get(name)
         count = default_count if count is None else count
-        if not count >= 1:
+        if not count >= least:
             raise ConfigError(f"{name} {count} cannot be expressed: this architecture has shared experts")
-        return {SHARED: count * settings.get(WIDTH, default_width)}
+        return {SHARED: count * settings.get(WIDTH, default_width) or None}
 
     def write(layers: Layers) -> dict[str, Any]:
         layer = of_expert_layer(layers)
         shared, width = layer.moe_shared_expert_intermediate_size or 0, layer.expert_ffn_size
-        if not shared or shared % width:
+        if shared < least * width or shared % width:
             rule = f"its shared experts are as wide as a number of experts, {width} each"
             raise ConfigError(f"shared experts of {shared} channels cannot be expressed: {rule}")
         return {name: shared // width}
@@ -429,15 +434,24 @@ OF_SIGMOIDS = (
     unwritten(fixed(METHOD, "noaux_tc", "experts of this architecture are chosen with a bias")),
 )
 COUNT = ("n_routed_experts", "num_local_experts")
+
+
+def deepseek_experts(count: int, topk: Any, width: int, shared: int = 1) -> tuple[Rule, ...]:
+    """Return the rules of experts and shared experts of latent attention. The arguments are defaults."""
+    return (
+        expert_key(COUNT, "num_experts", count),
+        expert_key(TOPK, "moe_router_topk", topk),
+        expert_width(WIDTH, "moe_ffn_hidden_size", width),
+        shared_experts(shared, width),
+    )
+
+
 DEEPSEEK_V3 = (
     *LATENT_ATTENTION,
     *latent_sizes(),
-    expert_key(COUNT, "num_experts", 256),
+    *deepseek_experts(256, 8, 2048),
     expert_key(SCALING, FACTOR, 2.5, none=1.0),
     dense_layers(3),
-    expert_width(WIDTH, "moe_ffn_hidden_size", 2048),
-    shared_experts(1, 2048),
-    expert_key(TOPK, "moe_router_topk", 8),
     groups(8, 4),
     normalized(True),
     *OF_SIGMOIDS,
@@ -447,12 +461,9 @@ DEEPSEEK_V3 = (
 DEEPSEEK_V2 = (
     *LATENT_ATTENTION,
     *latent_sizes(),
-    expert_key("n_routed_experts", "num_experts", 64),
+    *deepseek_experts(64, REQUIRED, 1407, shared=2),
     expert_key(SCALING, FACTOR, 1.0, none=1.0),
     dense_layers(0),
-    expert_width(WIDTH, "moe_ffn_hidden_size", 1407),
-    shared_experts(2, 1407),
-    expert_key(TOPK, "moe_router_topk"),
     Rule((GROUPS, TAKEN, METHOD), read_groups_of_v2, write_groups_of_v2),
     fixed(NORMALIZED, False, "transformers never normalizes the weights of the chosen experts in DeepSeek-V2"),
     fixed("mlp_bias", False, "projections of latent attention have no biases, and here all linears have or none has"),

@@ -9,60 +9,33 @@ import torch
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.families import FAMILIES
-from megapipe.extras.convert.family import HEAD_DIM, LLAMA_BIASES, Family, llama_family, llama_rows
-from megapipe.extras.convert.layer_types import ROPE, rope, rope_fields
-from megapipe.extras.convert.tables import (
-    Layers,
-    Layout,
-    Row,
-    Rule,
-    Settings,
-    again,
-    always,
-    check_alike,
-    fixed,
-    fused_qkv,
-    gate_and_up,
-    key,
-    map_tensors,
-    nullable,
-    same,
-    separate_qkv,
-    shared,
-    transposed,
-    unpadded,
-    unwritten,
-)
-
-__all__ = [
-    "HEAD_DIM",
-    "LLAMA_BIASES",
-    "ROPE",
-    "Family",
-    "Layers",
-    "Layout",
-    "Row",
-    "Rule",
-    "Settings",
-    "again",
-    "always",
-    "check_alike",
-    "fixed",
-    "fused_qkv",
-    "gate_and_up",
-    "key",
-    "llama_family",
-    "llama_rows",
-    "nullable",
-    "register_family",
-    "rope",
-    "rope_fields",
-    "same",
-    "separate_qkv",
-    "shared",
-    "transposed",
-    "unwritten",
-]
+from megapipe.extras.convert.family import HEAD_DIM as HEAD_DIM
+from megapipe.extras.convert.family import LLAMA_BIASES as LLAMA_BIASES
+from megapipe.extras.convert.family import Family as Family
+from megapipe.extras.convert.family import llama_family as llama_family
+from megapipe.extras.convert.family import llama_rows as llama_rows
+from megapipe.extras.convert.layer_types import ROPE as ROPE
+from megapipe.extras.convert.layer_types import rope as rope
+from megapipe.extras.convert.layer_types import rope_fields as rope_fields
+from megapipe.extras.convert.tables import Layers as Layers
+from megapipe.extras.convert.tables import Layout as Layout
+from megapipe.extras.convert.tables import Row as Row
+from megapipe.extras.convert.tables import Rule as Rule
+from megapipe.extras.convert.tables import Settings as Settings
+from megapipe.extras.convert.tables import again as again
+from megapipe.extras.convert.tables import always as always
+from megapipe.extras.convert.tables import check_alike as check_alike
+from megapipe.extras.convert.tables import fixed as fixed
+from megapipe.extras.convert.tables import fused_qkv as fused_qkv
+from megapipe.extras.convert.tables import gate_and_up as gate_and_up
+from megapipe.extras.convert.tables import key as key
+from megapipe.extras.convert.tables import map_tensors, unpadded
+from megapipe.extras.convert.tables import nullable as nullable
+from megapipe.extras.convert.tables import same as same
+from megapipe.extras.convert.tables import separate_qkv as separate_qkv
+from megapipe.extras.convert.tables import shared as shared
+from megapipe.extras.convert.tables import transposed as transposed
+from megapipe.extras.convert.tables import unwritten as unwritten
 
 
 def register_family(family: Family, example: Settings) -> Family:

@@ -29,18 +29,7 @@ from megapipe.extras.convert.family import (
     deepseek_family,
     llama_family,
 )
-from megapipe.extras.convert.mixtures import (
-    dots1,
-    ernie4_5_moe,
-    exaone_moe,
-    glm4_moe_lite,
-    granitemoe,
-    hunyuan_v1_moe,
-    hy_v3,
-    minimax_m2,
-    mistral4,
-    qwen3_vl_moe,
-)
+from megapipe.extras.convert.mixtures import mixtures
 from megapipe.extras.convert.snapshot import INTERLEAVE
 from megapipe.extras.convert.tables import (
     LAYER,
@@ -217,7 +206,7 @@ _BUILT_IN = (
         groups=8,
         rope=layer_types.rope(1e6),
         mlp=experts.all_layers(("num_local_experts",), 2),
-        more_rows=experts.MIXTRAL_ROWS,
+        more_rows=experts.expert_rows("block_sparse_moe", experts.MIXTRAL_MLP),
     ),
     llama_family(
         "Qwen2MoeForCausalLM",
@@ -325,17 +314,7 @@ _BUILT_IN = (
 )
 # model types whose own code equals that of a known architecture
 SAME_MODEL_TYPES = {"DeepseekV3ForCausalLM": ("kimi_k2",)}
-_MIXTURES = (
-    dots1.FAMILY,
-    ernie4_5_moe.FAMILY,
-    exaone_moe.FAMILY,
-    glm4_moe_lite.FAMILY,
-    hunyuan_v1_moe.FAMILY,
-    hy_v3.FAMILY,
-    minimax_m2.FAMILY,
-    mistral4.FAMILY,
-    granitemoe.FAMILY,
-)
+_MIXTURES = tuple(family for family in mixtures() if not family.is_tower)
 _DEEPSEEK = (
     deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, experts.DEEPSEEK_V3),
     deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, experts.DEEPSEEK_V2, interleave=None),
@@ -347,7 +326,7 @@ FAMILIES: Registry[Family] = Registry(
 )
 
 # of models with images that are read with --text-only; an export writes a family that computes the same
-TEXT_TOWERS = {family.model_type: family for family in (qwen3_vl_moe.FAMILY,)}
+TEXT_TOWERS = {family.model_type: family for family in mixtures() if family.is_tower}
 
 REFUSED: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, a Gemma3ForCausalLM, which "

@@ -4,7 +4,7 @@ DeepSeek have in common. `families` lists all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from megapipe.extras.convert.snapshot import INERT, INTERLEAVE
 from megapipe.extras.convert.tables import (
     LLAMA,
     OURS,
+    Layout,
     Row,
     Rule,
     Settings,
@@ -37,14 +38,18 @@ from megapipe.extras.convert.tables import (
 LONGEST_SEQUENCE = 4096  # default training length of converted models with more positions (--seq-length overrides)
 
 
-def llama_rows(norms: Mapping[str, str], of_heads: tuple[str, str] = ("q_norm", "k_norm")) -> tuple[Row, ...]:
+def llama_rows(
+    norms: Mapping[str, str],
+    of_heads: tuple[str, str] = ("q_norm", "k_norm"),
+    qkv: Callable[[ModelConfig], Layout] = separate_qkv,
+) -> tuple[Row, ...]:
     """Return the rows of Llama and its relatives. norms: our norms of the hidden states -> theirs. of_heads: theirs of
-    queries and of keys.
+    queries and of keys. qkv: the layout of their projections.
     """
     return (
         Row("embedding.word_embeddings", ("model.embed_tokens",)),
         *(Row(f"{OURS}.{ours}", (f"{LLAMA}.{theirs}",)) for ours, theirs in norms.items()),
-        Row(f"{OURS}.self_attention.linear_qkv", tuple(f"{LLAMA}.self_attn.{x}_proj" for x in "qkv"), separate_qkv),
+        Row(f"{OURS}.self_attention.linear_qkv", tuple(f"{LLAMA}.self_attn.{x}_proj" for x in "qkv"), qkv),
         Row(f"{OURS}.self_attention.q_layernorm", (f"{LLAMA}.self_attn.{of_heads[0]}",)),
         Row(f"{OURS}.self_attention.k_layernorm", (f"{LLAMA}.self_attn.{of_heads[1]}",)),
         Row(f"{OURS}.self_attention.linear_proj", (f"{LLAMA}.self_attn.o_proj",)),
@@ -87,6 +92,8 @@ class Family:
     either_way: tuple[str, ...] = ()
     # the same with rope_interleave false: a rotary pair is not two neighbouring channels, but two half the width apart
     halves: Family | None = None
+    # of the text model of a model with images: read with --text-only, never written
+    is_tower: bool = False
 
     def read(self, theirs: Settings, ignored: frozenset[str] = frozenset()) -> ModelConfig:
         """Return our model section. Raises ConfigError naming a key that is unknown or cannot be expressed."""
@@ -116,6 +123,11 @@ class Family:
 HIDDEN_ACT = key("hidden_act", "activation", "silu", {"silu": "swiglu", "gelu_pytorch_tanh": "geglu_tanh"})
 
 
+def last_of_each(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return the last row of each module of ours."""
+    return tuple({row.ours: row for row in rows}.values())
+
+
 def llama_family(
     architecture: str,
     model_type: str,
@@ -130,6 +142,7 @@ def llama_family(
     mlp: tuple[Rule, ...] = (key("intermediate_size", "ffn_hidden_size"),),
     more_rows: tuple[Row, ...] = (),
     of_heads: tuple[str, str] = ("q_norm", "k_norm"),
+    qkv: Callable[[ModelConfig], Layout] = separate_qkv,
 ) -> Family:
     """Return Llama or a relative of it. more: rules besides the common ones. The others are defaults and variants."""
 
@@ -148,7 +161,7 @@ def llama_family(
         *TRAINED,
     )
     all_rules = (*rules, activation, rope, *mlp, *more)
-    return Family(architecture, model_type, (*llama_rows(norms, of_heads), *more_rows), all_rules)
+    return Family(architecture, model_type, last_of_each((*llama_rows(norms, of_heads, qkv), *more_rows)), all_rules)
 
 
 HEAD_DIM = key("head_dim", "kv_channels", lambda own: int(own["hidden_size"]) // int(own["num_attention_heads"]))
@@ -179,16 +192,13 @@ def deepseek_family(
     rules: tuple[Rule, ...],
     interleave: str | None = INTERLEAVE,
     rope: Rule = layer_types.ROPE,
-    expert_rows: tuple[Row, ...] = experts.ROWS,
+    expert_rows: tuple[Row, ...] = experts.GLM_ROWS,
 ) -> Family:
     """Return DeepSeek or a relative of it. rules: of latent attention and experts. positions: the default of their
     number. interleave: the key that says how rotary pairs are stored; None: they are neighbouring channels.
     """
-    rows = (
-        *(row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS),
-        *experts.LATENT_ROWS,
-        *expert_rows,
-    )
+    of_llama = (row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS)
+    rows = last_of_each((*of_llama, *experts.LATENT_ROWS, *expert_rows))
     common = (
         *VOCABULARY,
         key("intermediate_size", "ffn_hidden_size"),

@@ -244,7 +244,40 @@ def windows(default: Callable[[int], Types], default_window: int = DEFAULT_WINDO
     return Rule((WINDOW, TYPES), read, write_types)
 
 
-def windows_and_rope(period: int, base: float, local_key: str | None = None, local_base: float | None = None) -> Rule:
+def windows_with_rope(
+    default: Callable[[Settings, int], Types], default_window: int, pattern: str | None = None
+) -> Rule:
+    """Return the rule of layers that have a window and rotary positions, or neither.
+
+    default: types of so many layers, where layer_types is missing. pattern: a key with the distance of layers without a
+    window.
+    """
+
+    def read(settings: Settings) -> dict[str, Any]:
+        window = settings.get(WINDOW, default_window)
+        full = [kind == FULL for kind in read_types(settings, lambda count: default(settings, count), window)]
+        if all(full):
+            return {"position_embedding_type": "none"}
+        if not any(full):
+            return {"window_size": window}
+        marks = {"window_attn_skip_freq": frequency(full), "no_rope_freq": runs_text([int(mark) for mark in full])}
+        return {"window_size": window, **marks}
+
+    def write(layers: Layers) -> dict[str, Any]:
+        types = types_of(layers)
+        period = regular_period([kind == FULL for kind in types])
+        return write_types(layers) | ({} if pattern is None or period is None else {pattern: period})
+
+    return Rule((WINDOW, TYPES, *(() if pattern is None else (pattern,))), read, write)
+
+
+def windows_and_rope(
+    period: int,
+    base: float,
+    local_key: str | None = None,
+    local_base: float | None = None,
+    default_window: int = DEFAULT_WINDOW,
+) -> Rule:
     """Return the rule of windows and rotary positions by layer type.
 
     period: every how many layers one has full attention by default. base: the default of rope_theta. local_key,
@@ -259,7 +292,7 @@ def windows_and_rope(period: int, base: float, local_key: str | None = None, loc
         if unknown:
             raise ConfigError(f"{PARAMETERS}: the key {unknown[0]} cannot be expressed; they are {FULL} and {SLIDING}")
         full, scaling = nested.get(FULL) or {}, settings.get(SCALING)  # both of layers with full attention alone
-        window = settings.get(WINDOW, DEFAULT_WINDOW)
+        window = settings.get(WINDOW, default_window)
         options = {FULL: {"window_size": None}, SLIDING: {"window_size": window}}
         given = [full] if not scaling else [full | scaling, full] if full else [scaling]
         options[FULL] |= one_of_both([rope_fields(parameters, theta, settings) for parameters in given])
@@ -291,15 +324,21 @@ def windows_and_rope(period: int, base: float, local_key: str | None = None, loc
 # ------------------------------------------------------------------------------------------- Qwen and Mistral
 
 
-def qwen_windows(has_window: Callable[[int, int], bool], write: Callable[[Layers], dict[str, Any]]) -> Rule:
+def qwen_windows(
+    has_window: Callable[[int, int], bool],
+    write: Callable[[Layers], dict[str, Any]],
+    uses: bool = False,
+    default_bound: int = 28,
+) -> Rule:
     """Return the rule of Qwen's sliding window, in effect with use_sliding_window.
 
-    has_window: of a layer by its number and max_window_layers, where layer_types is missing.
+    has_window: of a layer by its number and max_window_layers, where layer_types is missing. uses, default_bound: the
+    defaults of both keys.
     """
 
     def read(settings: Settings) -> dict[str, Any]:
-        window = settings.get(WINDOW, DEFAULT_WINDOW) if settings.get(USE, False) else None
-        bound = settings.get(FIRST, 28)
+        window = settings.get(WINDOW, DEFAULT_WINDOW) if settings.get(USE, uses) else None
+        bound = settings.get(FIRST, default_bound)
 
         def default(num_layers: int) -> Types:
             marks = (window is not None and has_window(layer, bound) for layer in range(num_layers))

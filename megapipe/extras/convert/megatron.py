@@ -114,9 +114,12 @@ def in_halves(config: Config, tensors: Mapping[str, LazyTensor]) -> dict[str, La
     rotated = int(size * model.rotary_percent)
     order = torch.tensor([*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, size)])
 
-    def of_heads(tensor: Tensor) -> Tensor:  # [groups x (queries of a group, key, value) x size, ...]
-        whole = tensor.reshape(groups, -1, size, *tensor.shape[1:])
-        return torch.cat([whole[:, :-1, order], whole[:, -1:]], 1).reshape(tensor.shape)
+    rotated_heads = [*range(model.num_attention_heads // groups), -2]
+
+    def of_heads(tensor: Tensor) -> Tensor:  # [groups x (queries of a group, gates, key, value) x size, ...]
+        whole = tensor.reshape(groups, -1, size, *tensor.shape[1:]).clone()
+        whole[:, rotated_heads] = whole[:, rotated_heads][:, :, order]
+        return whole.reshape(tensor.shape)
 
     moves = {f"linear_qkv.{kind}": of_heads for kind in ("weight", "bias")}
     for norm in ("q_layernorm", "k_layernorm"):

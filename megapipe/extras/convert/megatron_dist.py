@@ -1,7 +1,8 @@
 """Megatron's `torch_dist` checkpoints: whole tensors, layers possibly stacked, norms under either of their names.
 
 They are read in each form that Megatron writes, and written as Megatron-Core 0.19 does: layers stacked, norms under
-Transformer Engine's names, args among the tensors, optimizer state by parameter (fully reshardable).
+Transformer Engine's names, args among the tensors, optimizer state by parameter (fully reshardable). `fsdp_dtensor`
+checkpoints of Megatron-FSDP are read, too.
 """
 
 from __future__ import annotations
@@ -272,6 +273,13 @@ BACKEND, BACKEND_VERSION = "metadata.json", {"sharded_backend": "torch_dist", "s
 CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}  # of the state dict, by Megatron
 
 
+# Megatron-FSDP's `fsdp_dtensor`: a tensor for each parameter, cut over dp. The two halves of a gated linear_fc1 and the
+# experts of a layer have tensors of their own; settings and args are values beside them. Masters are the weights.
+OF_FSDP = re.compile(r"(?:model|optimizer\.state)\.(?:module\.)+(.*?)(_[wv])?(?:\.(exp_avg|exp_avg_sq))?")
+FSDP_STEP = re.compile(r"optimizer\.param_to_group_meta\..*\.step")
+FSDP_ARGS, FSDP_SCHEDULER = "args", "opt_param_scheduler."
+
+
 def is_distributed(root: Path) -> bool:
     """Return True for a folder of torch_dist, or one of its iterations."""
     return (root / METADATA).exists() or any(root.glob(f"*/{METADATA}"))
@@ -292,6 +300,8 @@ def read(
     stored, others = read_folder(folder)
     common = _common(folder, others)
     args = vars(common["args"])
+    if FSDP_ARGS in others:
+        stored = _of_fsdp(folder, stored, args, weights_only)
     has_buckets = any(GROUP.fullmatch(name) for name in stored)
     optimizer = None if weights_only else _optimizer(folder, common, stored, others, has_buckets)
     config, remarks = read_run_config(args, vocab_size, optimizer is not None and not drop_padding)
@@ -336,7 +346,14 @@ def _common(folder: Path, others: Mapping[str, StoredValue]) -> Mapping[str, Any
     """Return everything but tensors: of `common.pt`, since Megatron-Core 0.19 a value among the tensors."""
     inside = others.get(COMMON_VALUE)
     common: Any
-    if inside is None:
+    if inside is None and FSDP_ARGS in others:
+        place = f"{folder}: {FSDP_ARGS}"
+        common = {name: others[name].read(with_stand_ins=True) for name in ("args", "iteration") if name in others}
+        steps = {value.read() for name, value in others.items() if FSDP_STEP.fullmatch(name)}
+        common["optimizer"] = {"param_groups": [{"step": step} for step in sorted(steps)]}
+        rates = {name: value for name, value in others.items() if name.startswith(FSDP_SCHEDULER)}
+        common |= {FSDP_SCHEDULER[:-1]: {name.removeprefix(FSDP_SCHEDULER): v.read() for name, v in rates.items()}}
+    elif inside is None:
         common, place = load_pickled(folder / COMMON), f"{folder / COMMON}"
     else:
         content, place = inside.read(with_stand_ins=True), f"{inside.path}: {COMMON_VALUE}"
@@ -344,6 +361,42 @@ def _common(folder: Path, others: Mapping[str, StoredValue]) -> Mapping[str, Any
     if not isinstance(common, Mapping) or not isinstance(common.get("args"), argparse.Namespace):
         raise CheckpointError(f"{place} holds no args, so the model is unknown")
     return common
+
+
+def _of_fsdp(
+    folder: Path, stored: Mapping[str, StoredTensor], args: Mapping[str, Any], weights_only: bool
+) -> dict[str, StoredTensor]:
+    """Return the tensors of Megatron-FSDP as those of `torch_dist`: halves of gated linears joined, experts stacked.
+
+    Raises CheckpointError for a run whose layers have no numbers of their own, or whose loss scale is not stored.
+    """
+    if (pp := MegatronGrid.of(args).pp) > 1:
+        raise CheckpointError(f"{folder} is of pp {pp}, where fsdp_dtensor has the same names for layers of all stages")
+    if args.get("fp16") and not args.get("loss_scale") and not weights_only:
+        raise CheckpointError(f"{folder}: fsdp_dtensor does not store the loss scale of fp16; {TRY_WEIGHTS_ONLY}")
+    parts: dict[str, dict[tuple[int | None, bool], StoredTensor]] = {}  # by expert, and if it is the second half
+    for name, tensor in stored.items():
+        match = OF_FSDP.fullmatch(name)
+        own, half, moment = match.groups() if match else (name, None, None)
+        ours, expert = megatron.expert_tensor(own) or (own, None)
+        prefix = f"{OPTIMIZER}{moment}." if moment else ""
+        parts.setdefault(prefix + megatron.stacked_name(ours), {})[expert, half == "_v"] = tensor
+    return {name: _joined(folder, name, own) for name, own in parts.items()}
+
+
+def _joined(folder: Path, name: str, parts: Mapping[tuple[int | None, bool], StoredTensor]) -> StoredTensor:
+    """Return one tensor, unread, of the halves of a gated linear, of the experts of a layer, or of both."""
+    experts = len({expert for expert, _ in parts})
+    first = next(iter(parts.values()))
+    shape = (first.shape[0] * len(parts) // experts, *first.shape[1:]) if first.shape else ()
+    boxes = []
+    for (expert, is_second), tensor in parts.items():
+        for box, value in tensor.boxes:
+            offset = (box.offset[0] + is_second * first.shape[0], *box.offset[1:]) if first.shape else ()
+            place = Box(offset, box.shape) if expert is None else Box((expert, *offset), (1, *box.shape))
+            boxes.append((place, value))
+    shape = shape if (None, False) in parts else (experts, *shape)
+    return StoredTensor(folder, name, shape, first.dtype, tuple(boxes))
 
 
 def _lazy(folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec) -> LazyTensor:

@@ -22,7 +22,7 @@ from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.model import ACTIVATIONS, ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_parameters, model_states
-from megapipe.sharding.spec import ParamSpec
+from megapipe.sharding.spec import ParamSpec, QueryGroups
 
 Settings = Mapping[str, Any]  # config.json, or Megatron's args
 Layers = tuple[LayerConfig, ...]  # the model section as each layer has it
@@ -255,9 +255,12 @@ def gate_and_up(model: ModelConfig) -> Layout:
 
 
 def separate_qkv(model: ModelConfig) -> Layout:
-    """Return the layout of separate q, k and v; our rows are [q_0 .. q_{n-1}, k, v] x head_dim per query group."""
+    """Return the layout of separate q, k and v; our rows are [q_0 .. q_{n-1}, k, v] x head_dim per query group. With
+    --attention-output-gate the gates are a part behind q.
+    """
     groups, head_dim = model.query_groups(), model.head_size()
-    rows = (model.num_attention_heads // groups * head_dim, head_dim, head_dim)  # q, k and v of one group
+    slicing = QueryGroups(model.num_attention_heads, groups, head_dim, is_gated=model.attention_output_gate)
+    rows = tuple(count * head_dim for count in slicing.heads_of_group.values())  # of one group
 
     def join(parts: Sequence[Tensor]) -> Tensor:
         return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)

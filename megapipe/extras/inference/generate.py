@@ -131,11 +131,16 @@ class Generator:
 
     @torch.no_grad()
     def continue_prompts(
-        self, prompts: Sequence[Sequence[int]], limits: Limits, on_token: OnToken | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        limits: Limits,
+        on_token: OnToken | None = None,
+        is_stopped: Callable[[], bool] | None = None,
     ) -> list[list[int]]:
         """Return the tokens that follow each prompt, without stop tokens.
 
-        on_token: called on every rank for each new token. Raises ConfigError for an empty prompt, a token outside the
+        on_token: called on every rank for each new token. is_stopped: given on every rank or on none, asked on rank 0
+        after each token; True ends the texts as they are. Raises ConfigError for an empty prompt, a token outside the
         vocabulary, and a prompt that fills all --max-position-embeddings positions; a text also ends there.
         """
         for number, prompt in enumerate(prompts):
@@ -165,6 +170,8 @@ class Generator:
                     tokens = self._next_tokens(batches, position)
                     for batch, row_tokens in zip(batches, tokens, strict=True):
                         self._append(batch, row_tokens, limits, on_token)
+                    if is_stopped is not None and self._is_true_on_first_rank(is_stopped):
+                        break
                 texts += [text for batch in batches for text in batch.texts][: len(numbers)]
         return texts
 
@@ -230,6 +237,11 @@ class Generator:
             batch.newest = row[:, None]
         as_lists: list[list[int]] = chosen.tolist()
         return as_lists
+
+    def _is_true_on_first_rank(self, ask: Callable[[], bool]) -> bool:
+        found = torch.tensor([self._runtime.groups.world.rank == 0 and ask()], device=self._runtime.device)
+        broadcast(found, self._runtime.groups.world)
+        return bool(found)
 
     def _append(self, batch: _Batch, tokens: list[int], limits: Limits, on_token: OnToken | None) -> None:
         for row, token in enumerate(tokens):

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from megapipe.config.fields import BOOL_WORDS
+from megapipe.config.files import HUGGING_FACE_TOKENIZER
 from megapipe.config.flags import field_flags, normalised, read_command_line
 from megapipe.config.load import make_config, merge
 from megapipe.config.megatron_flags import megatron_flags
@@ -36,6 +37,8 @@ VARIABLE = re.compile(r"\$\{(\w+)(?::-?([^{}]*))?\}|\$(\w+)")
 CONFIGS = Path("primus", "configs")
 LISTED = re.compile(r"\[([^\]]+)\]")
 TOKENS = {"bf16_mixed": ["--bf16"], "16-mixed": ["--fp16"], "bf16-mixed": ["--bf16"]}  # recipes of mixed precision
+# names of Primus that its build_tokenizer reads as HuggingFaceTokenizer (primus/backends/megatron/training/tokenizer)
+OF_HUGGING_FACE = re.compile("(DeepSeekV[234]|Llama[234]|Mixtral|Lfm2|KimiK2)Tokenizer")
 ACTING_WITH = {"data_parallel_sharding_strategy": "use_megatron_fsdp"}  # name -> the switch that it needs
 Tree = dict[str, Any]
 
@@ -102,6 +105,8 @@ def _of_primus(tree: Tree, path: Path, given: Mapping[str, str], notes: list[str
         if root is not None and key in modules[0]:
             settings |= _extended(root / kind / "megatron" / modules[0][key], given)
     own = modules[0].get("overrides") or {}
+    if OF_HUGGING_FACE.fullmatch((settings | own).get("tokenizer_type", "")):
+        own = own | {"tokenizer_type": HUGGING_FACE_TOKENIZER}
     known = {name: value for name, value in settings.items() if _flag_of("primus", "", name) is not None}
     yield from _read_ones([*_of_names("primus", "", known | own, notes)])
 

@@ -78,6 +78,7 @@ class ReferenceConfig:
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP in the residual sums
     logits_scaling: float = 1.0  # logits are divided by it
     qk_layernorm_after_rope: bool = False  # norms of q and of k after the rotation
+    attention_output_gate: bool = False  # attention's output times sigmoid of a projection, part of linear_qkv
     add_bias_linear: bool = True  # a bias in linear_qkv, linear_proj, linear_fc1 and linear_fc2
     add_qkv_bias: bool = False  # a bias in linear_qkv even without add_bias_linear
     untie_embeddings_and_output_weights: bool = False

@@ -247,7 +247,9 @@ class Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Explicit softmax attention. linear_qkv's rows: [q_0 .. q_{n/g-1}, k, v] x kv_channels for each query group."""
+    """Explicit softmax attention. linear_qkv's rows: [q_0 .. q_{n/g-1}, k, v] x kv_channels for each query group;
+    with gates of the output [q_0 .. q_{n/g-1}, gate_0 .. gate_{n/g-1}, k, v].
+    """
 
     q_layernorm: nn.Module
 
@@ -256,7 +258,8 @@ class SelfAttention(nn.Module):
         self.config, self.layer = config, layer
         heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
         has_qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.linear_qkv = nn.Linear(config.hidden_size, (heads + 2 * groups) * channels, bias=has_qkv_bias)
+        rows = (heads * (2 if config.attention_output_gate else 1) + 2 * groups) * channels
+        self.linear_qkv = nn.Linear(config.hidden_size, rows, bias=has_qkv_bias)
         self.linear_proj = nn.Linear(heads * channels, config.hidden_size, bias=config.add_bias_linear)
         if config.qk_layernorm:
             is_whole = config.qk_layernorm_scope == "projection"
@@ -271,8 +274,8 @@ class SelfAttention(nn.Module):
         config = self.config
         batch, seq, _ = hidden.shape
         groups, queries_per_group = config.num_query_groups, config.num_attention_heads // config.num_query_groups
-        qkv = self.linear_qkv(hidden).view(batch, seq, groups, queries_per_group + 2, config.kv_channels)
-        q = qkv[:, :, :, :-2].flatten(2, 3)  # [b, s, n, c]
+        qkv = self.linear_qkv(hidden).view(batch, seq, groups, -1, config.kv_channels)
+        q = qkv[:, :, :, :queries_per_group].flatten(2, 3)  # [b, s, n, c]
         k, v = qkv[:, :, :, -2], qkv[:, :, :, -1]  # [b, s, g, c]
         if not config.qk_layernorm_after_rope:
             q, k = self._normed(q, k)
@@ -282,8 +285,11 @@ class SelfAttention(nn.Module):
         if config.qk_layernorm_after_rope:
             q, k = self._normed(q, k)
         k, v = (x.repeat_interleave(queries_per_group, dim=2) for x in (k, v))  # [b, s, n, c]
-
-        return self.linear_proj(self.attend(q, k, v, position_ids, document_ids, dropout_masks))
+        output = self.attend(q, k, v, position_ids, document_ids, dropout_masks)
+        if config.attention_output_gate:
+            gate = qkv[:, :, :, queries_per_group:-2].flatten(2)
+            output = (output * torch.sigmoid(gate.to(at_least_fp32(gate.dtype)))).to(output.dtype)
+        return self.linear_proj(output)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.qk_layernorm and self.config.qk_layernorm_scope == "projection":

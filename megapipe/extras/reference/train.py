@@ -270,9 +270,10 @@ def hidden_matrices(model: nn.Module, splits_qkv: bool) -> dict[str, Any]:
             config = module.config
             groups, width = config.num_query_groups, config.kv_channels
             per_group = config.num_attention_heads // groups
-            # the kind of each row: 0 query, 1 key, 2 value
-            kinds = torch.tensor([0] * per_group + [1, 2]).repeat_interleave(width).repeat(groups)
-            rows = [(kinds == kind).nonzero().flatten() for kind in range(3)]
+            # the kind of each row: 0 query, 1 key, 2 value, 3 gate
+            gates = [3] * per_group if config.attention_output_gate else []
+            kinds = torch.tensor([0] * per_group + gates + [1, 2]).repeat_interleave(width).repeat(groups)
+            rows = [(kinds == kind).nonzero().flatten() for kind in range(4) if kind < 3 or gates]
             found[f"{name}.linear_qkv.weight"] = [(part, False) for part in rows] if splits_qkv else [(None, False)]
             found[f"{name}.linear_proj.weight"] = [(None, False)]
         elif isinstance(module, MLP):

@@ -336,13 +336,10 @@ def part_of(spec: ParamSpec, index: tuple[int, ...]) -> str:
     """Return the part of a fused tensor that a row belongs to, such as 'key head 1' or 'gate'; '' without parts."""
     row, slicing = index[0], spec.slicing
     if isinstance(slicing, QueryGroups):
-        # rows of a group: its query heads, its key head, its value head
-        queries = slicing.heads // slicing.groups
-        group, inside = divmod(row, (queries + 2) * slicing.head_dim)
-        head = inside // slicing.head_dim
-        if head < queries:
-            return f"query head {group * queries + head}"
-        return f"{('key', 'value')[head - queries]} head {group}"
+        kinds = [(kind, head, n) for kind, n in slicing.heads_of_group.items() for head in range(n)]
+        group, inside = divmod(row, len(kinds) * slicing.head_dim)
+        kind, head, count = kinds[inside // slicing.head_dim]
+        return f"{kind} head {group * count + head}"
     if isinstance(slicing, Fused) and slicing.parts == 2:
         return "gate" if row < spec.shape[0] // 2 else "up"
     return ""

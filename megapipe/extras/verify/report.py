@@ -94,6 +94,7 @@ def _switches(plan: RunPlan) -> Iterator[str]:
         **{f"norms {layer.norm_position} branches": True for layer in layers if layer.norm_position != "before"},
         **{f"qk-norm of each {layer.qk_layernorm_scope}": True for layer in layers if layer.qk_layernorm},
         "qk-norm after the rotation": model.qk_layernorm_after_rope,
+        "gated attention output": model.attention_output_gate,
         f"branches times {model.residual_scale:g}": model.residual_scale != 1.0,
         f"logits divided by {model.logits_scaling:g}": model.logits_scaling != 1.0,
         f"embeddings times {model.embedding_scale:g}": model.embedding_scale != 1.0,

@@ -87,9 +87,9 @@ def test_a_rank_gets_its_share_of_the_cores_and_at_least_one() -> None:
 
 def test_train_tokenizer_and_preprocess_work_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = REPOSITORY / "tests" / "train"
-    model, prefix = tmp_path / "tokenizer.model", tmp_path / "tokens"
+    model, prefix = tmp_path / "tokenizer", tmp_path / "tokens"
     assert main(["train-tokenizer", "--input", str(text), "--output", str(model), "--vocab-size", "500"]) == 0
-    kind = ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model", str(model)]
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(model)]
     assert main(["preprocess", "--input", str(text), "--suffixes", ".py", "--output-prefix", str(prefix), *kind]) == 0
     assert (
         main(
@@ -107,12 +107,14 @@ def test_train_tokenizer_and_preprocess_work_together(tmp_path: Path, capsys: py
     assert (tmp_path / "two.bin").stat().st_size == 2 * (tmp_path / "tokens_text_document.bin").stat().st_size
     assert main(["train-tokenizer", "--input", str(tmp_path / "nothing"), "--output", str(model)]) == 2
     assert "no such file" in capsys.readouterr().err
+    assert main(["train-tokenizer", "--input", str(text), "--output", str(tmp_path / "tokenizer.model")]) == 2
+    assert "is to be a folder" in capsys.readouterr().err
 
 
 def test_train_tokenizer_takes_what_preprocess_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = Path(argparse.__file__).read_text("utf-8")
     words = [code[start : start + 500] for start in range(0, 49_500, 500)]
-    folder, output = tmp_path / "texts", ["--output", str(tmp_path / "a.model"), "--vocab-size", "420"]
+    folder, output = tmp_path / "texts", ["--output", str(tmp_path / "a"), "--vocab-size", "420"]
     folder.mkdir()
     with gzip.open(folder / "a.jsonl.gz", "wt") as file:
         file.writelines(json.dumps({"content": text}) + "\n" for text in words[::2])
@@ -130,7 +132,7 @@ def test_train_tokenizer_takes_what_preprocess_takes(tmp_path: Path, capsys: pyt
     assert "c.txt holds no text (1 documents are not UTF-8 text)" in capsys.readouterr().err
     (tmp_path / "c.txt").write_text("one and two")
     assert main(["train-tokenizer", "--input", str(tmp_path / "c.txt"), *output]) == 2
-    assert "the text is too small to train a tokenizer on: it supports at most" in capsys.readouterr().err
+    assert "--vocab-size 420: the text supports at most" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seconds", ["-1", "0", "nan"])

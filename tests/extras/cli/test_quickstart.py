@@ -19,7 +19,7 @@ from megapipe.extras.cli.quickstart import (
 from megapipe.plan.resolve import resolve
 from tests.launch.scripts import REPOSITORY
 
-PREPARED = Prepared(Path("f"), Path("f/tokens"), Path("f/tokenizer.model"), 5.0, ("def ",))
+PREPARED = Prepared(Path("f"), Path("f/tokens"), Path("f/tokenizer"), 5.0, ("def ",))
 
 
 def grid(
@@ -114,9 +114,9 @@ def test_data_are_reused_only_for_the_same_text(tmp_path: Path, capsys: pytest.C
     text = corpus_file(tmp_path / "text.txt", "number")
     first = prepare(str(text), tmp_path / "out", 500, 8.0)
     assert "== tokenizer" in capsys.readouterr().out
-    stamp = first.tokenizer.stat().st_mtime_ns
+    stamp = (first.tokenizer / "tokenizer.json").stat().st_mtime_ns
     assert prepare(str(text), tmp_path / "out", 500, 8.0) == first
-    assert "is reused" in capsys.readouterr().out and first.tokenizer.stat().st_mtime_ns == stamp
+    assert "is reused" in capsys.readouterr().out and (first.tokenizer / "tokenizer.json").stat().st_mtime_ns == stamp
     others = [
         prepare(str(text), tmp_path / "out", 510, 8.0),
         prepare(str(corpus_file(text, "changed")), tmp_path / "out", 500, 8.0),
@@ -129,9 +129,9 @@ def test_an_incomplete_data_folder_is_rebuilt(tmp_path: Path, capsys: pytest.Cap
     text = corpus_file(tmp_path / "text.txt", "number")
     first = prepare(str(text), tmp_path / "out", 500, 8.0)
     (first.folder / "prepared.json").unlink()
-    first.tokenizer.write_bytes(b"half")
+    (first.tokenizer / "tokenizer.json").write_bytes(b"half")
     assert prepare(str(text), tmp_path / "out", 500, 8.0) == first
-    assert "== tokenizer" in capsys.readouterr().out and first.tokenizer.stat().st_size > 4
+    assert "== tokenizer" in capsys.readouterr().out and (first.tokenizer / "tokenizer.json").stat().st_size > 4
 
 
 def test_a_second_run_continues_for_as_many_steps() -> None:

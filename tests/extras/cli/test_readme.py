@@ -13,8 +13,6 @@ import pytest
 from megapipe.config.flags import REQUESTS, field_flags, normalised
 from megapipe.config.megatron_flags import megatron_flags
 from megapipe.extras.cli.command import SUBCOMMANDS
-from tests.tiny import plan_for
-from tools.draw_schedule import drawing
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -88,23 +86,6 @@ def test_the_architecture_page_names_every_package() -> None:
     }
     packages -= {"__init__", "__main__", "__pycache__"}
     assert not {package for package in packages if f"`{package}`" not in ARCHITECTURE}
-
-
-def test_the_schedule_picture_of_the_readme_is_current() -> None:
-    words = [
-        "--config",
-        str(REPOSITORY / "configs" / "quickstart.yaml"),
-        "--vocab-size",
-        "2048",
-        "--global-batch-size",
-        "64",
-    ]
-    stored = (REPOSITORY / "docs" / "images" / "quickstart_schedule.svg").read_text(encoding="utf-8")
-    assert stored == drawing(plan_for(words, 8), width=1000), (
-        "draw it again: python tools/draw_schedule.py --world-size 8 --width 1000 "
-        "--output docs/images/quickstart_schedule.svg "
-        "--config configs/quickstart.yaml --vocab-size 2048 --global-batch-size 64"
-    )
 
 
 def test_the_output_in_the_readme_is_current(tmp_path: Path) -> None:

@@ -429,6 +429,66 @@ CASES: dict[str, Case] = {
         | {"num_experts": 8, "sliding_window": 3, "layer_types": types("FSF"), "n_group": 4, "topk_group": 2}
         | {"num_experts_per_tok": 3, "norm_topk_prob": False, "num_hidden_layers": 3},
     ),
+    "afmoe": Case(
+        "afmoe",
+        rope("default")
+        | EXPERTS
+        | {"num_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 5, "sliding_window": 5, "head_dim": 12}
+        | {"global_attn_every_n_layers": 3, "num_shared_experts": 2, "route_scale": 2.826, "mup_enabled": True},
+        "30KB",
+    ),
+    "afmoe_one_kv_head": Case(
+        "afmoe",
+        EXPERTS
+        | {"num_experts": 4, "sliding_window": 3, "layer_types": types("FSF"), "num_dense_layers": 0, "head_dim": 8}
+        | {"num_shared_experts": 1, "num_key_value_heads": 1, "num_hidden_layers": 3, "tie_word_embeddings": True},
+    ),
+    "flint": Case(
+        "flint",
+        rope("default")
+        | EXPERTS
+        | {"num_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 5, "sliding_window": 5, "head_dim": 12}
+        | {"shared_expert_intermediate_size": 28},
+        "30KB",
+    ),
+    "flint_full": Case(
+        "flint",
+        EXPERTS
+        | {"num_experts": 4, "layer_types": types("FF"), "mlp_only_layers": [1], "norm_topk_prob": False}
+        | {"shared_expert_intermediate_size": 20, "head_dim": 8},
+    ),
+    "mellum": Case(
+        "mellum",
+        ropes({"rope_theta": 500.0}, {"rope_theta": 50.0})
+        | EXPERTS
+        | {"num_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 4, "sliding_window": 5, "head_dim": 12}
+        | {"layer_types": types("SSFS"), "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+        "30KB",
+    ),
+    "mellum_alike": Case(
+        "mellum",
+        ropes(LLAMA3["rope_parameters"], LLAMA3["rope_parameters"])
+        | EXPERTS
+        | {"num_experts": 4, "norm_topk_prob": False, "head_dim": 8, "tie_word_embeddings": True},
+    ),
+    "granitemoeshared": Case(
+        "granitemoeshared",
+        rope("default")
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "embedding_multiplier": 12.0, "logits_scaling": 6.0}
+        | {"residual_multiplier": 0.22, "attention_multiplier": 0.3, "shared_intermediate_size": 28},
+        "30KB",
+    ),
+    "granitemoe_swa": Case(
+        "granitemoe_swa",
+        rope("default")
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 28, "num_hidden_layers": 5}
+        | {"layer_rope_theta": [0, 500.0, 100.0, 500.0, 0], "sliding_window": 5, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "logits_scaling": 6.0},
+        "30KB",
+    ),
+    "granitemoe_swa_alike": Case(
+        "granitemoe_swa", {"num_local_experts": 4, "layer_types": types("FF"), "tie_word_embeddings": True}
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2_untied_relu_narrow": Case(
         "gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 40}, "25KB"

@@ -234,10 +234,12 @@ def test_optimizer_state_is_asked_for_only_where_there_is_any(
     assert all(torch.equal(again[name].detach(), tensor.detach()) for name, tensor in expected.items())
 
 
-def test_interleaved_channels_of_heads_become_two_halves() -> None:
+@pytest.mark.parametrize("kinds", ["qqkv", "qqggkv"])
+def test_interleaved_channels_of_heads_become_two_halves(kinds: str) -> None:
     """The first 6 of 8 channels are rotated; biases and the norms of heads move too, everything else stays."""
     sizes = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 32}
     model = ModelConfig(**sizes, qk_layernorm=True, position_embedding_type="rope", rotary_percent=0.75, seq_length=8)
+    model = dataclasses.replace(model, attention_output_gate="g" in kinds)
     specs = model_parameters(unpadded(model), sequence_parallel=False)
     tensors = {f"master/{spec.name}": torch.randn(spec.shape) for spec in specs}
     lazy = {name: in_memory(tensor) for name, tensor in tensors.items()}
@@ -246,9 +248,9 @@ def test_interleaved_channels_of_heads_become_two_halves() -> None:
     for kind in ("weight", "bias"):
         name = f"master/decoder.layers.0.self_attention.linear_qkv.{kind}"
         before, after = tensors.pop(name), found.pop(name)
-        for head in range(8):  # two groups of two queries, a key and a value
+        for head, its_kind in enumerate(2 * kinds):  # two groups
             rows = torch.arange(8 * head, 8 * head + 8)
-            assert torch.equal(after[rows], before[rows if head % 4 == 3 else rows[moved]]), (kind, head)
+            assert torch.equal(after[rows], before[rows[moved] if its_kind in "qk" else rows]), (kind, head)
         for part in ("q", "k"):
             name = f"master/decoder.layers.0.self_attention.{part}_layernorm.{kind}"
             assert torch.equal(found.pop(name), tensors.pop(name)[moved])

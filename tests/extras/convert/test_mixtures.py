@@ -40,7 +40,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "ernie, no experts": ("ernie4_5_moe", {"moe_layer_start_index": 9}, "leave no layer with experts"),
     "ernie, an interval of 0": ("ernie4_5_moe", {"moe_layer_interval": 0}, "moe_layer_interval 0 cannot be expressed"),
     "hunyuan, layers that differ": ("hunyuan_v1_moe", {"num_experts": [4, 6]}, "all layers have the same number here"),
-    "hunyuan, several shared experts": ("hunyuan_v1_moe", {"num_shared_expert": [1, 2]}, "it is 1 in every layer"),
+    "hunyuan, several shared experts": ("hunyuan_v1_moe", {"num_shared_expert": [1, 2]}, "all layers have the same"),
+    "hunyuan, two shared experts": (
+        "hunyuan_v1_moe",
+        {"num_shared_expert": [2, 2]},
+        "one shared expert in every layer",
+    ),
     "hunyuan, shared keys of layers": ("hunyuan_v1_moe", {"use_cla": True}, "use_cla True cannot be expressed"),
     "hunyuan, dynamic positions": (
         "hunyuan_v1_moe",
@@ -58,7 +63,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": CASES["mistral4"].settings["rope_parameters"] | {"partial_rotary_factor": 0.9}},
         "partial_rotary_factor 0.9 and .* contradict each other",
     ),
-    "exaone, layers of one type": ("exaone_moe", {"layer_types": ["full_attention"] * 5}, "layers of one type cannot"),
+    "exaone, no window": ("exaone_moe", {"sliding_window": None}, "sliding_window null cannot be expressed: it gives"),
+    "afmoe, one normalized weight": ("afmoe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob"),
+    "afmoe, groups": (
+        "afmoe",
+        {"num_limited_groups": 2},
+        "num_limited_groups 2 cannot be expressed: this architecture",
+    ),
+    "afmoe, another scoring function": ("afmoe", {"score_func": "softmax"}, "score_func 'softmax' cannot be expressed"),
+    "mellum, prediction": ("mellum", {"num_mtp_layers": 1}, "num_mtp_layers 1 cannot be expressed: transformers does"),
     "exaone, an unknown pattern": ("exaone_moe", {"sliding_window_pattern": "LXG"}, "sliding_window_pattern 'LXG'"),
     "granite, an unknown key": ("granitemoe", {"value_multiplier": 2.0}, "unknown keys of GraniteMoeForCausalLM"),
 }
@@ -86,6 +99,15 @@ def test_alpha_of_dynamic_positions_is_a_factor_on_their_base() -> None:
 def test_numbers_of_experts_may_be_lists() -> None:
     model = read("hunyuan_v1_moe", num_experts=[6, 6], moe_topk=[3, 3], moe_intermediate_size=[48, 48])
     assert (model.num_experts, model.moe_router_topk) == (6, 3)
+
+
+@pytest.mark.parametrize("name", ["exaone_moe", "afmoe", "flint"])
+def test_layers_without_windows_have_no_positions(name: str) -> None:
+    count = int(CASES[name].settings["num_hidden_layers"])
+    model = read(name, layer_types=["full_attention"] * count)
+    assert (model.position_embedding_type, model.window_size) == ("none", None)
+    model = read(name, layer_types=["sliding_attention"] * count)
+    assert (model.position_embedding_type, model.window_size, model.no_rope_freq) == ("rope", 5, None)
 
 
 def test_letters_say_which_layers_have_a_window_and_the_last_one_has_none() -> None:

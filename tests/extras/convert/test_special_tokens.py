@@ -19,10 +19,10 @@ from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint, write_ch
 from megapipe.extras.convert.special_tokens import ends_of, tokenizer_of_snapshot
 from megapipe.extras.verify.conversion import compare
 from megapipe.tokenizers.hugging_face import HuggingFaceTokenizer
-from megapipe.tokenizers.sentencepiece import train_sentencepiece
 from megapipe.tokenizers.tokenizer import SentencePieceTokenizer, is_same, tokenizer_fingerprint
 from tests.extras.convert.models import CASES, make, save
 from tests.extras.convert.test_refusals import folder as llama_folder
+from tests.tokenizers.sentencepiece_models import train_sentencepiece
 
 CORPUS = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
 

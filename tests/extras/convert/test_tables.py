@@ -127,7 +127,17 @@ QWEN_EXPERTS = EXPERTS | PRE_SOFTMAX | DEEP | {"moe_ffn_hidden_size": st.integer
 SHARED = {"moe_shared_expert_intermediate_size": st.integers(1, 30), "moe_shared_expert_gate": st.just(True)}
 GROUPS = {"num_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 SOME = ("Qwen2Moe", "Qwen3Moe")  # experts in any layers
-WINDOWED = ("Dots1", "Ministral", "Qwen2", "Qwen3ForCausalLM", "Gemma2", "Gemma3", "Olmo3", "GptOss")  # in any layers
+WINDOWED = (
+    "Dots1",
+    "Ministral",
+    "Qwen2",
+    "Qwen3ForCausalLM",
+    "Gemma2",
+    "Gemma3",
+    "Mellum",
+    "Olmo3",
+    "GptOss",
+)  # in any layers
 DEEPSEEK = {
     "num_query_groups": st.none(),
     "norm_epsilon": st.sampled_from([1e-5, 1e-6]),
@@ -160,7 +170,12 @@ GLM = {
     "moe_router_topk_scaling_factor": st.sampled_from([None, 1.0, 2.5]),
     "add_qkv_bias": st.booleans(),
 }
-ROTATED = ("Gemma3", "Olmo3")  # with other rotary positions in layers with a window
+LOCAL_ROPE = {  # positions in layers with a window alone
+    "num_layers": st.just(3),
+    "window_size": st.just(5),
+    "window_attn_skip_freq": st.sampled_from(["3", "[0]*1+[1]*1+[0]*1"]),
+}
+ROTATED = ("Gemma3", "Mellum", "Olmo3")  # with other rotary positions in layers with a window
 EXPRESSED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA_LIKE | WIDE | {"add_bias_linear": st.booleans()},
     "MistralForCausalLM": LLAMA_LIKE | WIDE | WINDOW | {"add_bias_linear": st.just(False)},
@@ -231,17 +246,54 @@ EXPRESSED: dict[str, dict[str, Any]] = {
         "residual_scale": st.sampled_from([1.0, 0.22]),
         "logits_scaling": st.sampled_from([1.0, 6.0]),
     },
+    "GraniteMoeSharedForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "softmax_scale": st.sampled_from([0.015625, 0.3]),
+        "residual_scale": st.sampled_from([1.0, 0.22]),
+        "moe_shared_expert_intermediate_size": st.sampled_from([None, 7]),
+    },
+    "GraniteMoeSWAForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "softmax_scale": st.sampled_from([0.015625, 0.3]),
+        "softmax_type": st.just("learnable"),
+        "num_layers": st.just(3),
+        "layer_pattern": st.sampled_from(
+            [(), ("1 window_size=5", "1 position_embedding_type=none", "1 rotary_base=77"), ("1 window_size=5", "...")]
+        ),
+    },
+    "AfmoeForCausalLM": EXPERTS
+    | WIDE
+    | GLM
+    | LOCAL_ROPE
+    | {
+        "add_qkv_bias": st.just(False),
+        "qk_layernorm": st.just(True),
+        "norm_position": st.just("around"),
+        "attention_output_gate": st.just(True),
+        "moe_layer_freq": st.sampled_from([None, "[0]*1+[1]*2"]),
+    },
+    "FlintForCausalLM": EXPERTS
+    | WIDE
+    | LOCAL_ROPE
+    | {
+        "qk_layernorm": st.just(True),
+        "softmax_type": st.just("learnable"),
+        "moe_router_score_function": st.just("sigmoid"),
+        "moe_router_norm_topk_prob": st.booleans(),
+        "moe_shared_expert_intermediate_size": st.integers(1, 30),
+        "moe_layer_freq": st.sampled_from([None, "[0]*1+[1]*2", "[1]*1+[0]*1+[1]*1"]),
+    },
+    "MellumForCausalLM": QWEN_EXPERTS
+    | WIDE
+    | {"qk_layernorm": st.just(True), "moe_layer_freq": st.sampled_from([None, "1"])},
     "HYV3ForCausalLM": EXPERTS | WIDE | DEEP | GLM | {"add_qkv_bias": st.just(False), "qk_layernorm": st.just(True)},
     "ExaoneMoeForCausalLM": EXPERTS
     | WIDE
     | GLM
-    | {
-        "add_qkv_bias": st.just(False),
-        "qk_layernorm": st.just(True),
-        "num_layers": st.just(3),
-        "window_size": st.just(5),
-        "window_attn_skip_freq": st.sampled_from(["3", "[0]*1+[1]*1+[0]*1"]),
-    },
+    | LOCAL_ROPE
+    | {"add_qkv_bias": st.just(False), "qk_layernorm": st.just(True)},
     "FlexOlmoForCausalLM": EXPERTS | PRE_SOFTMAX | OLMO,
     "GptOssForCausalLM": EXPERTS
     | WIDE
@@ -319,10 +371,10 @@ def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
         fields |= draw(st.sampled_from([{}, GROUPS, GROUPS | {"moe_router_num_groups": 3, "num_experts": 9}]))
     if architecture.startswith(("Deepseek", "Glm4MoeLite")):
         fields |= draw(experts(fields["num_layers"], 1 if architecture == "DeepseekV2ForCausalLM" else 2))
-    if architecture.startswith("Exaone"):
+    if "window_attn_skip_freq" in fields and architecture.startswith(("Afmoe", "Exaone", "Flint")):
         full = {"3": "[0,0,1]", "[0]*1+[1]*1+[0]*1": "[1,0,1]"}
         fields |= {"no_rope_freq": full[fields["window_attn_skip_freq"]]}
-    if architecture.startswith("Gemma"):
+    if architecture.startswith("Gemma") or (architecture.startswith("Afmoe") and draw(st.booleans())):
         fields |= {"embedding_scale": fields["hidden_size"] ** 0.5}
     return ModelConfig(**fields)
 

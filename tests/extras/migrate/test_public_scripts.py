@@ -23,13 +23,15 @@ SCRIPTS = {script.name: script for script in public_scripts()}
 MIXTURES = {script.name: script for script in public_scripts("scripts_of_experts")}
 MIXTURES_THAT_RUN = (
     "nvidia_fsdp_deepseek_v3 nvidia_gpt_oss_20b nvidia_mixtral_8x7b nvidia_test_fp8_mtp nvidia_test_fsdp "
-    "nvidia_test_muon nvidia_test_sinkhorn rocm_mixtral_8x7b swissai_mixtral_8x7b zoo_deepseek_v2_lite "
-    "zoo_deepseek_v3_b200 zoo_deepseek_v3_h100 zoo_deepseek_v3_proxy zoo_mixtral_8x22b_fp8 zoo_mixtral_8x2b "
-    "zoo_mixtral_8x7b zoo_qwen3_235b_gb200 zoo_qwen3_235b_h100 zoo_qwen3_30b"
+    "nvidia_test_muon nvidia_test_sinkhorn primus_deepseek_v2_lite primus_mixtral_8x7b primus_qwen3_30b "
+    "rocm_mixtral_8x7b swissai_mixtral_8x7b zoo_deepseek_v2_lite zoo_deepseek_v3_b200 zoo_deepseek_v3_gb200 "
+    "zoo_deepseek_v3_h100 zoo_deepseek_v3_proxy zoo_mixtral_8x22b_fp8 zoo_mixtral_8x2b zoo_mixtral_8x7b "
+    "zoo_qwen3_235b_gb200 zoo_qwen3_235b_h100 zoo_qwen3_30b"
 ).split()
 RUN_AS_THEY_ARE = (
     "alibaba_gpt3_7b aws_gpt3 aws_llama2_70b azure_gpt3_175b azure_gpt3_175b_aks bigscience_gpt2 hygon_llama2_7b "
-    "hygon_llama3_70b hygon_qwen3_14b lumiopen_viking_7b nvidia_gpt3_175b_2024 nvidia_llama3_8b_fp8 surf_1_7b"
+    "hygon_llama3_70b hygon_qwen3_14b lumiopen_viking_7b nvidia_gpt3_175b_2024 nvidia_llama3_8b_fp8 "
+    "rocm_llama3_70b rocm_qwen2 surf_1_7b"
 ).split()
 
 

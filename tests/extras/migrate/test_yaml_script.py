@@ -121,6 +121,12 @@ def test_names_of_primus_are_read_through_the_files_that_they_extend(tmp_path: P
     assert found.notes == ("use_turbo_grouped_gemm: true is left out: it is no setting of Megatron-LM's",)
     own = reported(path.read_text().replace("manual_gc: false", "own_kernels: fast"), str(path))
     assert [row.text for row in own.judgement.rows if row.outcome in TO_CHANGE] == ["--own-kernels fast"]
+    named = path.read_text().replace(
+        "vocab_size: 96", "tokenizer_type: MixtralTokenizer\n              tokenizer_model: a/b"
+    )
+    words = arguments(reported(named, str(path)))
+    at = words.index("--tokenizer-type")
+    assert words[at : at + 4] == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "a/b"]
 
 
 BRIDGE = """

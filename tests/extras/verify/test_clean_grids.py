@@ -113,7 +113,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "fp64",
         LLAMA
         | {"tp": 4, "sp": True, "num_query_groups": 2, "optimizer": "muon", "muon_tp_mode": "distributed"}
-        | {"muon_nesterov": True, "muon_scale_mode": "unit_rms_norm"},
+        | {"attention_output_gate": True, "muon_nesterov": True, "muon_scale_mode": "unit_rms_norm"},
     ),
     "muon, experts": (
         4,

@@ -93,6 +93,10 @@ def test_rows_of_fused_tensors_have_names() -> None:
     assert [part_of(QKV, (row, 0)) for row in (0, 5, 8, 11, 12, 23)] == [
         *("query head 0", "query head 1", "key head 0", "value head 0", "query head 2", "value head 1")
     ]
+    gates = ParamSpec("qkv", (36, 5), owner=0, slicing=QueryGroups(4, 2, 3, is_gated=True))
+    assert [part_of(gates, (row, 0)) for row in (5, 8, 14, 17, 25, 35)] == [
+        *("query head 1", "gate head 0", "key head 0", "value head 0", "gate head 2", "value head 1")
+    ]
     gated = ParamSpec("fc1", (8, 4), owner=0, slicing=Fused(0, 2))
     assert [part_of(gated, (row, 0)) for row in (3, 4)] == ["gate", "up"]
     assert part_of(NORM, (2,)) == ""

@@ -22,13 +22,11 @@ from megapipe.extras.convert.tables import (
     fixed,
     key,
     one_row,
-    separate_qkv,
     separate_qkv_of_pairs,
     unwritten,
 )
 
 FIRST, LAST, STEP = "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"
-SHARED = "moe_num_shared_experts"
 
 
 def read_layers(settings: Settings) -> dict[str, Any]:
@@ -50,16 +48,6 @@ def write_layers(layers: Layers) -> dict[str, Any]:
     return {FIRST: numbers[0], LAST: numbers[-1], STEP: step if (numbers[0] + 1) % step == 0 else 1}
 
 
-def read_shared(settings: Settings) -> dict[str, Any]:
-    count = 2 if settings.get(SHARED) is None else settings[SHARED]
-    return {experts.SHARED: count * settings[experts.WIDTH] or None}
-
-
-def write_shared(layers: Layers) -> dict[str, Any]:
-    layer = experts.of_expert_layer(layers)
-    return {SHARED: (layer.moe_shared_expert_intermediate_size or 0) // layer.expert_ffn_size}
-
-
 _FAMILY = llama_family(
     "Ernie4_5_MoeForCausalLM",
     "ernie4_5_moe",
@@ -71,7 +59,7 @@ _FAMILY = llama_family(
     unwritten(fixed("moe_use_aux_free", True, "experts of this architecture are chosen with a bias")),
     unwritten(fixed("moe_gate", "topk", "the router of this architecture is a softmax of one product")),
     always(moe_router_score_function="softmax", moe_router_enable_expert_bias=True, moe_router_dtype="fp32"),
-    Rule((SHARED,), read_shared, write_shared),
+    experts.shared_experts(2, name="moe_num_shared_experts", least=0),
     Rule((FIRST, LAST, STEP), read_layers, write_layers),
     epsilon=1e-5,
     groups=4,
@@ -83,17 +71,13 @@ _FAMILY = llama_family(
         key("intermediate_size", "ffn_hidden_size", value_of=experts.dense_width),
         experts.EXPERT_WIDTH,
     ),
+    qkv=separate_qkv_of_pairs,
     more_rows=(
-        *experts.ROWS,
-        *experts.shared_rows("mlp.shared_experts"),
+        *experts.GLM_ROWS,
         Row(f"{OURS}.mlp.router.expert_bias", (f"{LLAMA}.mlp.moe_statics.e_score_correction_bias",), one_row),
     ),
 )
 ATTENTION_DROPOUT = ("attention_dropout",)  # a key that this architecture does not have
 FAMILY = replace(
-    _FAMILY,
-    rows=tuple(
-        replace(row, layout=separate_qkv_of_pairs) if row.layout is separate_qkv else row for row in _FAMILY.rows
-    ),
-    rules=tuple(unwritten(rule) if rule.keys == ATTENTION_DROPOUT else rule for rule in _FAMILY.rules),
+    _FAMILY, rules=tuple(unwritten(rule) if rule.keys == ATTENTION_DROPOUT else rule for rule in _FAMILY.rules)
 )

@@ -20,11 +20,8 @@ FAMILY = deepseek_family(
     (
         *experts.LATENT_ATTENTION,
         *experts.latent_sizes(768, 192, 256, 1e-5),
-        experts.expert_key(experts.COUNT, "num_experts", 64),
+        *experts.deepseek_experts(64, 4, 1536),
         experts.scaling(1.8),
-        experts.expert_width(experts.WIDTH, "moe_ffn_hidden_size", 1536),
-        experts.shared_experts(1, 1536),
-        experts.expert_key(experts.TOPK, "moe_router_topk", 4),
         experts.groups(1, 1),
         experts.normalized(True),
         experts.mlp_types(1),

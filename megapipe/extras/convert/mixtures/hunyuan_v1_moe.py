@@ -11,7 +11,7 @@ from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
 from megapipe.extras.convert.family import HEAD_DIM, NO_ATTENTION_BIAS, llama_family
 from megapipe.extras.convert.layer_types import PARAMETERS, ROPE, SCALING, THETA
-from megapipe.extras.convert.tables import LLAMA, OURS, Layers, Row, Rule, Settings, always, fixed, unwritten
+from megapipe.extras.convert.tables import Layers, Rule, Settings, again, always, fixed, unwritten
 
 ALPHA = "alpha"  # of rope_type dynamic: a factor on the base, whatever the length is
 
@@ -29,29 +29,18 @@ def read_rope(settings: Settings) -> dict[str, Any]:
     return ROPE.read(found)
 
 
-def same_of_all(theirs: str, more: tuple[str, ...], ours: str, default: int) -> Rule:
-    """Return the rule of a number that may be a list with the same number for every layer. more: other names of it."""
+def same_of_all(rule: Rule) -> Rule:
+    """Return the rule whose values may be lists with the same value for every layer."""
 
-    def value(settings: Settings, name: str) -> Any:
-        given = settings.get(name)
+    def value(name: str, given: Any) -> Any:
         if isinstance(given, list) and len(set(given)) > 1:
             raise ConfigError(f"{name} {given} cannot be expressed: all layers have the same number here")
         return given[0] if isinstance(given, list) else given
 
-    one = experts.expert_key((theirs, *more), ours, default)
-    return Rule(one.keys, lambda settings: one.read({name: value(settings, name) for name in one.keys}), one.write)
-
-
-def stated(name: str) -> Rule:
-    """Return the rule of a key, perhaps a list, that repeats what the architecture has."""
-
     def read(settings: Settings) -> dict[str, Any]:
-        given, one = settings.get(name), 1 if name == "num_shared_expert" else settings[experts.DENSE_WIDTH]
-        if given is not None and any(value != one for value in (given if isinstance(given, list) else [given])):
-            raise ConfigError(f"{name} {given} cannot be expressed: it is {one} in every layer of this architecture")
-        return {}
+        return rule.read({**settings, **{name: value(name, settings[name]) for name in rule.keys if name in settings}})
 
-    return Rule((name,), read, lambda layers: {})
+    return Rule(rule.keys, read, rule.write)
 
 
 def write_shared(layers: Layers) -> dict[str, Any]:
@@ -72,18 +61,15 @@ FAMILY = llama_family(
     unwritten(fixed("use_qk_norm", True, "this architecture normalizes queries and keys")),
     unwritten(fixed("use_cla", False, "every layer has its own keys and values here")),
     unwritten(fixed("mlp_bias", False, "linears of this architecture have no biases")),
-    *(unwritten(stated(name)) for name in ("num_shared_expert", experts.WIDTH)),
+    same_of_all(unwritten(fixed("num_shared_expert", 1, "this architecture has one shared expert in every layer"))),
+    same_of_all(again(experts.WIDTH, experts.DENSE_WIDTH)),
     epsilon=1e-5,
     rope=Rule(ROPE.keys, read_rope, ROPE.write),
     mlp=(
-        same_of_all("num_experts", ("num_local_experts",), "num_experts", 1),
-        same_of_all("moe_topk", (experts.TOPK,), "moe_router_topk", 1),
+        same_of_all(experts.expert_key(("num_experts", "num_local_experts"), "num_experts", 1)),
+        same_of_all(experts.expert_key(("moe_topk", experts.TOPK), "moe_router_topk", 1)),
         experts.expert_width(experts.DENSE_WIDTH, "ffn_hidden_size"),
     ),
-    more_rows=(
-        Row(f"{OURS}.mlp.router", (f"{LLAMA}.mlp.gate.wg",)),
-        *experts.ROWS[1:],
-        *experts.shared_rows("mlp.shared_mlp"),
-    ),
+    more_rows=experts.expert_rows(router="gate.wg", shared="shared_mlp"),
     of_heads=("query_layernorm", "key_layernorm"),
 )

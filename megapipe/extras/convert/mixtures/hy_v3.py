@@ -5,7 +5,7 @@ from __future__ import annotations
 from megapipe.extras.convert import experts
 from megapipe.extras.convert.family import NO_ATTENTION_BIAS, llama_family
 from megapipe.extras.convert.layer_types import rope
-from megapipe.extras.convert.tables import LLAMA, OURS, Row, Rule, always, fixed, key
+from megapipe.extras.convert.tables import Rule, always, fixed, key
 
 FAMILY = llama_family(
     "HYV3ForCausalLM",
@@ -25,10 +25,5 @@ FAMILY = llama_family(
     groups=8,
     rope=rope(11_158_840.0),
     mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
-    more_rows=(
-        Row(f"{OURS}.mlp.router", (f"{LLAMA}.mlp.router.gate",)),
-        *experts.ROWS[1:],
-        *experts.shared_rows("mlp.shared_mlp"),
-        Row(f"{OURS}.mlp.router.expert_bias", (f"{LLAMA}.mlp.expert_bias",)),
-    ),
+    more_rows=experts.expert_rows(router="router.gate", shared="shared_mlp", bias="expert_bias"),
 )

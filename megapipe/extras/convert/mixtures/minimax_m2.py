@@ -11,10 +11,7 @@ from megapipe.extras.convert import experts
 from megapipe.extras.convert.family import NO_BIAS, llama_family
 from megapipe.extras.convert.layer_types import PARTIAL, rope
 from megapipe.extras.convert.tables import (
-    LLAMA,
-    OURS,
     Layers,
-    Row,
     Rule,
     Settings,
     always,
@@ -77,8 +74,5 @@ FAMILY = llama_family(
     groups=8,
     rope=Rule((*ROPE.keys, ROTATED), read_rope, write_rope),
     mlp=experts.all_layers(("num_local_experts", "num_experts"), 8),
-    more_rows=(
-        *experts.MIXTRAL_ROWS,
-        Row(f"{OURS}.mlp.router.expert_bias", (f"{LLAMA}.block_sparse_moe.e_score_correction_bias",)),
-    ),
+    more_rows=experts.expert_rows("block_sparse_moe", experts.MIXTRAL_MLP, bias=experts.BIAS),
 )

@@ -46,12 +46,9 @@ FAMILY = deepseek_family(
     (
         *experts.LATENT_ATTENTION,
         *experts.latent_sizes(1024, 64, 128, 1e-6, latent=256, head=lambda rotated, plain: rotated + plain),
-        experts.expert_key(experts.COUNT, "num_experts", 128),
+        *experts.deepseek_experts(128, 4, 2048),
         experts.scaling(),
         experts.dense_layers(0),
-        experts.expert_width(experts.WIDTH, "moe_ffn_hidden_size", 2048),
-        experts.shared_experts(1, 2048),
-        experts.expert_key(experts.TOPK, "moe_router_topk", 4),
         experts.MAYBE_NORMALIZED,
         fixed(experts.GROUPS, 1, "groups are scored by shares of a softmax there, here by logits"),
         fixed(experts.TAKEN, 1, "there is one group of experts"),

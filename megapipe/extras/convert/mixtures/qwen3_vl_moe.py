@@ -44,4 +44,8 @@ _FAMILY = llama_family(
     mlp=experts.some_layers(("num_experts", "num_local_experts"), 4),
     more_rows=experts.STACKED_ROWS,
 )
-FAMILY = replace(_FAMILY, either_way=("experts.gate_up_proj", "experts.down_proj"))  # transposed in published files
+FAMILY = replace(
+    _FAMILY,
+    either_way=("experts.gate_up_proj", "experts.down_proj"),  # transposed in published files
+    is_tower=True,
+)

@@ -1,0 +1,204 @@
+"""`megapipe chat` and `serve`: talk to a trained model in the terminal, or through an HTTP server."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megapipe.environment import Environment
+from megapipe.errors import ConfigError, DataError
+from megapipe.extras.cli.frame import command, option
+from megapipe.extras.cli.inference import (
+    CHECKPOINT_OPTIONS,
+    GRID_OPTIONS,
+    SAMPLING_OPTIONS,
+    SavedModel,
+    open_model,
+    tell_copies,
+)
+from megapipe.tokenizers.chat import ChatTokenizer
+from megapipe.tokenizers.hugging_face import optional_package
+from megapipe.tokenizers.tokenizer import end_tokens
+
+if TYPE_CHECKING:
+    from megapipe.extras.inference.generate import Sampling
+
+RUN_OPTIONS = (option("load", "folder of a run, or one of its checkpoints", metavar="RUN"), *CHECKPOINT_OPTIONS)
+CHAT_OPTIONS = (
+    *RUN_OPTIONS,
+    option("--max-new-tokens", "of an answer (default: what the context holds)", type=int, at_least=1),
+    *SAMPLING_OPTIONS,
+)
+ANSWER_SHARE = 0.25  # of the context that is kept free for an answer
+SERVE_OPTIONS = (
+    *RUN_OPTIONS,
+    *GRID_OPTIONS,
+    "server",
+    option("--host", "address to listen on; another than this machine's own needs --token", default="127.0.0.1"),
+    option("--port", default=8000, at_least=0),
+    option("--token", "requests must have Authorization: Bearer TOKEN", metavar="TOKEN"),
+    option("--queue", "requests that may wait while one is answered", default=16, at_least=1),
+)
+HELP = "/new begins another conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+@command("megapipe chat", CHAT_OPTIONS, on_ranks=True)
+def chat(own: argparse.Namespace, environment: Environment) -> None:
+    """Talk to a trained model in the terminal.
+
+        megapipe chat runs/chat
+        megapipe chat runs/chat/step_00000150 --temperature 0.7
+
+    The conversation is written with the chat template that the model was finetuned with; a model without one continues
+    the text of each line. Answers appear as they are generated. Once the conversation fills the context, its oldest
+    messages are left out, which is said. /new begins another conversation, /quit or Ctrl-D leaves, Ctrl-C stops an
+    answer.
+    """
+    if environment.world_size > 1:
+        raise ConfigError(
+            f"megapipe chat runs on one process, not on {environment.world_size}; start it without a launcher"
+        )
+    model = open_model(own, environment, micro_batch_size=1)
+    chats, reason = model.chat_tokenizer()
+    from megapipe.extras.inference.generate import Sampling
+
+    dialog = Dialog(model, Sampling(own.temperature, own.top_k, own.top_p, own.seed), own.max_new_tokens)
+    how = f"it continues each line of text: {reason}" if chats is None else "it answers by its chat template"
+    print(f"{model.folder}: {how}\n{HELP}", flush=True)
+    converse(dialog, input)
+
+
+def converse(dialog: Dialog, read: Callable[[str], str]) -> None:
+    """Answer each line that `read` returns, until /quit or EOFError."""
+    while True:
+        try:
+            line = read("> ").strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print(f"\n{HELP}")
+            continue
+        if line == "/quit":
+            return
+        if line == "/new":
+            dialog.messages.clear()
+        elif line:
+            try:
+                dialog.answer(line)
+            except (ConfigError, DataError) as error:
+                print(f"error: {error}")
+
+
+class Dialog:
+    """A conversation with a model in this process. max_new_tokens: of an answer, None for what the context holds."""
+
+    def __init__(self, model: SavedModel, sampling: Sampling, max_new_tokens: int | None = None) -> None:
+        from megapipe.extras.inference.session import Session
+
+        self._chats, self._sampling = model.chat_tokenizer()[0], sampling
+        self._tokenizer = self._chats or model.required_tokenizer()
+        self._positions = model.plan.config.model.max_position_embeddings
+        self._max_new_tokens = max_new_tokens or self._positions
+        self._session, self._numbers = Session(model.runtime()), itertools.count()
+        self.messages: list[dict[str, str]] = []
+
+    def answer(self, line: str) -> tuple[str, bool]:
+        """Print the answer to a line as it is generated. Return it, and whether it ended before its limit.
+
+        Ctrl-C ends it, too. Raises ConfigError, DataError for a line that cannot be answered, which is not kept.
+        """
+        from megapipe.extras.inference.generate import TextStream
+        from megapipe.extras.inference.session import Request
+
+        message = {"role": "user", "content": line}
+        prompt = self._tokenizer.encode(line) if self._chats is None else self._fitting(self._chats, message)
+        # another draw for each answer
+        sampling = dataclasses.replace(self._sampling, seed=self._sampling.seed + next(self._numbers))
+        request = Request(tuple(prompt), self._max_new_tokens, end_tokens(self._tokenizer), sampling)
+        stream = TextStream(self._tokenizer.decode, prompt, partial(print, end="", flush=True))
+        tokens: list[int] = []
+
+        def take(token: int) -> None:
+            tokens.append(token)
+            stream.add(token)
+
+        with suppress(KeyboardInterrupt):
+            self._session.answer(request, take)
+        stream.close()
+        print(flush=True)
+        text = self._tokenizer.decode([*prompt, *tokens])[len(self._tokenizer.decode(prompt)) :]
+        if self._chats is not None and text.strip():
+            self.messages += [message, {"role": "assistant", "content": text}]
+        return text, len(tokens) < min(self._max_new_tokens, self._positions - len(prompt))
+
+    def _fitting(self, chats: ChatTokenizer, message: dict[str, str]) -> list[int]:
+        """Return the prompt of the conversation with a new message; drop the oldest messages until it fits."""
+        while True:
+            prompt = chats.prompt([*self.messages, message])
+            if len(prompt) <= self._positions * (1.0 - ANSWER_SHARE) or not self.messages:
+                return prompt
+            del self.messages[:2]
+            print(f"(the context of {self._positions:,} tokens is full: the oldest two messages are left out)")
+
+
+@command("megapipe serve", SERVE_OPTIONS, on_ranks=True)
+def serve(own: argparse.Namespace, environment: Environment) -> None:
+    """Serve a trained model over HTTP, with the paths of OpenAI's API and a page to talk to it.
+
+        megapipe serve runs/chat
+        megapipe launch --nproc-per-node 2 serve runs/chat --tensor-model-parallel-size 2 --port 8080
+        megapipe serve runs/chat --host 0.0.0.0 --token SECRET
+
+    /v1/chat/completions, /v1/completions and /v1/models, with streaming; / is the page. One request is answered at a
+    time, others wait in a queue. On several ranks rank 0 listens. Ctrl-C stops it.
+    """
+    for package in ("starlette", "uvicorn"):
+        optional_package(package, "megapipe serve", "serve")
+    if own.token is None and own.host not in ("127.0.0.1", "localhost", "::1"):
+        raise ConfigError(f"--host {own.host} lets other machines use the model; give a --token that they must send")
+    model = open_model(own, environment, micro_batch_size=1)
+    tokenizer, chats = model.required_tokenizer(), model.chat_tokenizer()[0]
+    tell_copies(model)
+    listener = None
+    if environment.global_rank == 0:
+        try:
+            listener = socket.create_server(
+                (own.host, own.port), family=socket.AF_INET6 if ":" in own.host else socket.AF_INET
+            )
+        except (OSError, OverflowError) as error:
+            rule = f"{error}; choose another port, or 0 for a free one"
+            raise ConfigError(f"--host {own.host} --port {own.port}: {rule}") from None
+    stopping = threading.Event()
+
+    def stop(number: int, frame: object) -> None:
+        stopping.set()
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process
+
+    from megapipe.extras.inference.server import Server
+    from megapipe.extras.inference.session import Session
+
+    session = Session(model.runtime())
+    for number in (signal.SIGINT, signal.SIGTERM):  # a launcher sends them to all ranks; rank 0 ends the others
+        signal.signal(number, stop if listener else signal.SIG_IGN)
+    if listener is None:
+        session.follow()
+        return
+    root = model.folder.parent
+    name = root.parent.name if root.name == "checkpoints" else root.name
+    positions = model.plan.config.model.max_position_embeddings
+    host, port = listener.getsockname()[:2]
+    print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C stops it", flush=True)
+    server = Server(session, name, tokenizer, chats, positions, queue.Queue(own.queue), own.token)
+    server.run(listener, stopping.is_set)
+    session.end()
+    print("stopped", flush=True)

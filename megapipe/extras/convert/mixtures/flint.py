@@ -1,0 +1,43 @@
+"""Flint (FlintForCausalLM): attention sinks beside normalized queries and keys, rotary positions in layers with a
+window alone; sigmoid scores without biases, shared experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megapipe.extras.convert import experts
+from megapipe.extras.convert.family import NO_ATTENTION_BIAS, llama_family
+from megapipe.extras.convert.layer_types import FULL, SLIDING, Types, windows_with_rope
+from megapipe.extras.convert.tables import LLAMA, OURS, Row, Rule, Settings, always, key
+
+
+def default_types(settings: Settings, num_layers: int) -> Types:
+    """Return full attention for the first two layers, every fourth one from the second on, and the last one."""
+    full = (layer < 2 or layer % 4 == 1 or layer == num_layers - 1 for layer in range(num_layers))
+    return [FULL if is_full else SLIDING for is_full in full]
+
+
+def read_sparse_step(settings: Settings) -> dict[str, Any]:
+    dense = settings.get(experts.DENSE)
+    return experts.SPARSE_STEP.read({**settings, experts.DENSE: (0, 1) if dense is None else dense})
+
+
+FAMILY = llama_family(
+    "FlintForCausalLM",
+    "flint",
+    262144,
+    key("head_dim", "kv_channels", 128),
+    *NO_ATTENTION_BIAS,
+    always(qk_layernorm=True, softmax_type="learnable", moe_router_score_function="sigmoid", moe_router_dtype="fp32"),
+    windows_with_rope(default_types, 513),
+    experts.normalized(True),
+    experts.expert_key("shared_expert_intermediate_size", experts.SHARED, 1024),
+    Rule(experts.SPARSE_STEP.keys, read_sparse_step, experts.SPARSE_STEP.write),
+    groups=4,
+    mlp=experts.some_layers(("num_experts", "num_local_experts"), 6),
+    more_rows=(
+        *experts.expert_rows(shared="shared_expert"),
+        Row(f"{OURS}.self_attention.softmax_offset", (f"{LLAMA}.self_attn.softmax_offset",)),
+    ),
+)

@@ -1,0 +1,71 @@
+"""Granite with experts and windows (GraniteMoeSWAForCausalLM): attention sinks, and a rotary base for each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megapipe.errors import ConfigError
+from megapipe.extras.convert.family import llama_family
+from megapipe.extras.convert.layer_types import (
+    FULL,
+    ROPE,
+    SLIDING,
+    TYPES,
+    WINDOW,
+    as_text,
+    pattern,
+    read_types,
+    write_types,
+)
+from megapipe.extras.convert.mixtures.granitemoe import BLOCK, EXPERTS, RULES, SHARED_ROWS, SHARED_WIDTH
+from megapipe.extras.convert.tables import (
+    LLAMA,
+    OURS,
+    Layers,
+    Row,
+    Rule,
+    Settings,
+    always,
+    stacked_experts,
+    stacked_transposed_experts,
+)
+
+BASES = "layer_rope_theta"  # 0: no rotary positions
+
+
+def read_layers(settings: Settings) -> dict[str, Any]:
+    """Read windows by layer type, and rotary bases by layer."""
+    window, fields, count = settings.get(WINDOW, 128), ROPE.read(settings), int(settings["num_hidden_layers"])
+    types = read_types(settings, lambda count: [SLIDING if layer % 4 else FULL for layer in range(count)], window)
+    bases = settings.get(BASES) or [fields["rotary_base"]] * count
+    if len(bases) != count:
+        raise ConfigError(f"{BASES} has {len(bases)} entries, num_hidden_layers is {count}")
+    windows = (f"window_size={window if kind == SLIDING else 'none'}" for kind in types)
+    positions = (f"rotary_base={as_text(float(base))}" if base else "position_embedding_type=none" for base in bases)
+    layers = [" ".join(words) for words in zip(windows, positions, strict=True)]
+    return fields | {"layer_pattern": pattern(layers, {words: words for words in layers})}
+
+
+def write_layers(layers: Layers) -> dict[str, Any]:
+    bases = [layer.rotary_base if layer.position_embedding_type == "rope" else 0 for layer in layers]
+    rotated = tuple(layer for layer, base in zip(layers, bases, strict=True) if base) or layers
+    return ROPE.write(rotated) | write_types(layers) | {BASES: bases}
+
+
+FAMILY = llama_family(
+    "GraniteMoeSWAForCausalLM",
+    "granitemoe_swa",
+    2048,
+    *RULES,
+    SHARED_WIDTH,
+    always(softmax_type="learnable"),
+    rope=Rule((*ROPE.keys, WINDOW, TYPES, BASES), read_layers, write_layers),
+    mlp=EXPERTS,
+    more_rows=(
+        *SHARED_ROWS,
+        Row(f"{OURS}.self_attention.softmax_offset", (f"{LLAMA}.self_attn.sinks",)),
+        Row(f"{OURS}.mlp.router", (f"{BLOCK}.router",)),
+        Row(f"{OURS}.mlp.experts.weight1", (f"{BLOCK}.experts.gate_up_proj",), stacked_experts),
+        Row(f"{OURS}.mlp.experts.weight2", (f"{BLOCK}.experts.down_proj",), stacked_transposed_experts),
+    ),
+)

@@ -1,0 +1,60 @@
+"""`Session`: a model that answers one request after the other, on one process or on a grid that rank 0 leads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megapipe.assembly.runtime import InferenceRuntime
+from megapipe.comm.collectives import broadcast_object
+from megapipe.extras.inference.generate import Generator, Limits, Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, as tokens, to be continued. ends: the tokens that end the text."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    ends: tuple[int, ...]
+    sampling: Sampling
+
+
+class Session:
+    """A loaded model and its ranks. Rank 0 calls `answer` for each request and `end` at last, the others `follow`."""
+
+    def __init__(self, runtime: InferenceRuntime) -> None:
+        self._runtime = runtime
+
+    def answer(
+        self, request: Request, on_token: Callable[[int], None], is_stopped: Callable[[], bool] | None = None
+    ) -> list[int]:
+        """Return the tokens that follow the prompt, without the one that ended the text; as many as fit.
+
+        on_token: called for each token. is_stopped: asked after each token; True ends the text there. Raises
+        ConfigError, as `Generator.continue_prompts`.
+        """
+        broadcast_object(request, self._runtime.groups.world)
+        return self._run(request, on_token, is_stopped or (lambda: False))
+
+    def keep_alive(self) -> None:
+        """Send the waiting ranks a sign of life, so that their wait does not time out. Called every few seconds."""
+        broadcast_object(False, self._runtime.groups.world)
+
+    def end(self) -> None:
+        """Let the other ranks return from `follow`."""
+        broadcast_object(None, self._runtime.groups.world)
+
+    def follow(self) -> None:
+        """Do this rank's part of every request, until rank 0 calls `end`."""
+        while (request := broadcast_object(None, self._runtime.groups.world)) is not None:
+            if request:
+                self._run(request, lambda token: None, lambda: False)
+
+    def _run(self, request: Request, on_token: Callable[[int], None], is_stopped: Callable[[], bool]) -> list[int]:
+        limits = Limits(request.max_new_tokens, frozenset(request.ends))
+        generator = Generator(self._runtime, request.sampling, batch_size=1)
+        (text,) = generator.continue_prompts(
+            [request.prompt], limits, lambda number, token: on_token(token), is_stopped
+        )
+        return text
