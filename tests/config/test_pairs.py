@@ -35,6 +35,7 @@ EXAMPLES = {
     "multi-token prediction": "--mtp-num-layers 1",
     "sinks": "--softmax-type learnable",
     "biases of q, k and v": "--add-qkv-bias",
+    "gated attention": "--attention-output-gate",
     "norm of the projection": "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope projection",
     "chunked attention": "--attention-kind chunked --window-size 16",
     "attention of Transformer Engine": "--attention-impl te",

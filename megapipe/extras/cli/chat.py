@@ -64,9 +64,7 @@ def chat(own: argparse.Namespace, environment: Environment) -> None:
     answer.
     """
     if environment.world_size > 1:
-        raise ConfigError(
-            f"megapipe chat runs on one process, not on {environment.world_size}; start it without a launcher"
-        )
+        raise ConfigError(f"megapipe chat runs on one process, not on {environment.world_size}; use megapipe serve")
     model = open_model(own, environment, micro_batch_size=1)
     chats, reason = model.chat_tokenizer()
     from megapipe.extras.inference.generate import Sampling
@@ -176,7 +174,7 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
                 (own.host, own.port), family=socket.AF_INET6 if ":" in own.host else socket.AF_INET
             )
         except (OSError, OverflowError) as error:
-            rule = f"{error}; choose another port, or 0 for a free one"
+            rule = f"{str(error).partition(' (')[0]}; choose another port, or 0 for a free one"
             raise ConfigError(f"--host {own.host} --port {own.port}: {rule}") from None
     stopping = threading.Event()
 

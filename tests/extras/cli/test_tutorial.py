@@ -33,7 +33,14 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     bash = [shutil.which("bash") or "bash", "-c", shell + commands]
     ended = subprocess.run(bash, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-    for text in ("step 20/40 |", "continuing after step 20", "step 40/40 |", "same: loss, gradient norm", "perplexity"):
+    for text in (
+        "step 20/40 |",
+        "continuing after step 20",
+        "step 40/40 |",
+        "same: loss, gradient norm",
+        "perplexity",
+        "\n> In asyncio.tasks.\n",
+    ):
         assert text in ended.stdout, ended.stdout[-6000:]
     assert (tmp_path / "run" / "report.html").is_file() and (tmp_path / "exported" / "config.json").is_file()
 

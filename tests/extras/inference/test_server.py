@@ -218,7 +218,9 @@ def test_mistakes_at_the_start_are_one_message(
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"--host 127.0.0.1 --port {port}: Address already in use" in refused(str(run), "--port", port)
+        assert f"--port {port}: [Errno 98] Address already in use; choose another port" in refused(
+            str(run), "--port", port
+        )
     assert "give a --token that they must send" in refused(str(run), "--host", "0.0.0.0")
     assert "holds no checkpoint" in refused(str(tmp_path), code=1)
     monkeypatch.setitem(sys.modules, "uvicorn", None)

@@ -157,7 +157,9 @@ class Row:
 
     @property
     def is_mixture(self) -> bool:
-        return self._has_experts
+        """Whether the model has experts; False for models that the planner does not know."""
+        path = self.settings.get("config")
+        return path is not None and _config((), path).model.num_experts is not None
 
     @property
     def sweep(self) -> str | None:
@@ -193,7 +195,7 @@ class Row:
     @property
     def options(self) -> dict[str, Any]:
         """The settings as options of megapipe, with what `approximated` says."""
-        s = ONE_RANK | self.settings
+        s = ONE_RANK | dict(self.settings)
         others = {*LABELS, *PUBLISHED, *HARDWARE_FIELDS, "precision", "recompute", "sharding"}
         options = PRECISIONS[s["precision"]] | SHARDINGS[self._sharding] | RECOMPUTES[s["recompute"]]
         options |= {"sequence_parallel": s["tp"] > 1}
@@ -210,7 +212,7 @@ class Row:
             options["num_distributed_optimizer_instances"] = self.num_gpus // 8
         if self._divides_evenly(options):
             options.setdefault("pipeline_balance", "even")
-        if self._has_experts:
+        if self.is_mixture:
             options.setdefault(SHORT["etp"], 1)
         if UNCOMPILED in self.approximated:
             options["compile_pointwise"] = False
@@ -225,9 +227,9 @@ class Row:
         s = self.settings
         is_sharded = s["sharding"] in ("fsdp", "hsdp")
         cases = {
-            UNCOMPILED: s.get("compile_pointwise") and (self._has_experts or s.get("cp", 1) > 1),
-            IN_BF16: self._has_experts and s["precision"] != "bf16",
-            ZERO1: is_sharded and (self._has_experts or s.get("recompute") == "block" or s.get("vpp", 1) > 1),
+            UNCOMPILED: s.get("compile_pointwise") and (self.is_mixture or s.get("cp", 1) > 1),
+            IN_BF16: self.is_mixture and s["precision"] != "bf16",
+            ZERO1: is_sharded and (self.is_mixture or s.get("recompute") == "block" or s.get("vpp", 1) > 1),
         }
         return tuple(name for name, applies in cases.items() if applies)
 
@@ -241,11 +243,6 @@ class Row:
     @property
     def _sharding(self) -> str:
         return "zero1" if ZERO1 in self.approximated else str(self.settings["sharding"])
-
-    @property
-    def _has_experts(self) -> bool:
-        path = self.settings.get("config")
-        return path is not None and _config((), path).model.num_experts is not None
 
     @property
     def seconds(self) -> float:
