@@ -449,8 +449,12 @@ class AttentionTable:
         """
         heads = self._heads(shape)
         if not self._is_written_out(shape):
-            keys = self.visibility(shape).mean_keys
-            return AttentionWork(4.0 * shape.tokens * keys * heads * self.model.kv_channels, 0.0, 2.5)
+            keys, channels = self.visibility(shape).mean_keys, self.model.kv_channels
+            kernel = "flash2" if shape.attention_impl == "flash" or shape.documents.borders else "cudnn"
+            if shape.documents.attention_mask or self.shared_mask_bytes(shape):
+                kernel = ""  # torch's kernel that takes masks
+            calls = shape.cp // self._exchanged(shape)  # of a ring, each with as many of the keys
+            return AttentionWork(4.0 * shape.tokens * keys * heads * channels, 0.0, 2.5, kernel, keys / calls, channels)
         squares = float(self._squares(shape))
         dropped = 2.0 * shape.element + 1.0 if self.model.attention_dropout > 0 else 0.0  # read, write, and the mask
         backward = 2.0 if self.registered is None else 3.0  # it computes the forward again

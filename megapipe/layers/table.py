@@ -205,7 +205,10 @@ class AttentionWork:
 
     flops: float
     moved_bytes: float  # by its pointwise kernels
-    backward_forwards: float  # the time of its backward as a multiple of the forward's
+    backward_forwards: float  # the FLOPs of its backward as a multiple of the forward's
+    kernel: str = ""  # which fused one: 'cudnn' (on A100 flash attention) or 'flash2'; '' for others and written out
+    keys: float = 0.0  # that a query sees in the mean, of one call
+    head_size: int = 0  # channels of a query's head
 
 
 @dataclass(frozen=True)

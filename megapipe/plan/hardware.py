@@ -1,12 +1,12 @@
 """The table of accelerators and their links that predictions of time and memory use; a file can replace it.
 
 Rates are those of the makers' data sheets, for matrices without sparsity: NVIDIA A100 (2021), H100 SXM, H800 and H200
-(2023), B200 (2024), AMD MI300X (2023). H800 is H100 with slower links within a node. NVIDIA gives fp8 with sparsity,
-twice the dense rate; A100 has no fp8. Links are counted in one direction for one device. How much of a peak GEMMs reach
-is not in data sheets: tools/fit_efficiency.py fits it to published steps in 16 bits, of A100 and of H100, and later
-devices are taken to be like H100. In fp8 GEMMs are taken to reach the same share as in 16 bits: units twice as fast are
-fed by operands of half the bytes. The share of attention is a published one since H100; on A100 it is an estimate, as
-are those of the memory's rate and of links.
+(2023), B200 and GB200 (2024), B300 and GB300 (2025), AMD MI300X (2023). H800 is H100 with slower links within a node.
+NVIDIA gives fp8 with sparsity, twice the dense rate; A100 has no fp8. Links are counted in one direction for one
+device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficiency.py fits it to published steps in 16
+bits, of A100 and of H100, and later devices are taken to be like H100. In fp8 GEMMs are taken to reach the same share
+as in 16 bits: units twice as fast are fed by operands of half the bytes. Attention on NVIDIA's GPUs since H100 has the
+rates of `attention_rates`; on others its share is an estimate, as are those of the memory's rate and of links.
 docs/planner.md compares what comes of them.
 """
 
@@ -16,13 +16,15 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megapipe.config.yaml_file import read_object
 from megapipe.dtypes import FP8
 from megapipe.errors import ConfigError
+from megapipe.layers.table import AttentionWork
+from megapipe.plan.attention_rates import BLACKWELL, HOPPER, Rates
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
 FP32_NAMES = ("fp32", "fp64")
@@ -39,11 +41,11 @@ def saturating(highest: float, half_at: float) -> tuple[tuple[int, float], ...]:
 
 HALF_AT = 284.0
 GEMM_SHARES = saturating(0.80, HALF_AT)  # A100
-SINCE_H100 = saturating(0.586, HALF_AT)
-# of the peak: FlashAttention 2 on H100 by Shah et al. 2024 (arXiv:2407.08608); torch's own fused attention is the same
-ATTENTION_SINCE_H100 = 0.35
+SINCE_H100 = saturating(0.568, HALF_AT)
+ATTENTION_SINCE_H100 = 0.35  # by kernels that `attention_rates` does not know: those that take masks
 # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
 PCIE_4, PCIE_5 = 32.0, 64.0
+NVL72 = 64  # GPUs of a rack of 72 that layouts of powers of two use; all are joined by NVLink
 HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device are taken to reach
 
 
@@ -69,11 +71,12 @@ class Hardware:
     ranks_per_node: int = 8
     memory_share: float = 0.92  # that a plan may fill: the rest is CUDA context, kernel workspace, allocator slack
     gemm_shares: tuple[tuple[int, float], ...] = GEMM_SHARES
-    attention_share: float = 0.45  # of the peak, by a fused attention kernel, forward and backward
+    attention_share: float = 0.45  # of the peak, by an attention kernel without a curve, forward and backward
     pointwise_share: float = 0.9  # of the memory's rate, by kernels that only move memory
     nccl_bytes: int | None = None  # measured on a rank, in place of the model of what NCCL holds (plan.nccl_memory)
     price_per_hour: float | None = None  # of one accelerator, in any currency
     host_bytes_per_second: float = HOST_SHARE * PCIE_4 * GIGA  # to or from the host's memory, in one direction
+    attention_rates: Rates = field(default_factory=dict)  # by kernel; none if attention_share was measured
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s in a configuration dtype, or in "fp8". Raises ConfigError where the table has no rate."""
@@ -84,6 +87,11 @@ class Hardware:
                 "or a file with flops"
             )
         return self.flops[dtype]
+
+    def attention_share_of(self, work: AttentionWork, is_backward: bool) -> float:
+        """Return the share of the peak that the kernel of core attention reaches."""
+        rate = self.attention_rates.get(work.kernel)
+        return self.attention_share if rate is None else rate.share(work.keys, work.head_size, is_backward)
 
     def gemm_share(self, smallest: int) -> float:
         """Return the share of the peak that a GEMM with this smallest size reaches, interpolated over its logarithm."""
@@ -115,7 +123,9 @@ def _row(
     network: float,  # of a device's network card
     host: float,  # of its slot
     shares: tuple[tuple[int, float], ...] = SINCE_H100,
+    rates: Rates = HOPPER,
     attention: float = ATTENTION_SINCE_H100,
+    ranks_per_node: int = 8,
 ) -> Hardware:
     """Return a row of the table from figures in the units of data sheets."""
     return Hardware(
@@ -126,22 +136,27 @@ def _row(
         terabytes * TERA,
         Link(0.75 * node * GIGA, 10e-6),  # three quarters of the rate is what rings of NCCL reach
         Link(0.85 * network * GIGA, 20e-6),
+        ranks_per_node,
         gemm_shares=shares,
         attention_share=attention,
         host_bytes_per_second=HOST_SHARE * host * GIGA,
+        attention_rates=rates,
     )
 
 
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, PCIE_4, GEMM_SHARES, 0.45),
-        _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, PCIE_4, GEMM_SHARES, 0.45),
+        _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, PCIE_4, GEMM_SHARES, {}, 0.45),
+        _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, PCIE_4, GEMM_SHARES, {}, 0.45),
         _row("h100", "H100", (989, 1979), 80, 3.35, 450, 50, PCIE_5),
         _row("h800", "H800", (989, 1979), 80, 3.35, 200, 50, PCIE_5),
         _row("h200", "H200", (989, 1979), 141, 4.8, 450, 50, PCIE_5),
-        _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50, PCIE_5),
-        _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50, PCIE_5),
+        _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50, PCIE_5, rates=BLACKWELL),
+        _row("b300", "B300", (2250, 4500), 251, 8.0, 900, 100, PCIE_5, rates=BLACKWELL),
+        _row("gb200", "GB200", (2500, 5000), 173, 8.0, 900, 50, PCIE_5, rates=BLACKWELL, ranks_per_node=NVL72),
+        _row("gb300", "GB300", (2500, 5000), 259, 8.0, 900, 100, PCIE_5, rates=BLACKWELL, ranks_per_node=NVL72),
+        _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50, PCIE_5, rates={}),
     )
 }
 # cards whose driver name contains a row's, with another peak
@@ -171,13 +186,15 @@ def read_hardware(path: Path) -> Hardware:
     """
     found = read_object(path, "--hardware", "keys and values, such as `like: h100`")
     values: dict[str, Any] = vars(hardware_named(str(found.pop("like")))) if "like" in found else {}
-    known = {field.name: field.default for field in dataclasses.fields(Hardware)}
+    known = {each.name: each.default for each in dataclasses.fields(Hardware) if each.name != "attention_rates"}
     unknown = sorted(found.keys() - known.keys())
     if unknown:
         raise ConfigError(
             f"--hardware {path}: {', '.join(unknown)} is not a key; there are like, {', '.join(sorted(known))}"
         )
     values = values | {key: _value(path, key, value) for key, value in found.items()}  # a new dict: not the table's
+    if "attention_share" in found:  # measured
+        values["attention_rates"] = {}
     missing = sorted(key for key in known.keys() - values.keys() if known[key] is dataclasses.MISSING)
     if missing:
         raise ConfigError(

@@ -180,7 +180,7 @@ def layer_seconds(
     messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows)) + others.forward * clock.collective()
     moved = pointwise + casts_of(Op.F)
     forward = {"gemm": gemm, "attention": attention, "pointwise": moved, "tp": messages}
-    core_backward = sum(core.backward_forwards * clock.attention(core) for core in cores)
+    core_backward = sum(core.backward_forwards * clock.attention(core, True) for core in cores)
     if mixture is not None:
         ways = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
         rows_seconds, counts_seconds = ways
@@ -300,11 +300,11 @@ class _Clock:
         rows = part.model.moe_router_topk * self.shape.own_tokens * self.shape.etp
         return held, max(1, math.ceil(part.imbalance * rows) // held)
 
-    def attention(self, core: AttentionWork) -> float:
-        """Return the seconds of core attention's forward."""
+    def attention(self, core: AttentionWork, is_backward: bool = False) -> float:
+        """Return the seconds of core attention's forward, or what so many FLOPs take in its backward."""
         hardware = self.hardware
         return (
-            core.flops / (hardware.peak(self.shape.dtype) * hardware.attention_share)
+            core.flops / (hardware.peak(self.shape.dtype) * hardware.attention_share_of(core, is_backward))
             + core.moved_bytes / hardware.pointwise_bytes_per_second
         )
 

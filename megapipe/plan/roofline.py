@@ -74,7 +74,13 @@ def achievable(hardware: Hardware) -> Hardware:
     """Return hardware with the rates of good kernels in place of those fitted to published runs."""
     rate = hardware.memory_bytes_per_second * MEMORY_SHARE
     shares = ((1, GEMM_SHARE), (2, GEMM_SHARE))
-    return replace(hardware, gemm_shares=shares, memory_bytes_per_second=rate, attention_share=ATTENTION_SHARES[0])
+    return replace(
+        hardware,
+        gemm_shares=shares,
+        memory_bytes_per_second=rate,
+        attention_share=ATTENTION_SHARES[0],
+        attention_rates={},
+    )
 
 
 def launch_seconds(plan: RunPlan, hardware: Hardware) -> Callable[[Launch], float]:

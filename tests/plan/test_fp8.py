@@ -42,7 +42,7 @@ def test_every_gpu_with_fp8_multiplies_twice_as_fast_in_it() -> None:
         for name, hardware in HARDWARE.items()
         if "fp8" in hardware.flops
     }
-    assert rates.keys() == {"h100", "h800", "h200", "b200", "mi300x"}
+    assert rates.keys() == {"h100", "h800", "h200", "b200", "b300", "gb200", "gb300", "mi300x"}
     assert all(rate == pytest.approx(2.0, rel=2e-3) for rate in rates.values())
 
 

@@ -9,8 +9,9 @@ first. They are options of megapipe by name, or one of
     recompute   none, full, block (of so many layers), attention, norm+act, norm+moe, mla, mla+mlp
     sharding    ddp, zero1, zero1-late (no overlap), zero2, fsdp, hsdp (over a node); fsdp gathers a layer at a time
     config      a file of configs/ to start from
-    gpu, gpus, and a field of the hardware's row to replace: attention_share, memory_bytes_per_second,
-                network_bytes_per_second
+    gpu, gpus, and a field of the hardware's row to replace: memory_bytes_per_second, network_bytes_per_second
+    attention   flash2 or flash3, in place of the kernel that would run here
+    ring        unbalanced: the last rank of a ring sees all keys, twice as many as the mean
     seconds     of a step; or tokens, per second and GPU; or tflops, per GPU, with flops: how they are counted
     sweep       name of the sweep that the row belongs to: layouts of one model and batch on the same GPUs
     outside     why the row is not predicted
@@ -33,6 +34,7 @@ from megapipe.api.config import Config
 from megapipe.config import config as sections
 from megapipe.config.config import resolve_model
 from megapipe.errors import ConfigError
+from megapipe.plan.attention_rates import AttentionRate
 from megapipe.plan.hardware import HARDWARE, TERA, Hardware, hardware_named
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.resolve import resolve
@@ -53,9 +55,23 @@ SHORT = {
     "batch": "global_batch_size",
     "micro": "micro_batch_size",
 }
-LABELS = ("name", "model", "of", "container", "sweep", "outside", "gpu", "gpus", "config", "flops", "printed")
+LABELS = (
+    "name",
+    "model",
+    "of",
+    "container",
+    "sweep",
+    "outside",
+    "gpu",
+    "gpus",
+    "config",
+    "flops",
+    "printed",
+    "attention",
+    "ring",
+)
 PUBLISHED = ("seconds", "tokens", "tflops")
-HARDWARE_FIELDS = ("attention_share", "memory_bytes_per_second", "network_bytes_per_second")
+HARDWARE_FIELDS = ("memory_bytes_per_second", "network_bytes_per_second")
 FP8: dict[str, Any] = {"bf16": True, "fp8_format": "hybrid"}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
@@ -159,11 +175,16 @@ class Row:
     @property
     def hardware(self) -> Hardware:
         """The GPU of the row, with the fields that the row replaces."""
-        row = hardware_named(self.settings["gpu"])
-        changes = {key: float(self.settings[key]) for key in HARDWARE_FIELDS if key in self.settings}
+        row, s = hardware_named(self.settings["gpu"]), self.settings
+        changes: dict[str, Any] = {key: float(s[key]) for key in HARDWARE_FIELDS if key in s}
         if rate := changes.pop("network_bytes_per_second", None):
             row = dataclasses.replace(row, network=dataclasses.replace(row.network, bytes_per_second=rate))
-        return dataclasses.replace(row, **changes)  # type: ignore[arg-type]
+        rates = {
+            name: row.attention_rates.get(s.get("attention", name), rate) for name, rate in row.attention_rates.items()
+        }
+        if "ring" in s:
+            rates = {name: _slower(rate, 2 - 1 / s.get("cp", 1)) for name, rate in rates.items()}
+        return dataclasses.replace(row, attention_rates=rates, **changes)
 
     @property
     def config(self) -> sections.Config:
@@ -189,6 +210,8 @@ class Row:
             options["data_parallel_sharding_units"] = -(-layers // (s["pp"] * s["vpp"]))
         if self._sharding == "hsdp":
             options["num_distributed_optimizer_instances"] = self.num_gpus // 8
+        if self._divides_evenly(options):
+            options.setdefault("pipeline_balance", "even")
         if self.is_mixture:
             options.setdefault(SHORT["etp"], 1)
         if UNCOMPILED in self.approximated:
@@ -209,6 +232,13 @@ class Row:
             ZERO1: is_sharded and (self.is_mixture or s.get("recompute") == "block" or s.get("vpp", 1) > 1),
         }
         return tuple(name for name, applies in cases.items() if applies)
+
+    def _divides_evenly(self, options: Mapping[str, Any]) -> bool:
+        """Whether all stages have as many layers, which is then what every source but this planner has."""
+        s = self.settings
+        layers = options.get("num_layers") or _config((), s["config"]).model.num_layers
+        is_placed = options.get("pipeline_model_parallel_layout") or any("pipeline_split" in name for name in options)
+        return not is_placed and layers % (s.get("pp", 1) * s.get("vpp", 1)) == 0
 
     @property
     def _sharding(self) -> str:
@@ -241,7 +271,7 @@ class Row:
 
     def plan(self) -> RunPlan:
         """Resolve the row's layout. Raises ConfigError for what cannot be run."""
-        return _plan(self.config, self.num_gpus)
+        return _plan(self.config, self.num_gpus, self.hardware.ranks_per_node)
 
     def predicted_seconds(self, hardware: Hardware | None = None) -> float:
         """Predict the step time of the row's layout, on its GPU if `hardware` is None. Raises ConfigError."""
@@ -264,6 +294,11 @@ class Row:
         except ConfigError as error:
             return str(error).splitlines()[0]
         return None
+
+
+def _slower(rate: AttentionRate, times: float) -> AttentionRate:
+    forward, backward = (curve._replace(highest=curve.highest / times) for curve in rate[:2])
+    return AttentionRate(forward, backward, rate.small_heads)
 
 
 def narayanan_flops(model: Any, batch: int) -> float:
@@ -329,5 +364,5 @@ def _config(options: tuple[tuple[str, Any], ...], path: str | None) -> sections.
 
 
 @cache
-def _plan(config: sections.Config, num_gpus: int) -> RunPlan:
-    return resolve(config, num_gpus, 8)
+def _plan(config: sections.Config, num_gpus: int, ranks_per_node: int) -> RunPlan:
+    return resolve(config, num_gpus, min(num_gpus, ranks_per_node))
