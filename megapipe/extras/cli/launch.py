@@ -1,7 +1,7 @@
 """usage: megapipe launch [flags of torchrun] SCRIPT [flags of the script]
 
 Starts SCRIPT on several ranks, as torchrun does and with torchrun's flags. SCRIPT is a Python file, or a command of
-megapipe that runs on ranks (pretrain, verify, evaluate, generate, serve, doctor):
+megapipe that runs on ranks (pretrain, verify, evaluate, serve, generate, doctor):
 
   megapipe launch --nproc-per-node 8 pretrain --config configs/quickstart.yaml
   megapipe launch --nnodes 2 --node-rank 0 --master-addr node0 --master-port 29500 --nproc-per-node 8 \\
@@ -49,14 +49,8 @@ from megapipe.topology import AXES, Topology, all_coordinates
 
 MOST_COMMANDS_SHOWN = 4
 PRETRAINING = ("pretrain_gpt.py", "megapipe.extras.cli.pretrain", "pretrain")
-ON_RANKS = (
-    "pretrain",
-    "verify",
-    "evaluate",
-    "generate",
-    "serve",
-    "doctor",
-)  # subcommands accepted in place of a script
+# subcommands accepted in place of a script
+ON_RANKS = ("pretrain", "verify", "evaluate", "serve", "generate", "doctor")
 # the replicas of the parameters are the data-parallel group
 NAMES = {"replicas": "dp", "expert_replicas": "copies of experts"}
 

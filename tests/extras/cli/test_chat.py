@@ -100,7 +100,13 @@ def test_a_real_terminal_streams_and_survives_control_c(run: Path) -> None:
     ours, theirs = pty.openpty()
     words = [sys.executable, "-m", "megapipe", "chat", str(run), "--temperature", "0", "--device", "cpu"]
     process = subprocess.Popen(
-        words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(), start_new_session=True
+        words,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment(),
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     os.close(theirs)
 

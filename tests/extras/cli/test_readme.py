@@ -26,6 +26,7 @@ FLAGS_OF_OTHERS = {
     *("--gpus", "--gpu", "--hardware"),  # megapipe plan
     *("--nproc-per-node", "--dry-run", "--nodes"),  # torchrun, megapipe launch, sbatch
     *("--prompt", "--temperature", "--data"),  # megapipe generate, evaluate
+    "--index-url",  # pip
     *("--to", "--step"),  # megapipe convert, tools/inspect_data.py
 }
 
