@@ -26,7 +26,7 @@ export VENV=$venv
 
 if [ "$install" = yes ]; then
     began=$SECONDS
-    "$root/launch/install.sh"
+    "$root/launch/install.sh" --extras tokenizers
     [ $((SECONDS - began)) -lt 3 ] || printf '== installed in %d s\n' $((SECONDS - began))
 elif [ ! -x "$venv/bin/python" ]; then
     printf 'quickstart: no virtual environment at %s; omit --no-install or set VENV\n' "$venv" >&2

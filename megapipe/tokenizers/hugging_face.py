@@ -25,15 +25,14 @@ END_FILES = (GENERATION_FILE, "config.json")  # the first one that names tokens 
 KNOWN_EODS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>")
 
 
-def optional_package(name: str, what: str, extra: str | None = None) -> Any:
-    """Import a package. Raises ConfigError if it is missing, saying what needs it and the extra to install."""
+def optional_package(name: str, what: str, extra: str) -> Any:
+    """Import a package of an extra. Raises ConfigError if it is missing, saying what needs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         if error.name != name:
             raise
-        install = f"pip install {name if extra is None else repr(f'megapipe[{extra}]')}"
-        raise ConfigError(f"{what} needs the package {name!r}: run {install}") from None
+        raise ConfigError(f"{what} needs the package {name!r}: run pip install 'megapipe[{extra}]'") from None
 
 
 def end_ids(content: Any) -> tuple[int, ...]:
@@ -90,7 +89,7 @@ class HuggingFaceTokenizer(_Fast):
 
     def __init__(self, model: str | Path) -> None:
         path = Path(model) / TOKENIZER_FILE if Path(model).is_dir() else Path(model)
-        library = optional_package("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
+        library = optional_package("tokenizers", "--tokenizer-type HuggingFaceTokenizer", "tokenizers")
         if not path.is_file():
             raise DataError(f"there is no tokenizer file {path}; see --tokenizer-model")
         try:
@@ -145,7 +144,7 @@ class GPT2BPETokenizer(_Fast):
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: str | Path, merge_file: str | Path) -> None:
-        library = optional_package("tokenizers", "--tokenizer-type GPT2BPETokenizer")
+        library = optional_package("tokenizers", "--tokenizer-type GPT2BPETokenizer", "tokenizers")
         files = [Path(vocab_file), Path(merge_file)]
         for flag, path in zip(("--vocab-file", "--merge-file"), files, strict=True):
             if not path.is_file():

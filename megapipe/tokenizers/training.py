@@ -31,7 +31,7 @@ def train_tokenizer(texts: Iterable[str], folder: str | Path, vocab_size: int) -
     <|endoftext|> ends a document; the chat template is ChatML, with <|im_start|> and <|im_end|> around each message.
     Raises ConfigError if the vocabulary is too small, or larger than the text supports.
     """
-    library = optional_package("tokenizers", "training a tokenizer")
+    library = optional_package("tokenizers", "training a tokenizer", "tokenizers")
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(f"--vocab-size {vocab_size} hardly holds all bytes; use {MIN_VOCAB_SIZE} or more")
     tokenizer = library.Tokenizer(library.models.BPE())

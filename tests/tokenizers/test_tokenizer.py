@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -163,14 +162,12 @@ def test_file_that_is_no_tokenizer_is_named(tokenizer_type, content, tmp_path):
         build_tokenizer(tokenizer_type, str(tmp_path / "file"))
 
 
-@pytest.mark.parametrize(
-    ("package", "install"), [("tokenizers", "tokenizers"), ("transformers", "'megapipe[transformers]'")]
-)
-def test_a_missing_package_is_reported_with_its_install_command(package, install, tmp_path, monkeypatch):
+@pytest.mark.parametrize("package", ["tokenizers", "transformers"])
+def test_a_missing_package_is_reported_with_its_install_command(package, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)  # simulates a missing package
     if package == "tokenizers":
         (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=rf"needs the package '{package}': run pip install {re.escape(install)}$"):
+    with pytest.raises(ConfigError, match=rf"needs the package '{package}': run pip install 'megapipe\[{package}\]'$"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 

@@ -34,6 +34,7 @@ from megapipe.extras.cli.report import write_report
 from megapipe.extras.report.folder import read_run
 from megapipe.formatting import count_text
 from megapipe.plan.resolve import resolve
+from megapipe.tokenizers.hugging_face import optional_package
 from megapipe.tokenizers.tokenizer import build_tokenizer
 from megapipe.tokenizers.training import train_tokenizer
 
@@ -104,6 +105,7 @@ def main(own: argparse.Namespace) -> int:
     end it prints a summary and writes a report. launch/quickstart.sh installs megapipe and runs it.
     """
     began = time.monotonic()
+    optional_package("tokenizers", "megapipe quickstart", "tokenizers")
     grid = choose_grid(own.flags, own.ranks)
     check_grid(_config([*grid.flags, *own.flags]), own.vocab_size, grid.num_ranks)
     prepared = prepare(own.corpus, own.out, own.vocab_size, own.megabytes)
