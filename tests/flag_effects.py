@@ -89,6 +89,8 @@ model.yarn_correction_range_round_to_int | --no-yarn-correction-range-round-to-i
 model.yarn_query_scale | --yarn-query-scale 2 | records | {LATENT} --rope-scaling-type yarn --rotary-base 100 \
     --rope-original-max-position-embeddings 2
 model.no_rope_freq | --no-rope-freq 2 | records | {ROPE}
+model.nope_query_scale | --nope-query-scale 2 --nope-query-scale-length 2 | records | {ROPE} --no-rope-freq 2
+model.nope_query_scale_length | --nope-query-scale-length 2 | records | {ROPE} --no-rope-freq 2 --nope-query-scale 2
 model.multi_latent_attention | --multi-latent-attention | plan specs | {ROPE}
 model.q_lora_rank | --q-lora-rank 8 | plan specs | {LATENT}
 model.kv_lora_rank | --kv-lora-rank 4 | plan specs | {LATENT}
@@ -110,6 +112,7 @@ model.moe_router_group_topk | --moe-router-group-topk 1 | outcome | {MOE} --moe-
 model.moe_router_group_score_topk | --moe-router-group-score-topk 2 | records | \
     {MOE} --moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-topk 1 --moe-router-pre-softmax
 model.moe_router_norm_topk_prob | --no-moe-router-norm-topk-prob | records | {SIGMOID}
+model.moe_apply_probs_on_input | --moe-apply-probs-on-input | records | {MOE}
 model.moe_router_enable_expert_bias | {BIAS} --moe-router-bias-update-rate 0.5 | records | {SIGMOID}
 model.moe_router_bias_update_rate | --moe-router-bias-update-rate 0.5 | records | {SIGMOID} {BIAS}
 model.moe_expert_capacity_factor | {CAPACITY} | records | {MOE}
@@ -142,6 +145,7 @@ model.residual_scale | --residual-scale 3 | records
 model.logits_scaling | --logits-scaling 3 | records
 model.qk_layernorm_after_rope | --qk-layernorm-after-rope | records | --qk-layernorm {ROPE}
 model.attention_output_gate | --attention-output-gate | plan specs
+model.qk_l2_norm | --qk-l2-norm | records
 model.qk_layernorm | --qk-layernorm | records
 model.qk_layernorm_scope | --qk-layernorm-scope projection | records | --qk-layernorm --normalization RMSNorm
 model.window_size | --window-size 3 | records

@@ -39,6 +39,7 @@ TINY: dict[str, Any] = {
     "device": "cpu",
     "distributed_backend": "gloo",
 }
+NOPE = {"position_embedding_type": "none", "nope_query_scale": 0.7, "nope_query_scale_length": 3}
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",

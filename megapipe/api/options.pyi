@@ -45,6 +45,8 @@ class Options(TypedDict, total=False):
     no_yarn_correction_range_round_to_int: bool
     yarn_query_scale: float
     no_rope_freq: str | PathLike[str] | None
+    nope_query_scale: float
+    nope_query_scale_length: int
     normalization: str
     norm_position: Literal["before", "after", "around"]
     norm_epsilon: float
@@ -71,6 +73,8 @@ class Options(TypedDict, total=False):
     qk_layernorm_scope: Literal["head", "projection"]
     qk_layernorm_after_rope: bool
     no_qk_layernorm_after_rope: bool
+    qk_l2_norm: bool
+    no_qk_l2_norm: bool
     attention_output_gate: bool
     no_attention_output_gate: bool
     window_size: int | str | None
@@ -97,6 +101,8 @@ class Options(TypedDict, total=False):
     no_moe_router_pre_softmax: bool
     moe_router_norm_topk_prob: bool
     no_moe_router_norm_topk_prob: bool
+    moe_apply_probs_on_input: bool
+    no_moe_apply_probs_on_input: bool
     moe_router_topk_scaling_factor: float | None
     moe_router_num_groups: int | None
     moe_router_group_topk: int | None

@@ -13,7 +13,7 @@ from megapipe.config.changes import DATA, FUNCTION, NEUTRAL, OPTIMIZER, SCHEDULE
 from megapipe.config.config import Config, all_fields, fields_by_key, make_config, value_of
 from megapipe.config.fields import value_text
 from megapipe.config.files import CheckpointConfig
-from megapipe.config.layers import ROTARY_OPTIONS, LayerConfig, layer_configs, layers_text
+from megapipe.config.layers import ROTARY_OPTIONS, LayerConfig, idle_options, layer_configs, layers_text
 from megapipe.config.load import settings_of_entry
 from megapipe.config.model import ModelConfig
 from megapipe.config.problems import Problems
@@ -41,17 +41,10 @@ LATENT_OPTIONS = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_hea
 ATTENTION_OPTIONS = (
     *"num_attention_heads num_query_groups kv_channels window_size qk_layernorm qk_layernorm_scope".split(),
     *"qk_layernorm_after_rope attn_logit_softcapping attention_kind softmax_type softmax_scale add_qkv_bias".split(),
-    *("attention_output_gate", "multi_latent_attention"),
+    *"qk_l2_norm nope_query_scale nope_query_scale_length attention_output_gate multi_latent_attention".split(),
     *LATENT_OPTIONS,
     *ROTARY_OPTIONS,
 )
-# --rope-scaling-type -> beginnings of the names of the rotary options that are used
-ROTARY_USES = {
-    "none": ("rotary_", "rope_scaling_type"),
-    "linear": ("rotary_", "rope_scaling_"),
-    "llama3": ("rotary_", "rope_"),
-    "yarn": ("rotary_", "rope_scaling_", "rope_original_", "yarn_"),
-}
 
 
 @dataclass(frozen=True)
@@ -258,14 +251,9 @@ def _function_of(layer: LayerConfig, longest: int) -> dict[str, Any]:
         unused |= {*ATTENTION_OPTIONS}
     if not layer.has_mlp:
         unused |= {"ffn_hidden_size", "activation"}
-    uses = ROTARY_USES[layer.rope_scaling_type] if layer.position_embedding_type == "rope" else ()
-    unused |= {name for name in ROTARY_OPTIONS if not name.startswith(uses)}
-    if not layer.qk_layernorm:
-        unused |= {"qk_layernorm_scope", "qk_layernorm_after_rope", "latent_norm_epsilon"}
+    unused |= idle_options(layer)
     if not layer.multi_latent_attention:
         unused |= {*LATENT_OPTIONS}
-    if layer.add_bias_linear:
-        unused.add("add_qkv_bias")
     if layer.window_size is not None and layer.window_size >= longest:
         layer = replace(layer, window_size=None)
     return {one.name: getattr(layer, one.name) for one in fields(layer) if one.name not in unused}

@@ -23,16 +23,16 @@ TABLE = {
             position_embedding_type rotary_base rotary_percent rope_scaling_type rope_scaling_factor
             rope_low_freq_factor rope_high_freq_factor rope_original_max_position_embeddings yarn_beta_fast
             yarn_beta_slow yarn_mscale yarn_mscale_all_dim yarn_correction_range_round_to_int
-            yarn_query_scale no_rope_freq
+            yarn_query_scale no_rope_freq nope_query_scale nope_query_scale_length
             normalization norm_position norm_epsilon layernorm_zero_centered_gamma activation glu_linear_offset
             activation_func_clamp_value add_bias_linear add_qkv_bias untie_embeddings_and_output_weights
             embedding_scale residual_scale logits_scaling qk_layernorm qk_layernorm_scope qk_layernorm_after_rope
-            attention_output_gate window_size window_attn_skip_freq layer_pattern
+            qk_l2_norm attention_output_gate window_size window_attn_skip_freq layer_pattern
             multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
             latent_norm_epsilon num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size
             moe_shared_expert_gate moe_router_topk moe_router_score_function moe_router_pre_softmax
             moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
-            moe_router_norm_topk_prob moe_router_group_score_topk
+            moe_router_norm_topk_prob moe_router_group_score_topk moe_apply_probs_on_input
             mtp_num_layers attn_logit_softcapping final_logit_softcapping attention_kind softmax_type softmax_scale
         """,
     },

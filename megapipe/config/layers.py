@@ -25,11 +25,18 @@ ROTARY_OPTIONS = (
     *"rope_high_freq_factor rope_original_max_position_embeddings yarn_beta_fast yarn_beta_slow yarn_mscale".split(),
     *"yarn_mscale_all_dim yarn_correction_range_round_to_int yarn_query_scale".split(),
 )
+# --rope-scaling-type -> beginnings of the names of the rotary options that are used
+ROTARY_USES = {
+    "none": ("rotary_", "rope_scaling_type"),
+    "linear": ("rotary_", "rope_scaling_"),
+    "llama3": ("rotary_", "rope_"),
+    "yarn": ("rotary_", "rope_scaling_", "rope_original_", "yarn_"),
+}
 # part of a layer -> options in which layers may differ; "" for its attention and MLP together
 OPTIONS_OF = {
     "attention": (
         *("num_query_groups", "window_size", "position_embedding_type", *ROTARY_OPTIONS),
-        *"qk_layernorm qk_layernorm_scope attn_logit_softcapping softmax_scale attention_kind".split(),
+        *"qk_layernorm qk_layernorm_scope qk_l2_norm attn_logit_softcapping softmax_scale attention_kind".split(),
     ),
     "mlp": ("ffn_hidden_size", "activation"),
     "": ("norm_position",),
@@ -59,6 +66,13 @@ class LayerConfig(ResolvedModelConfig):
         """The options of its rotary positions; None without them."""
         is_rotary = self.has_attention and self.position_embedding_type == "rope"
         return tuple(getattr(self, name) for name in ROTARY_OPTIONS) if is_rotary else None
+
+    @cached_property
+    def position_tables(self) -> tuple[Any, ...] | None:
+        """The options of what its queries and keys are multiplied by; None if by nothing."""
+        if not self.has_attention or self.position_embedding_type != "none" or not self.nope_query_scale:
+            return self.rotary
+        return self.nope_query_scale, self.nope_query_scale_length
 
     @property
     def expert_ffn_size(self) -> int:
@@ -181,6 +195,17 @@ def _check_effects(layer: dict[str, Any], given: Collection[str]) -> None:
         option = {"n_heads_in_group": "num_query_groups", "ffn_mult": "ffn_hidden_size"}.get(name, name)
         if option in lost:
             raise ConfigError(f"{PATTERN} sets {name} in a layer without {lost[option]}; leave one of the two out")
+
+
+def idle_options(layer: ModelConfig) -> set[str]:
+    """Return the options of attention that have no effect in a layer beside its others."""
+    uses = ROTARY_USES[layer.rope_scaling_type] if layer.position_embedding_type == "rope" else ()
+    idle = {name for name in ROTARY_OPTIONS if not name.startswith(uses)}
+    if layer.position_embedding_type != "none" or not layer.nope_query_scale:
+        idle |= {"nope_query_scale", "nope_query_scale_length"}
+    if not layer.qk_layernorm:
+        idle |= {"qk_layernorm_scope", "qk_layernorm_after_rope", "latent_norm_epsilon"}
+    return idle | {"add_qkv_bias"} if layer.add_bias_linear else idle  # all linear layers have biases then
 
 
 # rules, checked for each kind of layer

@@ -89,6 +89,7 @@ FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 
 ROPE = Need("model.position_embedding_type", "--position-embedding-type rope", ("rope",))
+QUERY_SCALE = Need("model.nope_query_scale", "--nope-query-scale")
 LATENT = Need("model.multi_latent_attention", "--multi-latent-attention")
 SHARED_EXPERT = Need("model.moe_shared_expert_intermediate_size", "--moe-shared-expert-intermediate-size N")
 ROUTER_GROUPS = Need("model.moe_router_num_groups", "--moe-router-num-groups N")
@@ -239,6 +240,13 @@ class ModelConfig:
         reads_lists=True,
         needs=ROPE,
     )
+    nope_query_scale: float = option(
+        0.0,
+        "queries of layers without positions are multiplied by 1 + this x ln(1 + floor((position + 1) / "
+        "nope-query-scale-length)) (Llama-4: attn_scale and floor_scale)",
+        at_least=0,
+    )
+    nope_query_scale_length: int = count(8192, "tokens of a step of nope-query-scale", "tokens", needs=QUERY_SCALE)
     normalization: str = option("LayerNorm", "normalization layer", choices=NORMALIZATIONS)
     norm_position: str = option(
         "before",
@@ -291,6 +299,7 @@ class ModelConfig:
         "normalize queries and keys after their rotation (Hunyuan)",
         needs=Need("model.qk_layernorm", "--qk-layernorm"),
     )
+    qk_l2_norm: bool = option(False, "divide heads of queries and keys by their root mean square, without weights")
     attention_output_gate: bool = option(
         False,
         "multiply each channel of attention's output by a sigmoid of a projection of its input, whose rows are part of "
@@ -374,6 +383,9 @@ class ModelConfig:
     )
     moe_router_norm_topk_prob: bool = option(
         True, "divide the weights of several experts by their sum (sigmoid scores; others: pre-softmax)", needs=EXPERTS
+    )
+    moe_apply_probs_on_input: bool = option(
+        False, "multiply the inputs of experts by the router's weights, in place of their results", needs=EXPERTS
     )
     moe_router_topk_scaling_factor: float | None = option(
         None, "factor on the weights of the chosen experts; unset: 1", above=0, needs=EXPERTS

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megapipe.config.layers import LayerConfig, is_explicit
-from megapipe.config.model import ATTENTIONS, AttentionKind
+from megapipe.config.model import ATTENTIONS, NORMALIZATIONS, AttentionKind
 from megapipe.layers.linear import (
     LinearTable,
     collectives,
@@ -54,8 +54,11 @@ class AttentionTable:
 
     @cached_property
     def qk_norms(self) -> tuple[NormTable, ...]:
-        """The norms of q and of k; none without --qk-layernorm."""
+        """The norms of q and of k; none without --qk-layernorm and --qk-l2-norm."""
         model = self.model
+        if model.qk_l2_norm:
+            rms, size = NORMALIZATIONS["RMSNorm"], model.kv_channels
+            return tuple(NormTable(f"self_attention.{name}_l2norm", size, rms, False) for name in ("q", "k"))
         if not model.qk_layernorm:
             return ()
         q = k = model.kv_channels
@@ -94,7 +97,7 @@ class AttentionTable:
         if self.qk_norms and model.qk_layernorm_scope == "projection":  # cut over tp like the heads
             for norm, count in zip(self.qk_norms, (heads, groups), strict=True):
                 yield norm.weight(prefix, layer, HeadChannels(count, channels))
-        else:
+        elif model.qk_layernorm:
             for norm in self.qk_norms:  # one weight for all heads, of which each tp rank sees its own
                 yield from norm.parameters(prefix, layer, partial_gradient=True)
         if model.softmax_type == "learnable":
@@ -232,10 +235,12 @@ class AttentionTable:
 
     def rotary_table_bytes(self, shape: RankShape) -> int:
         """Return the bytes of cos and sin of one sequence, [s, r / 2] each, r the rotated channels; with
-        --yarn-query-scale also of the factors on queries, [s].
+        --yarn-query-scale also of the factors on queries, [s], with --nope-query-scale of these alone.
         """
-        if self.model.rotary is None:
+        if self.model.position_tables is None:
             return 0
+        if self.model.rotary is None:
+            return shape.seq * shape.wide
         columns = 2 * (self.model.rotary_channels() // 2) + (self.model.yarn_query_scale > 0)
         return shape.seq * columns * shape.wide
 

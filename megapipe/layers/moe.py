@@ -354,6 +354,7 @@ class MoETable:
         gathered = self.gathered_tokens(shape) * size * element if self.gathers else 0
         moved = 2 * (outer + gathered) if self.gathers else 2 * rows_bytes + outer
         yield Operation("dispatch", backward=Backward(waits + hidden + moved))
+        yield from self._weighted_inputs(shape, behind + waits) if self.model.moe_apply_probs_on_input else ()
         yield Operation(
             "expert_fc1",
             (*received, *dispatched),
@@ -378,6 +379,14 @@ class MoETable:
         made = gathered + 2 * (outer if self.gathers else rows_bytes)
         combine = Backward(behind + made, total_bytes(outputs_kept))
         yield Operation("combine", tuple(outputs_kept), backward=combine)
+
+    def _weighted_inputs(self, shape: RankShape, held: int) -> Iterator[Operation]:
+        """Yield the product of the experts' inputs and their weights. held: bytes held in its backward."""
+        count, rows = self._expert_bytes(shape)[0] // shape.element, self.arrived_rows(shape) * shape.etp
+        kept = Kept("expert inputs", count, shape.element), Kept("row weights", rows, shape.wide)
+        # the gradients of both sides, and a product in the weights' dtype
+        backward = Backward(held + count * (2 * shape.element + shape.wide), kept[0].num_bytes)
+        yield Operation("expert_inputs", kept, backward=backward, recompute_modules=("moe",))
 
     def _shared_operations(self, shape: RankShape, norm_made: int) -> Iterator[Operation]:
         """Yield the operations of the shared experts: those of a dense MLP, without its norms, dropout and input."""

@@ -96,10 +96,14 @@ class SelfAttention(nn.Module):
 
     def _heads(self) -> Element:
         """Return the element that splits, norms and rotates heads: a segment, unless its norms are none."""
-        options = self.config.attention_output_gate, self.config.qk_layernorm_after_rope
+        is_rotary = self.config.rotary is not None
+        options = self.config.attention_output_gate, self.config.qk_layernorm_after_rope and is_rotary
         heads = Heads(self.groups, self.queries, self.head_dim, *options)
+        if self.config.qk_l2_norm:
+            normed = replace(heads, norm=NormFunction(self.config.norm_epsilon, zero_centered=False))
+            return Segment("heads", normed, lambda context, like: context.rotary or ())
         if not self.config.qk_layernorm:
-            if self.config.rotary is None:
+            if self.config.position_tables is None:
                 return Operator("heads", lambda context, qkv: heads(qkv))  # views alone
             return Segment("heads", heads, lambda context, like: context.rotary)
         q_norm, k_norm = self.q_layernorm, self.k_layernorm
@@ -108,7 +112,7 @@ class SelfAttention(nn.Module):
         normed = replace(heads, norm=q_norm.function)
 
         def operands(context: LayerContext, like: Tensor) -> tuple[Tensor | None, ...]:
-            return *(context.rotary or (None, None)), q_norm.weight, q_norm.bias, k_norm.weight, k_norm.bias
+            return *(*(context.rotary or ()), None, None)[:2], q_norm.weight, q_norm.bias, k_norm.weight, k_norm.bias
 
         return Segment("heads", normed, operands)
 
@@ -116,7 +120,7 @@ class SelfAttention(nn.Module):
 @dataclass(frozen=True)
 class Heads:
     """Splits [s, b, g (n + 2) d] into q [s, b, g, n, d] and k, v [s, b, g, 1, d], normed and rotated; with gates
-    [s, b, g (2 n + 2) d] into these and the gates, of q's shape.
+    [s, b, g (2 n + 2) d] into these and the gates, of q's shape. cos without sin: factors on q.
 
     norm: of q and of k, with the weights given.
     """
@@ -142,22 +146,25 @@ class Heads:
             if norms is not None:
                 return norms[0](q), norms[1](k)
             assert self.norm is not None
-            return self.norm(q, *weights[:2]), self.norm(k, *weights[2:])  # type: ignore[arg-type]
+            return self.norm(q, *weights[:2]), self.norm(k, *weights[2:])
 
         has_norms = norms is not None or self.norm is not None
         is_normed_first = has_norms and not self.norms_last
-        if cos is not None and sin is not None and not is_normed_first and not compiles:
+        if cos is not None and not is_normed_first and not compiles:
             both = (slice(queries), slice(-2, -1)) if self.is_gated else (slice(queries + 1),)
-            qkv = rotate_(qkv, cos, sin, groups, head_dim, *both)  # q and k, in place
+            turned = both if sin is not None else (slice(queries),)
+            qkv = rotate_(qkv, cos, sin, groups, head_dim, *turned)  # q and k, in place
         sizes = (queries, queries, 1, 1) if self.is_gated else (queries, 1, 1)
         q, *gate, k, v = qkv.view(*qkv.shape[:2], groups, sum(sizes), head_dim).split(sizes, dim=3)
         if is_normed_first:
             q, k = normed(q, k)
-        if cos is not None and sin is not None and compiles:
+        if cos is not None and compiles:
             # v and the gates are written in the same pass; as views they would keep all of qkv for the backward
-            q, k, v, *gate = rotated(q, cos, sin), rotated(k, cos, sin), *(x.contiguous() for x in (v, *gate))
-        elif cos is not None and sin is not None and is_normed_first:
-            q, k = (rotate_(x, cos, sin, groups, head_dim, slice(None)) for x in (q, k))
+            q, v, *gate = rotated(q, cos, sin), *(x.contiguous() for x in (v, *gate))
+            k = k.contiguous() if sin is None else rotated(k, cos, sin)
+        elif cos is not None and is_normed_first:
+            q = rotate_(q, cos, sin, groups, head_dim, slice(None))
+            k = k if sin is None else rotate_(k, cos, sin, groups, head_dim, slice(None))
         return *(normed(q, k) if has_norms and self.norms_last else (q, k)), v, *gate
 
 
@@ -183,11 +190,14 @@ class _Gated(torch.autograd.Function):
         return of_output, of_gate.to(gate.dtype).view(gate.shape)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor | None) -> Tensor:
     """Return the rotation of the first channels of each head, as many as the tables have, for a graph of torch.compile.
+    sin: None to multiply all by cos.
 
     `rotate_` writes in place, which a graph would do by a copy.
     """
+    if sin is None:
+        return (x * cos).to(x.dtype)
     half = cos.shape[-1]
     first, second = x[..., :half].to(cos.dtype), x[..., half : 2 * half].to(cos.dtype)
     turned = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]

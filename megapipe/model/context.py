@@ -59,7 +59,8 @@ class RealTokens:
 class LayerContext:
     """The inputs of a layer besides the hidden states."""
 
-    rotary: tuple[Tensor, ...] | None  # cos and sin; with --yarn-query-scale a factor on queries, too
+    # cos and sin; with --yarn-query-scale a factor on queries, too; that alone with --nope-query-scale
+    rotary: tuple[Tensor, ...] | None
     mask: Tensor | None  # [1 or b, 1, s, keys] in the activations' dtype; None: the kernel's causality
     # attention is written out: fused kernels lack soft-capping, keyed dropout and a softmax in fp32
     explicit: bool
@@ -127,7 +128,7 @@ class ContextBuilder:
         self.has_attention_kernel, self.part = has_attention_kernel, part
         configs = [layer for layer, _ in kinds]
         self._tables = tables or SharedTables()
-        rotated = {layer.rotary: layer for layer in configs if layer.rotary is not None}
+        rotated = {layer.position_tables: layer for layer in configs if layer.position_tables is not None}
         self.rotary = {
             options: self._tables.rotary.setdefault((options, part), Rotary(layer, part))
             for options, layer in rotated.items()
@@ -170,7 +171,7 @@ class ContextBuilder:
                     blocks, adds = make(masked_blocks, seen), seen.adds_key_gradients
                 elif microbatch.borders is None and (explicit or not is_causal):
                     mask = make(whole_mask, seen)
-            rotary = None if layer.rotary is None else tables[layer.rotary]
+            rotary = None if layer.position_tables is None else tables[layer.position_tables]
             kept = microbatch.cache, microbatch.borders
             own = LayerContext(
                 rotary,
@@ -284,7 +285,8 @@ def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Rotary:
-    """The cos and sin tables of alike layers, kept for the longest sequence so far (per device and dtype).
+    """The cos and sin tables of alike layers, or their factors on queries, kept for the longest sequence so far (per
+    device and dtype).
 
     part: of every sequence, on this cp rank.
     """
@@ -292,7 +294,7 @@ class Rotary:
     def __init__(self, config: ResolvedModelConfig, part: SequencePart = WHOLE_SEQUENCE) -> None:
         self.config, self.part = config, part
         self.channels = config.rotary_channels()
-        if self.channels % 2 or not self.channels:
+        if config.position_embedding_type != "none" and (self.channels % 2 or not self.channels):
             raise ConfigError(
                 f"--rotary-percent {config.rotary_percent} of --kv-channels {config.kv_channels} is {self.channels} "
                 "channels; rotary positions rotate pairs of channels: choose a percentage that gives an even number "
@@ -302,7 +304,7 @@ class Rotary:
 
     def tables(self, microbatch: Microbatch, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return cos and sin of the positions, [s, b, 1, 1, r / 2] in dtype, and with --yarn-query-scale the factors on
-        queries, [s, b, 1, 1, 1]; b is 1 without position_ids.
+        queries, [s, b, 1, 1, 1]; b is 1 without position_ids. In layers without rotary positions the factors alone.
         """
         if microbatch.position_ids is not None:
             return self._at(microbatch.position_ids.t(), dtype)
@@ -316,6 +318,9 @@ class Rotary:
         return tuple(table[start : start + length] for table in self._tables[key])
 
     def _at(self, positions_sb: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        if self.config.position_embedding_type == "none":
+            times = (positions_sb.to(dtype) + 1).div(self.config.nope_query_scale_length).floor()
+            return ((1.0 + self.config.nope_query_scale * times.log1p())[:, :, None, None, None],)
         even = torch.arange(0, self.channels, 2, dtype=dtype, device=positions_sb.device)
         frequencies = self.config.rotary_base ** (-even / self.channels)  # radians per position, [r / 2]
         frequencies = SCALINGS[self.config.rope_scaling_type](self.config, self.channels, frequencies)
@@ -328,8 +333,8 @@ class Rotary:
         return *tables, (1.0 + self.config.yarn_query_scale * times.log1p())[:, :, None, None, None]
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor, groups: int, head_dim: int, *heads: slice) -> Tensor:
-    """Rotate, in place, some of each group's heads.
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor | None, groups: int, head_dim: int, *heads: slice) -> Tensor:
+    """Rotate, in place, some of each group's heads. sin: None to multiply them by cos.
 
     x: contiguous, viewed as [s, b, groups, heads of a group, head_dim]; its first r channels are rotated, the others
     stay. No other operation may need the values of x: it is the output of a linear or of a norm.
@@ -339,7 +344,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, groups: int, head_dim: int, *he
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor | None, layout: HeadLayout) -> Tensor:
         ctx.tables, ctx.layout = (cos, sin), layout  # constants shared by all layers, not activations
         ctx.mark_dirty(x)
         _rotate_in_place(x, cos, sin, layout)
@@ -350,14 +355,18 @@ class _Rotate(torch.autograd.Function):
         cos, sin = ctx.tables
         # a copy, since hooks and other consumers may hold the gradient
         grad = grad.clone(memory_format=torch.contiguous_format)
-        _rotate_in_place(grad, cos, -sin, ctx.layout)
+        _rotate_in_place(grad, cos, None if sin is None else -sin, ctx.layout)
         return grad, None, None, None
 
 
-def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, layout: HeadLayout) -> None:
+def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor | None, layout: HeadLayout) -> None:
     groups, head_dim, heads = layout
     for each in heads:
-        rotate_pairs_(x.view(*x.shape[:2], groups, -1, head_dim)[:, :, :, each], cos, sin)
+        chosen = x.view(*x.shape[:2], groups, -1, head_dim)[:, :, :, each]
+        if sin is None:
+            chosen.copy_(chosen.to(cos.dtype) * cos)
+        else:
+            rotate_pairs_(chosen, cos, sin)
 
 
 def rotate_pairs_(rotated: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -630,8 +630,10 @@ class ExpertWeights(nn.Module):
         element: Element = Segment("expert_activation", function, at=WEIGHTED, has_rows=True)
         if kind.function is not None:  # an extension's function cannot be traced
             element = Operator("expert_activation", lambda context, *values: function(*values), WEIGHTED)
+        inputs = Segment("expert_inputs", weighted_inputs, at=WEIGHTED, has_rows=True)
         self.elements = Elements(
             [
+                *([inputs] if config.moe_apply_probs_on_input else []),
                 Operator("expert_fc1", self._first, SENT),
                 *again_if("moe_act" in factory.recompute, Elements([element]), WEIGHTED),
                 Operator("expert_fc2", self._second, SENT if has_bias else ROWS),
@@ -847,6 +849,11 @@ class WeightedActivation:
 
     def __call__(self, weights: Tensor, x: Tensor) -> Tensor:
         return _WeightedActivation.apply(x, weights, self.function, self.gradient)  # type: ignore[no-any-return]
+
+
+def weighted_inputs(weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights that results are left with, ones [n], and the rows [n, h] times their weights."""
+    return torch.ones_like(weights), _WeightedActivation.apply(rows, weights, torch.clone, lambda grad, x: grad)
 
 
 @dataclass(frozen=True)

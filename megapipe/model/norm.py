@@ -58,20 +58,23 @@ class Norm(nn.Module):
 
 @dataclass(frozen=True)
 class NormFunction:
-    """(x [..., size], weight [size], bias [size] or None for RMSNorm) -> the norm of x, by torch's kernels."""
+    """(x [..., size], weight [size], bias [size] or None for RMSNorm) -> the norm of x, by torch's kernels. An RMSNorm
+    may have no weight.
+    """
 
     epsilon: float
     zero_centered: bool
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         if not x.is_cuda:  # torch's CPU kernels, unlike those of CUDA, do not keep fp32 statistics for half types
             if bias is None:
                 return _RMSNorm.apply(x, weight, self.epsilon, self.zero_centered)
+            assert weight is not None
             return _LayerNorm.apply(x, weight, bias, self.epsilon, self.zero_centered)
-        weight = weight + 1 if self.zero_centered else weight
+        weight = weight + 1 if self.zero_centered and weight is not None else weight
         if bias is None:
-            return F.rms_norm(x, weight.shape, weight, self.epsilon)
-        return F.layer_norm(x, weight.shape, weight, bias, self.epsilon)
+            return F.rms_norm(x, x.shape[-1:], weight, self.epsilon)
+        return F.layer_norm(x, x.shape[-1:], weight, bias, self.epsilon)
 
 
 def norm_element(name: str, norm: nn.Module, at: slice = ALL) -> Element:
@@ -168,14 +171,14 @@ class _RMSNorm(torch.autograd.Function):
     """y = x / rms(x) * scale, rms(x) = sqrt(mean(x^2) + epsilon); torch's own on CPUs saves four tensors, not one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, zero_centered: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float, zero_centered: bool) -> Tensor:
         ctx.zero_centered = zero_centered
         dtype = at_least_fp32(x.dtype)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
         inverse = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         output = torch.mul(x.to(dtype), inverse, out=torch.empty(x.shape, dtype=dtype, device=x.device))
-        return output.mul_(_scale(weight, zero_centered)).to(x.dtype)
+        return (output if weight is None else output.mul_(_scale(weight, zero_centered))).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -183,7 +186,7 @@ class _RMSNorm(torch.autograd.Function):
         grad = grad.to(inverse.dtype)
         normed = torch.mul(x.to(inverse.dtype), inverse)
         grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_normed = grad * _scale(weight, ctx.zero_centered)
+        grad_normed = grad.clone() if weight is None else grad * _scale(weight, ctx.zero_centered)
         along = torch.linalg.vecdot(grad_normed, normed).unsqueeze(-1).div_(x.shape[-1])
         grad_x = grad_normed.addcmul_(normed, along, value=-1).mul_(inverse)
         return grad_x.to(x.dtype), grad_weight, None, None

@@ -175,7 +175,7 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
         for each in attentions(model, stage):
             size = each.document_mask_bytes(shape, is_replayed)
             masks[each.visibility(shape)] = max(masks[each.visibility(shape)], size)
-            tables[each.model.rotary] = each.rotary_table_bytes(shape)
+            tables[each.model.position_tables] = each.rotary_table_bytes(shape)
         total["document masks"] = masks.total()
         if shape.documents.position_ids:
             total["rotary tables"] = tables.total() * shape.batch
@@ -202,7 +202,7 @@ def shared_bytes(model: ModelSpec, slices: Sequence[RankShape], stage: StageLaye
             kind = index, each.visibility(shape)
             found[kind] = max(found[kind], each.shared_mask_bytes(shape))
         if not slices[0].documents.position_ids:
-            found[each.model.rotary] = sum(each.rotary_table_bytes(shape) for shape in slices)
+            found[each.model.position_tables] = sum(each.rotary_table_bytes(shape) for shape in slices)
     return found
 
 

@@ -68,6 +68,7 @@ OTHER: dict[str, Any] = {
     "qk_layernorm_scope": "projection",
     "qk_layernorm_after_rope": True,
     "attention_output_gate": True,
+    "qk_l2_norm": True,
     "yarn_query_scale": 0.1,
     "window_size": 8,
     "attn_logit_softcapping": 50.0,
@@ -102,7 +103,9 @@ OF_EXPERTS = {
     "moe_router_enable_expert_bias": True,
     "moe_router_group_score_topk": 2,
     "moe_router_norm_topk_prob": False,
+    "moe_apply_probs_on_input": True,
 }
+OF_NOPE = {"nope_query_scale": 0.5, "nope_query_scale_length": 3}
 OF_LLAMA3 = {"rope_low_freq_factor": 2.0, "rope_high_freq_factor": 8.0}
 SIZES_FOLLOW = (
     "num_attention_heads",
@@ -121,15 +124,23 @@ LAYERS = {
 
 
 def test_every_option_of_the_function_is_compared() -> None:
-    assert {*TABLE[FUNCTION]["model"].split()} == {*OTHER, *OF_LLAMA3, *OF_EXPERTS, *OF_LATENT, *OF_EACH_LAYER}
+    assert {*TABLE[FUNCTION]["model"].split()} == {
+        *OTHER,
+        *OF_NOPE,
+        *OF_LLAMA3,
+        *OF_EXPERTS,
+        *OF_LATENT,
+        *OF_EACH_LAYER,
+    }
 
 
-@pytest.mark.parametrize("name", [*OTHER, *OF_LLAMA3, *OF_EXPERTS, *OF_LATENT])
+@pytest.mark.parametrize("name", [*OTHER, *OF_NOPE, *OF_LLAMA3, *OF_EXPERTS, *OF_LATENT])
 def test_an_option_that_changes_the_function_is_found_with_both_values(name: str) -> None:
     saved = replace(MODEL, rope_scaling_type="llama3") if name in OF_LLAMA3 else MODEL
+    saved = replace(MODEL, position_embedding_type="none", nope_query_scale=0.1) if name in OF_NOPE else saved
     saved = replace(MODEL, num_experts=8) if name in OF_EXPERTS else saved
     saved = replace(MODEL, multi_latent_attention=True, num_query_groups=None) if name in OF_LATENT else saved
-    value = (OTHER | OF_LLAMA3 | OF_EXPERTS | OF_LATENT)[name]
+    value = (OTHER | OF_NOPE | OF_LLAMA3 | OF_EXPERTS | OF_LATENT)[name]
     found = list(model_differences(saved, replace(saved, **{name: value})))
     flag = fields_by_key()[f"model.{name}"].main_flag
     assert len(found) == 1 or name in SIZES_FOLLOW, found

@@ -35,6 +35,8 @@ EXAMPLES = {
     "multi-token prediction": "--mtp-num-layers 1",
     "sinks": "--softmax-type learnable",
     "biases of q, k and v": "--add-qkv-bias",
+    "norms without weights": "--qk-l2-norm",
+    "norms of q and k": "--qk-layernorm",
     "gated attention": "--attention-output-gate",
     "norm of the projection": "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope projection",
     "chunked attention": "--attention-kind chunked --window-size 16",

@@ -86,6 +86,12 @@ CASES = [
     ),
     ("frequencies_have_their_option", "--window-attn-skip-freq 2", ["needs --window-size"], "--window-size 4"),
     (
+        "steps_have_their_scale",
+        "--nope-query-scale-length 2 --position-embedding-type none",
+        ["needs --nope-query-scale"],
+        "--nope-query-scale-length 2 --position-embedding-type none --nope-query-scale 0.1",
+    ),
+    (
         "frequencies_have_their_option",
         "--no-rope-freq 2",
         ["needs --position-embedding-type rope"],
@@ -208,6 +214,12 @@ CASES = [
         "--position-embedding-type rope --kv-channels 10 --rotary-percent 0.5",
         ["pairs", "is 5"],
         "--position-embedding-type rope --kv-channels 8 --rotary-percent 0.5",
+    ),
+    (
+        "growing_queries_need_layers_without_positions",
+        "--nope-query-scale 0.1 --position-embedding-type rope",
+        ["--nope-query-scale 0.1 scales queries of layers without positions, which no layer is; give --no-rope-freq"],
+        "--nope-query-scale 0.1 --position-embedding-type rope --no-rope-freq 2",
     ),
     (
         "rope_scaling_needs_rope",

@@ -33,6 +33,7 @@ SEQ, BATCH = 12, 2
 
 GPT2 = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 LLAMA = GPT2 | tiny.LLAMA
+NOPE = tiny.NOPE
 # three layers that share few options; norms around each branch and over the whole projections, a scaled embedding
 UNLIKE = LLAMA | {
     "norm_position": "around",

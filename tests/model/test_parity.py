@@ -15,6 +15,7 @@ from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import (
     GPT2,
     LLAMA,
+    NOPE,
     SCALING,
     assert_equal,
     make_microbatch,
@@ -76,6 +77,13 @@ OPTIONS = {
     "norms_of_projections_after_the_rotation": LLAMA
     | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "qk_layernorm_after_rope": True},
     "gated": LLAMA | {"attention_output_gate": True},
+    "norms_without_weights": LLAMA | {"qk_l2_norm": True, "rotary_percent": 0.67},
+    "norms_without_weights_gated": GPT2 | {"qk_l2_norm": True, "attention_output_gate": True},
+    "queries_that_grow": GPT2 | NOPE,
+    "queries_that_grow_gated_norms": LLAMA | NOPE | {"qk_layernorm": True, "attention_output_gate": True},
+    "queries_that_grow_in_some_layers": LLAMA
+    | {"nope_query_scale": 0.7, "nope_query_scale_length": 3, "qk_l2_norm": True, "no_rope_freq": "2"}
+    | {"num_layers": 4},
     "gated_norms_of_heads": LLAMA | {"attention_output_gate": True, "qk_layernorm": True, "num_query_groups": 4},
     "gated_biases": GPT2 | {"attention_output_gate": True, "num_query_groups": 1},
     "scaled_branches_and_logits": LLAMA | {"residual_scale": 0.3, "logits_scaling": 5.0, "norm_position": "around"},

@@ -27,7 +27,7 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.harness import RankPool
-from tests.model.grids import BATCH, GPT2, LLAMA, SEQ, make_microbatch, make_stage, model_config
+from tests.model.grids import BATCH, GPT2, LLAMA, NOPE, SEQ, make_microbatch, make_stage, model_config
 from tests.model.saved_bytes import SavedBytes
 
 LAYERS = 3
@@ -97,6 +97,9 @@ UNLIKE: dict[str, dict[str, Any]] = {
     | {"norm_position": "after", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
     "norms_of_heads_after_the_rotation": LLAMA | {"qk_layernorm": True, "qk_layernorm_after_rope": True},
     "gated": LLAMA | {"attention_output_gate": True},
+    "norms_without_weights": LLAMA | {"qk_l2_norm": True},
+    "queries_that_grow": LLAMA | NOPE,
+    "queries_that_grow_norms_without_weights": LLAMA | NOPE | {"qk_l2_norm": True, "attention_output_gate": True},
     "gated_qk_norm": LLAMA | {"attention_output_gate": True, "qk_layernorm": True},
     "scaled_branches_and_logits": LLAMA | {"residual_scale": 0.3, "logits_scaling": 5.0},
     "scaled_branches_norms_after": LLAMA | {"residual_scale": 0.3, "norm_position": "after"},
@@ -284,6 +287,11 @@ EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "scaled": EXPERTS | {"moe_router_topk_scaling_factor": 2.5},
     "sigmoid, weights as they are": EXPERTS
     | {"moe_router_score_function": "sigmoid", "moe_router_norm_topk_prob": False},
+    "weights on inputs": EXPERTS | {"moe_apply_probs_on_input": True},
+    "weights on inputs, biases": EXPERTS
+    | {"moe_apply_probs_on_input": True, "add_bias_linear": True, "moe_shared_expert_intermediate_size": 12},
+    "weights on inputs, gathered": EXPERTS
+    | {"moe_apply_probs_on_input": True, "moe_token_dispatcher_type": "allgather"},
     "sigmoid scaled": EXPERTS | {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
     "losses": EXPERTS | {"moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.1},
     "losses of sequences, sigmoid": EXPERTS

@@ -69,6 +69,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (1.0, 3.0),
     "qk_layernorm_after_rope": (False, True),
     "attention_output_gate": (False, True),
+    "qk_l2_norm": (False, True),
     "layernorm_zero_centered_gamma": (False, True),
     "activation": ("gelu_tanh", "gelu", "swiglu", "geglu_tanh", "squared_relu", "relu"),
     "biases": ("all", "qkv", "none"),
@@ -164,6 +165,9 @@ RULES = (
     Rule(
         ("qk_layernorm_scope", "qk_layernorm", "normalization"),
         lambda scope, is_on, norm: scope == "head" or (is_on and norm == "RMSNorm"),
+    ),
+    Rule(
+        ("qk_l2_norm", "qk_layernorm", "layers"), lambda l2, is_on, layers: not l2 or not (is_on or layers == "heads")
     ),
     Rule(("qk_layernorm_after_rope", "qk_layernorm"), lambda after, is_on: is_on or not after),
     Rule(("layers", "window_size"), lambda layers, window: layers != "windows skipped" or window is not None),

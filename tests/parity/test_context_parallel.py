@@ -17,7 +17,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from tests.harness import RankPool
 from tests.parity.comparison import plan_differences
-from tests.tiny import make_config
+from tests.tiny import NOPE, make_config
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -62,6 +62,19 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp 2, all_gather, window of 9": (2, {"cp": 2, "window_size": 9} | GATHER | LLAMA),
     "cp 4, a2a+p2p, window of 5, dropout": (4, {"cp": 4, "window_size": 5} | BOTH | DROPOUT),
     "cp 2, a2a, window of 5, documents, dropout": (2, {"cp": 2, "window_size": 5} | A2A | DROPOUT | DOCUMENTS),
+    "cp 2, p2p, queries that grow, norms without weights": (
+        2,
+        {"cp": 2, "qk_l2_norm": True} | LLAMA | NOPE | {"rope_scaling_type": "none"} | DOCUMENTS,
+    ),
+    "cp 2 tp 2, a2a, queries that grow in some layers, core": (
+        4,
+        {"cp": 2, "tp": 2, "sequence_parallel": True, "qk_l2_norm": True, "no_rope_freq": "2"}
+        | {"nope_query_scale": 0.7, "nope_query_scale_length": 3}
+        | LLAMA
+        | A2A
+        | CORE
+        | ZERO,
+    ),
     "cp 2, p2p, gated": (2, {"cp": 2, "attention_output_gate": True} | LLAMA | DOCUMENTS),
     "cp 2 tp 2, a2a, gated, core": (
         4,

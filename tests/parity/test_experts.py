@@ -104,6 +104,16 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"ep": 2, "pp": 2, "embedding_scale": 3.0, "residual_scale": 0.4, "logits_scaling": 6.0, "softmax_scale": 0.1},
     ),
+    "weights on inputs, ep 2 of tp 2": (4, {"tp": 2, "ep": 2, "etp": 1, "moe_apply_probs_on_input": True} | BIAS),
+    "weights on inputs, biases of linears, capacity, ep 2 pp 2 zero bubble": (
+        4,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h1", "add_bias_linear": True, "moe_apply_probs_on_input": True}
+        | DROPS,
+    ),
+    "weights on inputs, gathered, again, ep 2 etp 2": (
+        4,
+        {"tp": 2, "ep": 2, "moe_apply_probs_on_input": True} | GATHERED | SHARED | again("moe_act", "layernorm"),
+    ),
     "norms of heads after rotation, tp 2 ep 2": (
         4,
         {"tp": 2, "ep": 2, "position_embedding_type": "rope", "qk_layernorm": True, "qk_layernorm_after_rope": True},

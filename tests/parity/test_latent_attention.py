@@ -128,6 +128,7 @@ def with_latents(grid: Grid) -> Grid:
         "qk_layernorm_scope": "head",
         "qk_layernorm_after_rope": False,
         "attention_output_gate": False,
+        "qk_l2_norm": False,
         "positions": grid["positions"] if grid["positions"] in ("rope, yarn", "rope, linear") else "rope",
         "layers": grid["layers"] if grid["layers"] in ("windows skipped", "widths", "missing parts") else "alike",
         "biases": "none" if grid["biases"] == "qkv" else grid["biases"],

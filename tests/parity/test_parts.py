@@ -23,6 +23,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2 1f1b, dropout behind a combine": (4, {"ep": 2, "pp": 2, "hidden_dropout": 0.2} | OVERLAP),
     "pp 2 1f1b, dense layers, sigmoid": (4, {"ep": 2, "pp": 2, "moe_layer_freq": "[0,1,1,0]"} | DELAY | SIGMOID),
     "pp 2 interleaved": (4, {"ep": 2, "pp": 2, "chunks": 2} | DELAY | ZERO | SHARED),
+    "pp 2 1f1b, weights on inputs": (
+        4,
+        {"ep": 2, "pp": 2, "moe_apply_probs_on_input": True} | DELAY | SIGMOID | SHARED,
+    ),
     "pp 2 dualpipe": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe"} | DELAY | ZERO | SIGMOID),
     "pp 2 dualpipe-v": (4, {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"} | OVERLAP | SHARED),
     "pp 4 1f1b, 6 layers": (

@@ -37,7 +37,7 @@ from tests.parity.options import (
 
 Pools = Callable[[int], RankPool]
 
-NUM_COVERING = 104
+NUM_COVERING = 105
 NUM_CUBES = 20  # grids of tp 2 x pp 2 x dp 2 among them
 NUM_SHARDS, SHARD_SIZE = 40, 4  # hypothesis draws some of them twice
 
@@ -105,6 +105,8 @@ ELSEWHERE = {
     "pipeline_layer_times",
     "recompute_memory_budget",  # tests/parity/test_megatron_like_corners.py
     "pipeline_message_dtype",  # not exact: tests/assembly/test_message_dtype.py
+    "nope_query_scale",  # this and the next: tests/parity/test_context_parallel.py
+    "nope_query_scale_length",
     "softmax_type",  # this and the next two: tests/parity/test_experts.py
     "glu_linear_offset",
     "activation_func_clamp_value",

@@ -33,7 +33,7 @@ from tests.parity.test_context_parallel import (
     ZERO,
 )
 from tests.parity.test_experts import BIAS, EVERY_LOSS, GLOBAL, PER_TOKEN, SHARED, again
-from tests.tiny import make_config
+from tests.tiny import NOPE, make_config
 
 SHORT = {"k": "pipe_sp_splits", "cp": "context_parallel_size"}
 LOSSES = {
@@ -48,6 +48,7 @@ V = {"pipeline_schedule": "zb-v", "chunks": 2, "num_layers": 4}
 INTERLEAVED = {"pipeline_schedule": "interleaved", "chunks": 2, "num_layers": 4}
 ONE = {"global_batch_size": 2}  # one microbatch on one replica
 SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params", "use_distributed_optimizer": True}
+UNSCALED = {"rope_scaling_type": "none"}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"pp 2, {k} slices": (2, {"pp": 2, "k": k}) for k in range(1, 6)},
     **{f"pp 1, {k} slices, one microbatch": (1, {"k": k} | LLAMA | ONE) for k in (2, 5)},
@@ -59,6 +60,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2 zb-v": (2, {"pp": 2, "k": 3} | V | LLAMA),
     "pp 2 zb-v tp 2, full": (4, {"pp": 2, "tp": 2, "k": 4} | V | SP | FULL | ROPE),
     "pp 2 tp 2, qk norm": (4, {"pp": 2, "tp": 2, "k": 3, "qk_layernorm": True} | SP | LLAMA | ZERO),
+    "pp 2, queries that grow": (2, {"pp": 2, "k": 3} | LLAMA | NOPE | UNSCALED),
     "pp 2 tp 2, without sequence parallelism": (4, {"pp": 2, "tp": 2, "k": 5} | AVERAGE),
     "pp 2 tp 4, one kv head": (8, {"pp": 2, "tp": 4, "k": 4, "num_query_groups": 1} | SP | AVERAGE),
     "pp 2 dp 2, documents": (4, {"pp": 2, "k": 4} | DOCUMENTS | ZERO | LLAMA),

@@ -34,7 +34,7 @@ from megapipe.train.compiled_blocks import TOLERANCES, Trial, choose_blocks
 from megapipe.train.step import train_step
 from tests.harness import RankPool
 from tests.model.saved_bytes import SavedBytes
-from tests.tiny import LLAMA, tiny_config
+from tests.tiny import LLAMA, NOPE, tiny_config
 from tests.train.grids import runtime_of, step_microbatches, trainer
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -62,6 +62,11 @@ ONE_RANK: dict[str, dict[str, Any]] = {
     "norms after the rotation, scaled branches and logits": LLAMA
     | {"qk_layernorm": True, "qk_layernorm_after_rope": True, "residual_scale": 0.5, "logits_scaling": 3.0},
     "gated attention": LLAMA | {"attention_output_gate": True, "rotary_percent": 0.5, "kv_channels": 8},
+    "norms without weights": LLAMA | {"qk_l2_norm": True},
+    "queries that grow": LLAMA | NOPE,
+    "queries that grow, gated, norms without weights": LLAMA
+    | NOPE
+    | {"attention_output_gate": True, "qk_l2_norm": True},
     "gated attention, recomputed": LLAMA
     | SELECTIVE
     | {"attention_output_gate": True, "qk_layernorm": True, "recompute_modules": ("core_attn", "layernorm")},

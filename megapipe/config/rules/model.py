@@ -195,11 +195,15 @@ def rotary_positions(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"--yarn-mscale {numerator:g} acts only together with --yarn-mscale-all-dim; give both, or leave it out"
 
 
-def rotary_scaling(config: Config) -> Iterator[str]:
-    """Check that there are rotary positions to be scaled."""
-    scaling, kind = config.model.rope_scaling_type, config.model.position_embedding_type
-    if scaling != "none" and kind != "rope" and all(layer.rotary is None for layer in kinds_of(config.model)):
+def scaled_positions(config: Config) -> Iterator[str]:
+    """Check that there are rotary positions to be scaled, and layers without positions whose queries are scaled."""
+    model, kinds = config.model, kinds_of(config.model)
+    scaling, kind = model.rope_scaling_type, model.position_embedding_type
+    if scaling != "none" and kind != "rope" and all(layer.rotary is None for layer in kinds):
         yield f"--rope-scaling-type {scaling} scales rotary positions, not --position-embedding-type {kind}; use rope"
+    if model.nope_query_scale and all(layer.position_tables in (None, layer.rotary) for layer in kinds):
+        rule = "scales queries of layers without positions, which no layer is"
+        yield f"--nope-query-scale {model.nope_query_scale:g} {rule}; give --no-rope-freq, or leave it out"
 
 
 def axes(config: Config) -> Iterator[str]:
@@ -329,7 +333,7 @@ RULES = (
     mlp,
     gates,
     rotary_positions,
-    rotary_scaling,
+    scaled_positions,
     axes,
     chunks,
     layers_of_stages,

@@ -128,6 +128,8 @@ OPTIONS: dict[str, Option] = {
     "attention of an extension": lambda c: (
         ATTENTIONS[c.model.attention_kind].function is not None and f"--attention-kind {c.model.attention_kind}"
     ),
+    "norms without weights": lambda c: c.model.qk_l2_norm and "--qk-l2-norm",
+    "norms of q and k": lambda c: c.model.qk_layernorm and "--qk-layernorm",
     "gated attention": lambda c: c.model.attention_output_gate and "--attention-output-gate",
     "biases of q, k and v": lambda c: c.model.add_qkv_bias and "--add-qkv-bias",
     "norm of the projection": lambda c: (
@@ -217,6 +219,9 @@ REFUSED: tuple[Refusal, ...] = (
         ("biases of q, k and v", "gated attention", "sinks", "norm of the projection", "attention of an extension"),
         NOT_BUILT,
         "heads made from latents have no such option",
+    ),
+    Refusal(
+        "norms without weights", ("norms of q and k", "latent attention"), NOT_BUILT, "heads have no other norms then"
     ),
     Refusal(
         "latent attention",

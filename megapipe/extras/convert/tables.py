@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.config import ResolvedModelConfig, resolve_model
-from megapipe.config.layers import LayerConfig, layer_configs
+from megapipe.config.layers import LayerConfig, idle_options, layer_configs
 from megapipe.config.model import ACTIVATIONS, ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import model_parameters, model_states
@@ -37,19 +37,6 @@ NOT_THE_MODEL = tuple(
     """.split()
 )
 SPELLINGS = ("window_attn_skip_freq", "no_rope_freq", "layer_pattern", "moe_layer_freq")  # of layers that differ
-ROPE_ONLY = ("rotary_base", "rotary_percent", "rope_scaling_type")
-SCALING_FIELDS = {  # fields that have an effect only with these rope_scaling_types
-    "rope_scaling_factor": ("linear", "llama3", "yarn"),
-    "rope_low_freq_factor": ("llama3",),
-    "rope_high_freq_factor": ("llama3",),
-    "rope_original_max_position_embeddings": ("llama3", "yarn"),
-    "yarn_beta_fast": ("yarn",),
-    "yarn_beta_slow": ("yarn",),
-    "yarn_mscale": ("yarn",),
-    "yarn_mscale_all_dim": ("yarn",),
-    "yarn_correction_range_round_to_int": ("yarn",),
-    "yarn_query_scale": ("yarn",),
-}
 
 
 @dataclass(frozen=True)
@@ -204,13 +191,7 @@ def meaning(model: ModelConfig) -> Layers:
     """Return each layer in a normal form for comparison: derived sizes filled in, fields without effect at defaults."""
     defaults, found = ModelConfig(), []
     for layer in layer_configs(unpadded(model)):
-        without_effect = {name for name, kinds in SCALING_FIELDS.items() if layer.rope_scaling_type not in kinds}
-        if layer.position_embedding_type != "rope":
-            without_effect = {*ROPE_ONLY, *SCALING_FIELDS}
-        if layer.add_bias_linear:
-            without_effect.add("add_qkv_bias")  # all linear layers have biases
-        if not layer.qk_layernorm:
-            without_effect |= {"qk_layernorm_scope", "qk_layernorm_after_rope", "latent_norm_epsilon"}
+        without_effect = idle_options(layer)
         if layer.moe_router_topk_scaling_factor == 1.0:
             without_effect.add("moe_router_topk_scaling_factor")
         if layer.moe_router_num_groups == 1:

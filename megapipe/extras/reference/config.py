@@ -78,6 +78,10 @@ class ReferenceConfig:
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP in the residual sums
     logits_scaling: float = 1.0  # logits are divided by it
     qk_layernorm_after_rope: bool = False  # norms of q and of k after the rotation
+    qk_l2_norm: bool = False  # heads of q and of k divided by their root mean square, before the rotation
+    # queries of layers without positions: times 1 + this x ln(1 + floor((position + 1) / length))
+    nope_query_scale: float = 0.0
+    nope_query_scale_length: int = 8192
     attention_output_gate: bool = False  # attention's output times sigmoid of a projection, part of linear_qkv
     add_bias_linear: bool = True  # a bias in linear_qkv, linear_proj, linear_fc1 and linear_fc2
     add_qkv_bias: bool = False  # a bias in linear_qkv even without add_bias_linear
@@ -111,6 +115,7 @@ class ReferenceConfig:
         None  # experts that a group's score is the sum of; None: topk / group_topk
     )
     moe_router_norm_topk_prob: bool = True  # sigmoid: weights are divided by their sum
+    moe_apply_probs_on_input: bool = False  # weights multiply the inputs of experts, not their results
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3
     moe_expert_capacity_factor: float | None = None

@@ -161,9 +161,10 @@ class MoE(nn.Module):
         for expert in range(config.num_experts or 0):
             share = (weights * (chosen == expert)).sum(-1, keepdim=True)  # [b, s, 1]
             seen = (chosen == expert).any(-1) & real
-            output = output.index_put(
-                torch.where(seen), (self.experts(expert, hidden[seen]) * share[seen]).to(hidden.dtype), accumulate=True
-            )
+            # factors on inputs and results; a dropped row's weight is 0, and so is its result, even with biases
+            before, after = (share[seen], share[seen] != 0) if config.moe_apply_probs_on_input else (1.0, share[seen])
+            result = (self.experts(expert, (hidden[seen] * before).to(hidden.dtype)) * after).to(hidden.dtype)
+            output = output.index_put(torch.where(seen), result, accumulate=True)
         return output + self.shared_experts(hidden) if hasattr(self, "shared_experts") else output
 
     def _kept(self, weights: Tensor, chosen: Tensor, real: Tensor) -> Tensor:

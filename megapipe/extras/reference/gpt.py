@@ -284,6 +284,9 @@ class SelfAttention(nn.Module):
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         if config.qk_layernorm_after_rope:
             q, k = self._normed(q, k)
+        if config.position_embedding_type == "none" and config.nope_query_scale:
+            steps = ((position_ids + 1) // config.nope_query_scale_length).to(at_least_fp32(q.dtype))
+            q = (q * (1.0 + config.nope_query_scale * torch.log(1.0 + steps))[..., None, None]).to(q.dtype)
         k, v = (x.repeat_interleave(queries_per_group, dim=2) for x in (k, v))  # [b, s, n, c]
         output = self.attend(q, k, v, position_ids, document_ids, dropout_masks)
         if config.attention_output_gate:
@@ -294,6 +297,10 @@ class SelfAttention(nn.Module):
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.qk_layernorm and self.config.qk_layernorm_scope == "projection":
             return self.q_layernorm(q.flatten(2)).view(q.shape), self.k_layernorm(k.flatten(2)).view(k.shape)
+        if self.config.qk_l2_norm:
+            wide = [x.to(at_least_fp32(x.dtype)) for x in (q, k)]
+            roots = [torch.sqrt(x.square().mean(-1, keepdim=True) + self.config.norm_epsilon) for x in wide]
+            return (wide[0] / roots[0]).to(q.dtype), (wide[1] / roots[1]).to(k.dtype)
         return (self.q_layernorm(q), self.k_layernorm(k)) if self.config.qk_layernorm else (q, k)
 
     def attend(

@@ -489,6 +489,20 @@ CASES: dict[str, Case] = {
     "granitemoe_swa_alike": Case(
         "granitemoe_swa", {"num_local_experts": 4, "layer_types": types("FF"), "tie_word_embeddings": True}
     ),
+    "llama4": Case(
+        "llama4_text",
+        LLAMA3
+        | {"num_hidden_layers": 5, "num_local_experts": 4, "intermediate_size_mlp": 40, "head_dim": 12}
+        | {"no_rope_layer_interval": 2, "interleave_moe_layer_step": 2, "attention_chunk_size": 5, "floor_scale": 3}
+        | {"attn_scale": 0.7},
+        "30KB",
+    ),
+    "llama4_two_experts_no_norms": Case(
+        "llama4_text",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "use_qk_norm": False, "num_hidden_layers": 3}
+        | {"attn_temperature_tuning": False, "no_rope_layers": [0, 1, 1], "attention_chunk_size": 4}
+        | {"intermediate_size_mlp": 40, "moe_layers": [0, 2], "tie_word_embeddings": True},
+    ),
     "gpt2": Case("gpt2", GPT2),
     "gpt2_untied_relu_narrow": Case(
         "gpt2", GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 40}, "25KB"

@@ -160,6 +160,7 @@ MODELS = {
     "llama_window_and_rope_in_some_layers": dataclasses.replace(
         LLAMA_MODEL, window_attn_skip_freq="2", no_rope_freq="[1]+[0]*3"
     ),
+    "norms_without_weights": dataclasses.replace(LLAMA_MODEL, qk_l2_norm=True),
     "gated": dataclasses.replace(LLAMA_MODEL, attention_output_gate=True, qk_layernorm=True),
     "gpt2": ModelConfig(
         num_layers=4,

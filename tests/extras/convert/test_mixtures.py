@@ -63,6 +63,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": CASES["mistral4"].settings["rope_parameters"] | {"partial_rotary_factor": 0.9}},
         "partial_rotary_factor 0.9 and .* contradict each other",
     ),
+    "llama 4, windows in other layers": (
+        "llama4",
+        {"layer_types": ["full_attention"] * 5},
+        "no_rope_layers and layer_types cannot be expressed: each of the 5 layers has rotary positions and chunks, or",
+    ),
+    "llama 4, too few layers": ("llama4", {"no_rope_layers": [1, 0]}, "no_rope_layers and layer_types cannot be"),
+    "llama 4, no chunks": ("llama4", {"attention_chunk_size": None}, "--attention-kind chunked needs --window-size"),
+    "llama 4, noise": ("llama4", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1 cannot be expressed"),
+    "llama 4, no experts": ("llama4", {"moe_layers": []}, "leave no layer with experts"),
     "exaone, no window": ("exaone_moe", {"sliding_window": None}, "sliding_window null cannot be expressed: it gives"),
     "afmoe, one normalized weight": ("afmoe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob"),
     "afmoe, groups": (

@@ -31,6 +31,7 @@ from megapipe.extras.convert.tables import (
     unpadded,
 )
 from megapipe.layers.model import model_parameters, model_states
+from tests.tiny import NOPE
 
 
 @st.composite
@@ -274,6 +275,18 @@ EXPRESSED: dict[str, dict[str, Any]] = {
         "attention_output_gate": st.just(True),
         "moe_layer_freq": st.sampled_from([None, "[0]*1+[1]*2"]),
     },
+    "Llama4ForCausalLM": EXPERTS
+    | WIDE
+    | {
+        "num_layers": st.just(3),
+        "moe_router_topk": st.integers(1, 2),
+        "moe_router_score_function": st.just("sigmoid"),
+        "moe_router_norm_topk_prob": st.just(False),
+        "moe_apply_probs_on_input": st.just(True),
+        "moe_ffn_hidden_size": st.just(5),
+        "moe_shared_expert_intermediate_size": st.just(5),
+        "moe_layer_freq": st.sampled_from([None, "2", "[0]*1+[1]*2"]),
+    },
     "FlintForCausalLM": EXPERTS
     | WIDE
     | LOCAL_ROPE
@@ -371,6 +384,12 @@ def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
         fields |= draw(st.sampled_from([{}, GROUPS, GROUPS | {"moe_router_num_groups": 3, "num_experts": 9}]))
     if architecture.startswith(("Deepseek", "Glm4MoeLite")):
         fields |= draw(experts(fields["num_layers"], 1 if architecture == "DeepseekV2ForCausalLM" else 2))
+    if architecture == "Llama4ForCausalLM":
+        local = {"window_size": 5, "attention_kind": "chunked", "qk_l2_norm": draw(st.booleans())}
+        words = f"window_size=5 attention_kind=chunked position_embedding_type=rope qk_l2_norm={local['qk_l2_norm']}"
+        nope: dict[str, Any] = draw(st.sampled_from([NOPE, {"position_embedding_type": "none"}]))
+        mixed = nope | {"layer_pattern": (f"1 {words}", "1", "...")}
+        fields |= draw(st.sampled_from([local, nope | {"rope_scaling_type": "none"}, mixed]))
     if "window_attn_skip_freq" in fields and architecture.startswith(("Afmoe", "Exaone", "Flint")):
         full = {"3": "[0,0,1]", "[0]*1+[1]*1+[0]*1": "[1,0,1]"}
         fields |= {"no_rope_freq": full[fields["window_attn_skip_freq"]]}

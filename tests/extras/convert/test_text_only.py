@@ -96,6 +96,23 @@ def test_logits_and_gradients_of_the_text_model_are_theirs_in_fp64(tmp_path: Pat
             assert_close(part, of_theirs[name], name)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_text_model_of_llama_4_is_read_and_written_as_a_model_of_its_own(tmp_path: Path) -> None:
+    text = SIZES | CASES["llama4"].settings
+    images = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    images |= {"image_size": 8, "patch_size": 4, "vision_output_dim": 8, "projector_input_dim": 8}
+    config = transformers.Llama4Config(text_config=text, vision_config=images | {"projector_output_dim": 8})
+    kind: Any = transformers.Llama4ForConditionalGeneration
+    model = kind._from_config(config, dtype=torch.float32, **EAGER).eval()
+    theirs = save(model, tmp_path / "theirs")
+    assert main([str(theirs), str(tmp_path / "ours"), "--text-only"]) == 0
+    assert main([str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["architectures"] == ["Llama4ForCausalLM"]
+    own = model.language_model.state_dict()
+    stored = load_file(tmp_path / "back" / "model.safetensors")
+    assert stored.keys() == own.keys() and all(torch.equal(tensor, stored[name]) for name, tensor in own.items())
+
+
 def test_a_text_model_is_refused(tmp_path: Path) -> None:
     theirs = save(make(CASES["qwen3_moe"]), tmp_path / "theirs")
     with pytest.raises(ConfigError, match="it has no text_config: the model is a text model; leave --text-only out"):

@@ -104,6 +104,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         | selective("layernorm", "moe_act", "core_attn")
         | {"moe_shared_expert_gate": True, "pipeline_schedule": "zb-h1"},
     ),
+    "weights_on_inputs_sp2_dp2_bf16": (4, WIDE_EXPERTS | SP2 | {"moe_apply_probs_on_input": True, "dtype": "bf16"}),
+    "weights_on_inputs_pp2_zb_h1": (
+        4,
+        WIDE_EXPERTS | PP2 | {"moe_apply_probs_on_input": True, "pipeline_schedule": "zb-h1"},
+    ),
     "activation_and_shared_experts_again_sp2_dp2": (4, WIDE_EXPERTS | SP2 | selective("moe_act", "shared_experts")),
     "activation_of_experts_again_zb_h1": (
         4,

@@ -30,6 +30,7 @@ from tests.extras.inference.grids import EXPERT_GRIDS, EXPERTS, SIZES, runtime_o
 from tests.extras.reference.transformers_models import FAMILIES, SEQ, build
 from tests.extras.reference.transformers_models import SIZES as THEIR_SIZES
 from tests.harness import RankPool
+from tests.tiny import NOPE
 
 Pools = Callable[[int], RankPool]
 
@@ -46,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_gqa": LLAMA,
     "window_and_qk_norm": LLAMA | {"window_size": 4, "qk_layernorm": True},
     "soft_cap": LLAMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "num_query_groups": 4},
+    "queries_that_grow": LLAMA | NOPE | {"qk_l2_norm": True},
     "predictions": LLAMA | {"mtp_num_layers": 1},  # which generation does not use
     "one_kv_head": LLAMA | {"num_query_groups": 1},
 }

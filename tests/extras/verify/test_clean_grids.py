@@ -115,6 +115,15 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | {"tp": 4, "sp": True, "num_query_groups": 2, "optimizer": "muon", "muon_tp_mode": "distributed"}
         | {"attention_output_gate": True, "muon_nesterov": True, "muon_scale_mode": "unit_rms_norm"},
     ),
+    "llama 4": (
+        8,
+        "fp64",
+        LLAMA
+        | {"tp": 2, "ep": 2, "pp": 2, "sp": True, "zero": True, "num_experts": 4, "moe_ffn_hidden_size": 64}
+        | {"moe_shared_expert_intermediate_size": 16, "moe_router_score_function": "sigmoid", "moe_router_topk": 1}
+        | {"moe_apply_probs_on_input": True, "qk_l2_norm": True, "no_rope_freq": "2", "nope_query_scale": 0.5}
+        | {"nope_query_scale_length": 3},
+    ),
     "muon, experts": (
         4,
         "fp64",
