@@ -7,7 +7,7 @@ device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficien
 bits, of A100 and of H100, and later devices are taken to be like H100. In fp8 GEMMs are taken to reach the same share
 as in 16 bits: units twice as fast are fed by operands of half the bytes. Attention on NVIDIA's GPUs since H100 has the
 rates of `attention_rates`; on others its share is an estimate, as are those of the memory's rate and of links.
-docs/planner.md compares what comes of them.
+docs/time_model.md compares what comes of them.
 """
 
 from __future__ import annotations
