@@ -1,4 +1,4 @@
-"""Print the table of docs/planner.md: bytes of the fullest rank as planned, as counted by the dry run, and as used by
+"""Print the table of docs/dry_run.md: bytes of the fullest rank as planned, as counted by the dry run, and as used by
 real ranks.
 
 python tools/memory_accuracy.py

@@ -24,7 +24,7 @@ from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.topology import GROUP_NAMES, Topology
 
 # patterns in a backend's error by which it is classified
-LOST = "closed by peer|connection reset|broken pipe|connection refused|connection was closed|remote process"
+LOST = "closed by peer|connection reset|broken pipe|connection refused|connection was (likely )?closed|remote process"
 TIMED_OUT = "timed out|timeout|time out"
 
 NcclOptions = Callable[[str, timedelta | None], Any]  # (kind of group, timeout) -> torch's options for a communicator
@@ -224,7 +224,7 @@ def build_process_groups(
 def world_group(
     world_size: int,
     global_rank: int,
-    timeout_seconds: float,
+    timeout_seconds: float | None,
     tracer: Tracer | None = None,
     heartbeat: Heartbeat | None = None,
     nccl: NcclOptions | None = None,
@@ -279,11 +279,17 @@ def new_handle(
 ) -> Any:
     """Create torch's process group of these ranks; called by every rank of the world in the same order.
 
-    kind: one of topology.GROUP_NAMES, for which `nccl` returns options.
+    kind: one of topology.GROUP_NAMES, for which `nccl` returns options. Raises CommunicationError if a rank has ended.
     """
     timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     options = nccl(kind, timeout) if nccl is not None and backend == "nccl" else None
-    return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description)
+    start_ns = perf_counter_ns()
+    try:
+        return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description)
+    except RuntimeError as error:  # a rank ended while others connect to it
+        world = world_group(dist.get_world_size(), dist.get_rank(), timeout_seconds)
+        made = Group(description, ranks, 0, None)
+        raise communication_error(world, f"the connection of group {made}", error, start_ns) from error
 
 
 def second_communicator(group: Group) -> Group:

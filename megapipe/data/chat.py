@@ -173,7 +173,7 @@ def _messages(line: bytes, origin: str) -> tuple[str, list[Message]]:
     if "prompt" in content and "completion" in content:
         pair = [("user", content["prompt"]), ("assistant", content["completion"])]
         return PROMPT, _checked([{"role": role, "content": text} for role, text in pair], origin)
-    way = next((f"{key}: {text}" for key, text in OTHER_FORMS.items() if key in content), "see docs/finetuning.md")
+    way = next((f"{key}: {text}" for key, text in OTHER_FORMS.items() if key in content), "see docs/conversations.md")
     keys = ", ".join(map(str, list(content)[:4])) or "nothing"
     raise DataError(f"{origin} holds {keys}; expected messages, or prompt and completion ({way})")
 

@@ -100,6 +100,8 @@ def expected_load(probabilities: Sequence[float], tokens: int, topk: int) -> tup
     probabilities is exact in the limit of many tokens.
     """
     experts = len(probabilities)
+    if experts == 1:
+        return float(tokens), float(tokens)
     mean, states = tokens * topk / experts, math.comb(tokens * topk + experts - 1, experts - 1)
     if states * math.comb(experts, topk) * tokens <= MOST_EXACT and math.perm(experts, topk) <= MOST_EXACT:
         return _enumerated(probabilities, tokens, topk), mean

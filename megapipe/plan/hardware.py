@@ -7,7 +7,7 @@ device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficien
 bits, of A100 and of H100, and later devices are taken to be like H100. In fp8 GEMMs are taken to reach the same share
 as in 16 bits: units twice as fast are fed by operands of half the bytes. Attention on NVIDIA's GPUs since H100 has the
 rates of `attention_rates`; on others its share is an estimate, as are those of the memory's rate and of links.
-docs/planner.md compares what comes of them.
+docs/time_model.md compares what comes of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ SINCE_H100 = saturating(0.568, HALF_AT)
 ATTENTION_SINCE_H100 = 0.35  # by kernels that `attention_rates` does not know: those that take masks
 # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
 PCIE_4, PCIE_5 = 32.0, 64.0
-NVL72 = 64  # GPUs of a rack of 72 that layouts of powers of two use; all are joined by NVLink
+NVL72 = 72  # GPUs of a rack, all joined by NVLink
 HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device are taken to reach
 
 
@@ -87,6 +87,13 @@ class Hardware:
                 "or a file with flops"
             )
         return self.flops[dtype]
+
+    def on(self, world_size: int) -> Hardware:
+        """Return it with nodes that a number of GPUs fills: of a rack joined by NVLink as many GPUs as divide them."""
+        if self.ranks_per_node < NVL72 or world_size % self.ranks_per_node == 0:
+            return self
+        most = min(self.ranks_per_node, world_size)
+        return replace(self, ranks_per_node=max(size for size in range(1, most + 1) if world_size % size == 0))
 
     def attention_share_of(self, work: AttentionWork, is_backward: bool) -> float:
         """Return the share of the peak that the kernel of core attention reaches."""

@@ -221,7 +221,8 @@ def load_text(plan: RunPlan) -> str:
 def _expert_messages(plan: RunPlan) -> Iterator[str]:
     """Yield a line with what a rank sends for the experts of one layer and microbatch."""
     t, of_layers = plan.topology, (layer_expert_bytes(plan, kind) for kind in plan.model.kinds)
-    sent, words = max(of_layers, key=lambda of_layer: sum(of_layer.values())), list[str]()
+    sent = max(of_layers, key=lambda of_layer: sum(of_layer.values()))
+    words: list[str] = []
     if "ep_nodes" in sent:
         words += [f"{bytes_text(sent['ep_places'])} within its node", f"{bytes_text(sent['ep_nodes'])} to other nodes"]
     elif t.ep > 1:

@@ -6,7 +6,7 @@ GEMM hides them, and so do the all-to-alls of experts unless --overlap-moe-exper
 overlap with it, reductions run under the backward of the last microbatch, gathers under the forward of the first.
 Gathers and reductions within a row (sharded gradients and weights) run one at a time on the network of their rank,
 under computation that does not need them.
-docs/planner.md says what is fitted and compares with published runs.
+docs/time_model.md says what is fitted and compares with published runs.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ gloo sends GPU tensors through copies in host memory; the tests take the same pa
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from megapipe.comm import channels, collectives
 from megapipe.comm.channels import Channels, MessageSpec
-from megapipe.comm.collectives import all_reduce, gather_objects
-from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
+from megapipe.comm.collectives import all_reduce, barrier, gather_objects
+from megapipe.comm.groups import Group, ProcessGroups, build_process_groups, new_handle
 from megapipe.errors import CommunicationError
 from megapipe.schedule.placement import linear
 from megapipe.topology import GROUP_NAMES, Topology
@@ -159,3 +161,17 @@ def test_host_copies_of_messages_arrive_in_order() -> None:
     assert isinstance(first, list) and isinstance(second, list)
     assert [float(tensor[0, 0]) for tensor in first[::2]] == [10.0, 11.0, 12.0]
     assert [float(tensor[0, 0]) for tensor in second[::2]] == [0.0, 1.0, 2.0]
+
+
+def connect_to_a_dead_peer(rank: int, world_size: int) -> str:
+    barrier(groups_of(rank, Topology(dp=world_size)).dp)
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(CommunicationError) as caught:
+        new_handle((0, 1), "tp", "gloo", 1.0)
+    return str(caught.value)
+
+
+def test_a_group_that_a_dead_rank_belongs_to_gives_an_error_that_names_it() -> None:
+    message = run_ranks(connect_to_a_dead_peer, 2, timeout=20, may_die=(1,))[0]
+    assert message.startswith("the connection of group tp (ranks 0 1) failed on global rank 0")

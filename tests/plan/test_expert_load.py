@@ -124,6 +124,10 @@ def test_the_expected_load_is_that_of_all_draws_without_replacement(
     )
 
 
+def test_a_single_expert_gets_every_token() -> None:
+    assert expected_load([1.0], 1_000_000, 1) == (1e6, 1e6)
+
+
 @pytest.mark.parametrize(
     ("experts", "tokens", "topk", "slope"),
     [(8, 400, 2, 0.0), (32, 1000, 4, 0.0), (128, 500, 8, 0.0), (16, 2000, 2, 0.2), (2, 3000, 1, 0.0)],

@@ -49,3 +49,9 @@ def test_names_of_the_driver_lead_to_their_peaks() -> None:
     assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", "bf16") == 312e12
     assert peak_flops("NVIDIA H100 80GB HBM3", "fp32") is None and peak_flops("cpu", "bf16") is None
+
+
+@pytest.mark.parametrize(("gpus", "node"), [(8, 8), (72, 72), (144, 72), (64, 64), (128, 64), (256, 64), (96, 48)])
+def test_a_rack_is_a_node_of_as_many_gpus_as_divide_them(gpus: int, node: int) -> None:
+    assert hardware_named("gb200").on(gpus).ranks_per_node == node
+    assert hardware_named("h100").on(gpus) is hardware_named("h100")

@@ -189,5 +189,6 @@ def as_data(hardware: Hardware, machine: Machine, found: Found) -> dict[str, Any
         for link in found.links
     }
     values = {"node": vars(hardware.node), "network": vars(hardware.network), "flops": dict(hardware.flops)}
+    keys = {name: value for name, value in vars(hardware).items() if name != "attention_rates"}  # not a key of the file
     measured = {"how": machine.header, "dtype": machine.dtype, "links": links, "seconds": found.seconds}
-    return vars(hardware) | values | {"measured": measured}
+    return keys | values | {"measured": measured}

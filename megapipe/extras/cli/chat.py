@@ -162,6 +162,8 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
     """
     for package in ("starlette", "uvicorn"):
         optional_package(package, "megapipe serve", "serve")
+    if own.token == "":
+        raise ConfigError("--token is empty; give the text that requests must send, or leave it out")
     if own.token is None and own.host not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(f"--host {own.host} lets other machines use the model; give a --token that they must send")
     model = open_model(own, environment, micro_batch_size=1)

@@ -99,7 +99,7 @@ def _costs(field: ConfigField, configuration: Sequence[str], hardware: Hardware)
         values = ", ".join(alternative.value for alternative in found)
         yield f"  cost: none in memory or time, by the plan's model ({values} compared)"
         return
-    yield f"  cost on {world_size} x {hardware.name}, by the plan's model (docs/planner.md):"
+    yield f"  cost on {world_size} x {hardware.name}, by the plan's model (docs/time_model.md):"
     rows = [_row(alternative, cost, current.seconds) for alternative, cost in costs]
     yield from text_table([("value", "fullest rank", "step", "", "bubble"), *rows], indent=4)
     for alternative in found:

@@ -106,7 +106,7 @@ def main(own: argparse.Namespace) -> int:
         raise ConfigError("megapipe plan needs --world-size N, the number of ranks to plan for")
     num_ranks, per_node = loaded.requests.world_size, loaded.requests.ranks_per_node
     if hardware is not None and per_node is None and num_ranks > hardware.ranks_per_node:
-        per_node = hardware.ranks_per_node
+        per_node = hardware.on(num_ranks).ranks_per_node
     plan = planned(loaded, num_ranks, per_node)
     load = expert_load_given(own, plan.config, plan.topology.ep)
     plan = dataclasses.replace(plan, expert_load=load)
@@ -148,7 +148,8 @@ def _search(own: argparse.Namespace) -> int:
         config, own.gpus, hardware, objective, lambda layout: has_values(layout, config, pinned), load
     )
     configured = as_configured(config, found.num_gpus, hardware, load)
-    report = SearchReport(found, tried, objective, hardware, configured, own.estimator == "megatron")
+    here = hardware.on(found.num_gpus)
+    report = SearchReport(found, tried, objective, here, configured, own.estimator == "megatron")
     print(json.dumps(report.data(), indent=2) if own.json else report.text())
     if not found.best:
         return 1
@@ -226,7 +227,9 @@ def expert_load_given(own: argparse.Namespace, config: Config, ep: int) -> Exper
 def as_configured(config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> Candidate | str:
     """Predict the layout of the configuration itself, or return why it cannot run."""
     try:
-        plan = dataclasses.replace(resolve(config, world_size, hardware.ranks_per_node), expert_load=load)
+        plan = dataclasses.replace(
+            resolve(config, world_size, hardware.on(world_size).ranks_per_node), expert_load=load
+        )
     except ConfigError as error:
         return str(error)
     t, parallel = plan.topology, config.parallel

@@ -248,6 +248,8 @@ def write_experts(layers: Layers) -> dict[str, Any]:
         raise ConfigError(
             "biases of experts beside softmax scores cannot be expressed: Megatron's add to sigmoid scores"
         )
+    if layer.moe_apply_probs_on_input and layer.moe_router_topk > 1 and any(marks):
+        raise ConfigError("weights on the inputs of several experts cannot be expressed: Megatron takes one a token")
     args = {name: getattr(layer, name) if any(marks) else default for name, default in OF_EXPERTS.items()}
     width = layer.expert_ffn_size if any(marks) else None
     return args | {

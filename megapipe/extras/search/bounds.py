@@ -284,7 +284,7 @@ class Bounds:
                 cp_inner=(shared.sizes or (1,))[0],
                 pp=pp,
                 order=parallel.rank_order,
-                ranks_per_node=hardware.ranks_per_node,
+                ranks_per_node=hardware.on(self._world_size).ranks_per_node,
                 allow_tp_across_nodes=True,
                 ep=ep,
                 expert_tp=etp,

@@ -126,8 +126,9 @@ def choose(
         tokens = (config.training.global_batch_size or 0) * config.model.seq_length
         goal = objective.tokens_per_second
         slowest = tokens / goal * SHORT_STEP_ERROR if goal else math.inf
-        walk = _Walk(ShortSteps(config, num_gpus, hardware, load), 1, slowest)
-        for pair in _bounded(bounds.at(num_gpus), config, num_gpus, hardware, pinned):
+        here = hardware.on(num_gpus)
+        walk = _Walk(ShortSteps(config, num_gpus, here, load), 1, slowest)
+        for pair in _bounded(bounds.at(num_gpus), config, num_gpus, here, pinned):
             walk.along([pair])
             if walk.best:
                 return True
@@ -177,6 +178,7 @@ def search(
     load: of experts; of a layout with a small ep as much of it as that ep allows.
     Raises ConfigError without a global batch size, if no layout is legal, and if none nearly fits.
     """
+    hardware = hardware.on(world_size)
     bounded = _bounded(Bounds(config, world_size, hardware, load), config, world_size, hardware, pinned)
     steps = ShortSteps(config, world_size, hardware, load)
     in_parts = config.parallel.overlap_moe_expert_parallel_comm

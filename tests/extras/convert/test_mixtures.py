@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, resolve_model
+from megapipe.config.layers import layer_configs
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.families import FAMILIES, family_of
-from megapipe.extras.convert.megatron_args import MegatronGrid, write_args
+from megapipe.extras.convert.megatron_args import MegatronGrid, write_args, write_experts
 from tests.extras.convert.models import CASES, SIZES
 
 BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
@@ -134,3 +136,10 @@ def test_megatron_has_no_biases_of_experts_beside_a_softmax() -> None:
     model = read("ernie4_5_moe")
     with pytest.raises(ConfigError, match="biases of experts beside softmax scores cannot be expressed"):
         write_args(Config(model=model), {}, 61, MegatronGrid(1, 1, 1, 1))
+
+
+def test_megatron_takes_weights_on_the_inputs_of_one_expert_a_token_alone() -> None:
+    layers = layer_configs(resolve_model(dataclasses.replace(read("llama4"), moe_router_topk=1), 1))
+    assert write_experts(layers)["moe_apply_probs_on_input"]
+    with pytest.raises(ConfigError, match="weights on the inputs of several experts cannot be expressed"):
+        write_experts(tuple(dataclasses.replace(layer, moe_router_topk=2) for layer in layers))

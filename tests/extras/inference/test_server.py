@@ -222,6 +222,7 @@ def test_mistakes_at_the_start_are_one_message(
             str(run), "--port", port
         )
     assert "give a --token that they must send" in refused(str(run), "--host", "0.0.0.0")
+    assert "--token is empty" in refused(str(run), "--host", "0.0.0.0", "--token", "")
     assert "holds no checkpoint" in refused(str(tmp_path), code=1)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "needs the package 'uvicorn': run pip install 'megapipe[serve]'" in refused(str(run))

@@ -271,7 +271,7 @@ class Row:
 
     def plan(self) -> RunPlan:
         """Resolve the row's layout. Raises ConfigError for what cannot be run."""
-        return _plan(self.config, self.num_gpus, self.hardware.ranks_per_node)
+        return _plan(self.config, self.num_gpus, self.hardware.on(self.num_gpus).ranks_per_node)
 
     def predicted_seconds(self, hardware: Hardware | None = None) -> float:
         """Predict the step time of the row's layout, on its GPU if `hardware` is None. Raises ConfigError."""
@@ -365,4 +365,4 @@ def _config(options: tuple[tuple[str, Any], ...], path: str | None) -> sections.
 
 @cache
 def _plan(config: sections.Config, num_gpus: int, ranks_per_node: int) -> RunPlan:
-    return resolve(config, num_gpus, min(num_gpus, ranks_per_node))
+    return resolve(config, num_gpus, ranks_per_node)

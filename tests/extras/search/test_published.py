@@ -1,4 +1,4 @@
-"""Predictions against published measurements, with the tolerances of docs/planner.md."""
+"""Predictions against published measurements, with the tolerances of docs/time_model.md."""
 
 from __future__ import annotations
 

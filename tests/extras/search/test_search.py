@@ -333,7 +333,10 @@ def test_the_best_layout_of_long_sequences_equals_an_exhaustive_search(per_node:
             4,
             hardware,
             lambda layout: (
-                layout.schedule == "1f1b" and layout.micro_batch_size == 1 and layout.recompute in RECOMPUTES[::2]
+                layout.schedule == "1f1b"
+                and layout.micro_batch_size == 1
+                and layout.recompute in RECOMPUTES[::2]
+                and not layout.sharding
             ),
         ).best
         assert best[0].time.seconds == pytest.approx(min(each.time.seconds for each in fitting), rel=1e-3)
