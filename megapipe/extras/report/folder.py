@@ -332,7 +332,7 @@ def values_used(text: str) -> dict[str, Used]:
         option, value, needs = fields[key].option, value_of(config, fields[key]), fields[key].option.needs
         has_effect = needs is None or needs.is_met(value_of(config, fields[needs.key]))
         if value is not None:
-            return Used(value_text(value).strip('[]"') or "none", has_effect=has_effect)
+            return Used(value_text(value).strip("[]") or "none", has_effect=has_effect)
         rule, source = option.derived, keys.get(f"--{option.derived}")
         found = derived.get(key, ("", ""))[1] or rule
         if found == rule and not re.fullmatch(r"[\d,]+", rule):  # the value was not recorded

@@ -1,10 +1,9 @@
-"""`megapipe report --serve`: pages that follow the run's files, the trace, refused requests, and how it starts and ends."""
+"""`megapipe report --serve`: pages that follow the run's files, the trace, refused requests, its start and its end."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import os
 import platform
 import re
 import shutil
@@ -158,9 +157,7 @@ def test_what_cannot_be_served_is_one_message(recorded: Path, capsys: pytest.Cap
 def test_the_command_says_its_address_and_ctrl_c_ends_it_with_a_line(recorded: Path) -> None:
     port = free_port()
     command = [sys.executable, "-m", "megapipe", "report", str(recorded), "--serve", "--port", str(port)]
-    server = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ)
-    )
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert server.stdout is not None
         (address,) = re.findall(r"http://\S+/", server.stdout.readline())

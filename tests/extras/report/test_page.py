@@ -416,7 +416,8 @@ def test_loads_of_experts_are_drawn_by_layer_at_some_steps(recorded: Path) -> No
 
 def test_a_heat_map_numbers_experts_and_marks_the_ranks_that_hold_them() -> None:
     flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --num-experts 8"
-    flags += " --moe-ffn-hidden-size 8 --expert-model-parallel-size 4 --micro-batch-size 2 --train-iters 4 --lr 1 --mock-data"
+    flags += " --moe-ffn-hidden-size 8 --expert-model-parallel-size 4"
+    flags += " --micro-batch-size 2 --train-iters 4 --lr 1 --mock-data"
     config = load_config(flags.split()).config
     record = {"step": 3, "global_batch_size": 2, "expert_load": {"0": [1.0] * 8, "1": [0.5] * 7 + [4.5]}}
     text = expert_maps_html([record], config)
