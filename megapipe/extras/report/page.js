@@ -15,7 +15,7 @@ const kinds = {
     mark(svg, {x1: here, x2: here, y1: top, y2: bottom});
     for (const c of given) {
       const [at, value] = near(c.points, step), other = at === step ? "" : " (" + svg.dataset.axis + " " + at.toLocaleString("en") + ")";
-      if (Math.abs(at - step) * slope < 12) lines.push(c.name + " " + show(value) + " " + svg.dataset.unit + other);
+      if (Math.abs(at - step) * slope < 30) lines.push(c.name + " " + show(value) + " " + svg.dataset.unit + other);
     }
     return lines.join("\n");
   },
