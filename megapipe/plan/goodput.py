@@ -63,7 +63,7 @@ class Failures:
         return days | {"goodput": computing / whole, "failures": whole / self.between, "interval_seconds": interval}
 
 
-def saved_bytes(plan: RunPlan) -> tuple[int, int]:
+def checkpoint_bytes(plan: RunPlan) -> tuple[int, int]:
     """Return the bytes of the tensors of a checkpoint, and of those that the rank with the most of them writes.
 
     Masters and moments are saved in at least fp32, also where a rank keeps them in fewer bits.
@@ -116,7 +116,7 @@ def run_days(
     hours = best_run["days"] * 24.0 * plan.topology.world_size
     return {
         "tokens": tokens,
-        "checkpoint_bytes": saved_bytes(plan)[0],
+        "checkpoint_bytes": checkpoint_bytes(plan)[0],
         "seconds": asdict(failures),
         "best_interval_seconds": best,
         "save_interval": save_interval,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
-from megapipe.plan.goodput import DAY, HOUR, Failures, days_text, parse_tokens, run_days, saved_bytes
+from megapipe.plan.goodput import DAY, HOUR, Failures, checkpoint_bytes, days_text, parse_tokens, run_days
 from megapipe.plan.hardware import HARDWARE
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
@@ -119,7 +119,7 @@ def test_llama_3_trains_effectively_for_more_than_nine_tenths_of_the_time() -> N
     # published: 419 unexpected interruptions in 54 days on 16,384 H100, more than 90 % effective; storage that sustains
     # 2 TB/s. Assumed: a restart in 10 minutes
     plan = llama3()
-    size, _ = saved_bytes(plan)
+    size, _ = checkpoint_bytes(plan)
     failures = Failures(LLAMA3_GPU_HOURS * HOUR / 16_384, 600.0, size / 2e12)
     assert failures.between / HOUR == pytest.approx(3.1, abs=0.05)
     assert 12 * 405e9 < size < 12 * 407e9

@@ -9,7 +9,7 @@ import pytest
 
 from megapipe.checkpoint.manifest import ITEM_BYTES, read_manifest
 from megapipe.config.load import load_config
-from megapipe.plan.goodput import saved_bytes
+from megapipe.plan.goodput import checkpoint_bytes
 from megapipe.plan.resolve import resolve
 from tests.harness import RankPool
 from tests.train.jobs import TINY, job_on_rank
@@ -29,8 +29,9 @@ NARROW = "--use-precision-aware-optimizer --use-distributed-optimizer --exp-avg-
         (1, "--optimizer sgd --sgd-momentum 0"),
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --vocab-size 29"),
         (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --untie-embeddings-and-output-weights"),
+        (2, "--num-experts 4 --disable-bias-linear --expert-model-parallel-size 2 --use-distributed-optimizer"),
     ],
-    ids=["bf16", "fp64", "narrow", "weights", "fp32 weights", "muon", "sgd", "tp2_pp2 padded", "pp2_dp2 zero"],
+    ids="bf16 fp64 narrow weights fp32_weights muon sgd tp2_pp2_padded pp2_dp2_zero ep2_zero".split(),
 )
 def test_the_planned_bytes_are_written(tmp_path: Path, world: int, flags: str) -> None:
     command = f"{flags} --train-iters 1 --save {tmp_path}"
@@ -40,7 +41,7 @@ def test_the_planned_bytes_are_written(tmp_path: Path, world: int, flags: str) -
     tensors = read_manifest(tmp_path / "step_00000001").tensors
     written = sum(math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in tensors.values())
     plan = resolve(load_config([*TINY.split(), *command.split()]).config, world)
-    whole, of_rank = saved_bytes(plan)
+    whole, of_rank = checkpoint_bytes(plan)
     assert whole == written
     # the fullest rank also counts padding and, without shards, what all replicas have
     assert whole / world <= of_rank <= whole * (1.0 if world == 1 else 0.75) + 12_288

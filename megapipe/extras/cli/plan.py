@@ -26,7 +26,7 @@ from megapipe.extras.search.search import OBJECTIVES, Candidate, Objective, choo
 from megapipe.extras.search.search_report import SearchReport, megatron_text
 from megapipe.extras.streams.roofline import roofline_text
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
-from megapipe.plan.goodput import HOUR, MOST, Failures, days_text, parse_tokens, run_days, saved_bytes
+from megapipe.plan.goodput import HOUR, MOST, Failures, checkpoint_bytes, days_text, parse_tokens, run_days
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.report import plan_text, step_text
 from megapipe.plan.resolve import resolve
@@ -241,7 +241,7 @@ def _check_days(own: argparse.Namespace, hardware: Hardware | None) -> None:
 def _days(own: argparse.Namespace, plan: RunPlan, hardware: Hardware, step_seconds: float) -> dict[str, Any]:
     """Return the days of a run of the plan. Raises ConfigError."""
     configured = plan.config.training.train_samples * plan.config.model.seq_length
-    size, of_rank = saved_bytes(plan)
+    size, of_rank = checkpoint_bytes(plan)
     saving, copying = own.save_seconds or size / own.storage_bytes_per_second, of_rank / hardware.host_bytes_per_second
     between = own.gpu_hours_per_failure * HOUR / plan.topology.world_size
     # with --async-save training waits for the copy to the host only
