@@ -240,14 +240,13 @@ def _check_days(own: argparse.Namespace, hardware: Hardware | None) -> None:
 
 def _days(own: argparse.Namespace, plan: RunPlan, hardware: Hardware, step_seconds: float) -> dict[str, Any]:
     """Return the days of a run of the plan. Raises ConfigError."""
-    configured = plan.config.training.train_samples * plan.config.model.seq_length
     size, of_rank = checkpoint_bytes(plan)
     saving, copying = own.save_seconds or size / own.storage_bytes_per_second, of_rank / hardware.host_bytes_per_second
     between = own.gpu_hours_per_failure * HOUR / plan.topology.world_size
     # with --async-save training waits for the copy to the host only
     save = (copying, saving) if plan.config.checkpoint.async_save else (saving, 0.0)
     failures = Failures(between, own.restart_seconds, *save)
-    tokens = parse_tokens(own.days) if own.days else configured
+    tokens = parse_tokens(own.days) if own.days else plan.config.training.train_samples * plan.config.model.seq_length
     return run_days(plan, step_seconds, tokens, failures, _price(own, hardware), own.watts)
 
 
