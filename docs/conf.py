@@ -29,8 +29,8 @@ def add_contents(app, document, source):
     """Give the index a table of contents of its links, in the sections of its headings; show the titles of pages."""
     if document == "index":
         for section in reversed(list(re.finditer(r"^## (.*)\n(?:(?!^## ).*\n)*", source[0], re.MULTILINE))):
-            links = dict(re.findall(r"\[([^]]+)\]\((\w+)\.md\)", section[0]))
-            entries = "\n".join(page if text == f"{page}.md" else f"{text} <{page}>" for text, page in links.items())
+            links = re.findall(r"\[([^]]+)\]\((\w+)\.md\)", section[0])
+            entries = "\n".join(page if text == f"{page}.md" else f"{text} <{page}>" for text, page in links)
             contents = f"\n```{{toctree}}\n:hidden:\n:caption: {section[1]}\n\n{entries}\n```\n"
             source[0] = source[0][: section.end()] + contents + source[0][section.end() :]
     source[0] = re.sub(r"\[(\w+\.md)\]\((\1[^)]*)\)", r"[](\2)", source[0])

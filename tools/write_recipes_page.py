@@ -63,7 +63,7 @@ MEASURED = {
     "stdlib_llama": "4,000 tokens/s ([small_model.md](small_model.md))",
 }
 SHARDED = {"optim_grads": "ZeRO-2", "optim_grads_params": "ZeRO-3"}
-HEAD = """# Recipes: shipped configurations and published runs
+HEAD = """# Recipes
 
 Nothing on this page has run on these GPUs. Read the plan of a configuration before you start it:
 
