@@ -293,7 +293,7 @@ class Bounds:
         except ConfigError:
             return _NO_LINKS
         links = hardware.node, hardware.network
-        return expert_links_of(topology, *links), context_links(topology, *links)
+        return expert_links_of(topology, *links, hardware.pipelined_exchanges), context_links(topology, *links)
 
     def _make_times(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links) -> _Times:
         """Return the costs of a microbatch of so many sequences."""
@@ -301,7 +301,8 @@ class Bounds:
         assert found is not None
         model, _ = found
         links = hardware.node, hardware.network
-        tp_link = Link(max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links))
+        rate, latency = max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links)
+        tp_link = Link(rate, (sizes.tp - 1) * latency)
         spec = model_spec(model, self._config.precision, sizes.context.kinds)
         if self._load != BALANCED:  # the least of any layer in all of them, so that kinds stay alike
             imbalance = self._load.of(model, sizes.ep)
@@ -341,7 +342,7 @@ class Bounds:
         message = shape.hidden_bytes(model.hidden_size)
         if self._config.parallel.pipeline_message_dtype is not None:
             message = shape.own_tokens * model.hidden_size
-        sent = message / tp_link.bytes_per_second + tp_link.latency_seconds
+        sent = message / rate + latency
         return _Times(tuple(layers), head_part, first, sent, tuple(kept), min(of_head))
 
     def _slice_shapes(self, spec: ModelSpec, shape: RankShape, count: int) -> tuple[RankShape, ...]:

@@ -13,8 +13,9 @@ from megapipe.extras.search.layout import RECOMPUTES
 from megapipe.layers.model import layer_table, model_spec
 from megapipe.layers.table import RankShape
 from megapipe.plan.hardware import TERA, Hardware, hardware_named
-from megapipe.plan.layer_time import OpSeconds, layer_seconds
+from megapipe.plan.layer_time import OpSeconds, layer_seconds, ring_link
 from megapipe.schedule.action import Op
+from megapipe.topology import Topology
 from tests.extras.search.published import Row, published_runs
 
 FULL = RecomputeConfig("full", "uniform", 1)
@@ -56,7 +57,8 @@ def layer_of_22b(recompute: RecomputeConfig, sliced: bool, hardware: Hardware) -
     shape = ModelConfig(num_layers=48, hidden_size=6144, num_attention_heads=64, seq_length=2048, vocab_size=51200)
     model = resolve_model(shape, 8)
     ranks = RankShape(4, model.seq_length, "fp16", tp=8, sequence_parallel=sliced, recompute=recompute)
-    return layer_seconds(model_spec(model, PrecisionConfig()).layers[0], ranks, hardware, hardware.node)
+    ring = ring_link(Topology(tp=8, ranks_per_node=8), "tp", hardware.node, hardware.network)
+    return layer_seconds(model_spec(model, PrecisionConfig()).layers[0], ranks, hardware, ring)
 
 
 @pytest.mark.parametrize("name", LAYER_OF_22B)
