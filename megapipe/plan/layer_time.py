@@ -199,9 +199,8 @@ def layer_seconds(
     forward = {"gemm": products(Op.F), "attention": attention, "pointwise": moved, "tp": messages}
     core_backward = sum(core.backward_forwards * clock.attention(core, True) for core in cores)
     if mixture is not None:
-        ways = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
-        rows_seconds, counts_seconds = ways
-        forward["ep"] = rows_seconds + counts_seconds
+        rows_seconds, counts = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
+        forward["ep"] = rows_seconds + counts
     again = _recomputed(layer, shape, plain, clock, forward)
     inputs = {
         "gemm": products(Op.I),
@@ -218,13 +217,10 @@ def layer_seconds(
         forward["cp"], inputs["cp"], again["cp"] = _context_seconds(layer.attention, shape, links, computed)
     if mixture is not None:
         inputs["ep"] = (2 if shape.recomputes("moe") or again.pop("ep", 0.0) else 1) * rows_seconds
-    weights = {
-        "gemm": products(Op.W),
-        "pointwise": casts_of(Op.W),
-        "tp": table.collectives.weights * clock.collective(),
-    }
-    hidden = sum(map(clock.hidden, columns))
+    in_w = table.collectives.weights * clock.collective()
+    weights = {"gemm": products(Op.W), "pointwise": casts_of(Op.W), "tp": in_w}
     backward = {part: inputs[part] + again.get(part, 0.0) for part in inputs}
+    hidden = sum(map(clock.hidden, columns))
     return OpSeconds(forward, backward, weights, hidden).with_overhead(hardware.overhead)
 
 
