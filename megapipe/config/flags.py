@@ -50,6 +50,7 @@ ABBREVIATIONS = {
     "--pp": "pp is --pipeline-model-parallel-size",
     "--cp": "cp is --context-parallel-size",
     "--dp": "dp is the number of ranks / (tp x pp x cp)",
+    "--nproc-per-node": "it belongs to the launcher: megapipe launch --nproc-per-node N pretrain ...",
     "--vpp": "chunks are --num-virtual-stages-per-pipeline-rank",
 }
 SYNONYMS = {  # names of other frameworks

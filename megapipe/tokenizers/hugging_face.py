@@ -162,7 +162,10 @@ class GPT2BPETokenizer(_Fast):
 
 def from_transformers(model: str) -> HuggingFaceTokenizer:
     """Return the tokenizer of a folder without tokenizer.json, or of a hub name, as transformers writes it."""
-    library = optional_package("transformers", f"the tokenizer {model} has no {TOKENIZER_FILE}, and", "transformers")
+    what = f"the tokenizer {model} has no {TOKENIZER_FILE}, and"
+    if not Path(model).exists():
+        what = f"the tokenizer {model} is no file or folder; one of the Hugging Face hub"
+    library = optional_package("transformers", what, "transformers")
     folder = tempfile.TemporaryDirectory(prefix="megapipe-tokenizer-")
     try:
         library.AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(folder.name)

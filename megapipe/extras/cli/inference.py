@@ -142,7 +142,8 @@ def open_model(
     """
     found = find_checkpoint(*located(Path(own.load), own.ckpt_step))
     if found is None:
-        raise CheckpointError(f"{own.load} holds no checkpoint; give the folder that --save wrote checkpoints to")
+        what = "holds no checkpoint" if Path(own.load).exists() else "does not exist"
+        raise CheckpointError(f"{own.load} {what}; give the folder that --save wrote checkpoints to")
     saved = saved_config(found)
     model = saved.model
     if seq_length is not None:
