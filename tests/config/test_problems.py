@@ -81,6 +81,16 @@ def test_all_that_is_wrong_is_reported_at_once_each_in_a_line(tmp_path: Path) ->
         assert line.startswith(start), (line, start)
 
 
+@pytest.mark.parametrize("text", ["num_layerz: 4", "model:\n  hiden_size: 8\n", "hidden_size: [\n"])
+def test_one_mistake_in_a_file_is_not_followed_by_what_is_missing(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    for name, start in (("c.yaml", f"{tmp_path}/c.yaml line "), ("nothing.yaml", "--config")):
+        with pytest.raises(ConfigError) as error:
+            load_config(["--config", str(tmp_path / name)])
+        (found,) = str(error.value).splitlines()
+        assert found.startswith(start)
+
+
 def test_a_rule_for_refused_runs_is_asked_of_refused_runs_only() -> None:
     def told(_: Config) -> Iterator[str]:
         yield "the checkpoint has other layers"

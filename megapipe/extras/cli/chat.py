@@ -175,9 +175,12 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
             listener = socket.create_server(
                 (own.host, own.port), family=socket.AF_INET6 if ":" in own.host else socket.AF_INET
             )
+        except socket.gaierror as error:
+            raise ConfigError(f"--host {own.host}: {error.strerror}; give an address of this machine") from None
         except (OSError, OverflowError) as error:
-            rule = f"{str(error).partition(' (')[0]}; choose another port, or 0 for a free one"
-            raise ConfigError(f"--host {own.host} --port {own.port}: {rule}") from None
+            rule = "a port is at most 65535" if isinstance(error, OverflowError) else error.strerror
+            way = f"{rule}; choose another port, or 0 for a free one"
+            raise ConfigError(f"--host {own.host} --port {own.port}: {way}") from None
     stopping = threading.Event()
 
     def stop(number: int, frame: object) -> None:

@@ -160,6 +160,9 @@ def test_a_folder_without_a_checkpoint_is_one_message(tmp_path: Path, capsys: py
     for given, what in ((tmp_path, "holds no checkpoint"), (tmp_path / "nothing", "does not exist")):
         assert main(["chat", str(given)]) == 1
         assert f"checkpoint error: {given} {what}; give the folder" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["chat", str(tmp_path)]) == 1
+    assert f"is a Hugging Face folder; first megapipe convert {tmp_path} NEW_FOLDER" in capsys.readouterr().err
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
