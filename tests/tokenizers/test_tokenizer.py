@@ -176,7 +176,7 @@ def test_a_tokenizer_that_is_not_here_or_of_another_kind_is_named(tmp_path, monk
     with pytest.raises(ConfigError, match="the tokenizer gpt2 is no file or folder; one of the Hugging Face hub needs"):
         build_tokenizer("HuggingFaceTokenizer", "gpt2")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="holds a tokenizer.json: use --tokenizer-type HuggingFaceTokenizer"):
+    with pytest.raises(DataError, match=r"holds a tokenizer.json: use --tokenizer-type HuggingFaceTokenizer"):
         build_tokenizer("SentencePieceTokenizer", str(tmp_path))
 
 
