@@ -36,7 +36,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     for text in (
         "plan: 2 ranks = tp 1 x pp 2 x dp 1, schedule zb-h1",
         "<svg",
-        "step 120/120 |",
+        "step 160/160 |",
         "same: loss, gradient norm",
         "\nBeautiful is better than ugly.\nExplicit is better than implicit.",
     ):

@@ -178,9 +178,9 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
         except socket.gaierror as error:
             raise ConfigError(f"--host {own.host}: {error.strerror}; give an address of this machine") from None
         except (OSError, OverflowError) as error:
-            rule = "a port is at most 65535" if isinstance(error, OverflowError) else error.strerror
-            way = f"{rule}; choose another port, or 0 for a free one"
-            raise ConfigError(f"--host {own.host} --port {own.port}: {way}") from None
+            found = "a port is at most 65535" if isinstance(error, OverflowError) else str(error.strerror)
+            rule = f"{found.partition(' (')[0]}; choose another port, or 0 for a free one"
+            raise ConfigError(f"--host {own.host} --port {own.port}: {rule}") from None
     stopping = threading.Event()
 
     def stop(number: int, frame: object) -> None:
