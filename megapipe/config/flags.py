@@ -136,6 +136,7 @@ def read_command_line(argv: Sequence[str], problems: Problems | None = None) -> 
             given.append((flag_name, [value] if equals else []))
         elif not given:
             found.add(f"{shortened(token)!r} follows no flag; give a YAML file as --config FILE.yaml")
+            found.hides_fields = True
         else:
             given[-1][1].append(token)
     settings: list[Setting] = []

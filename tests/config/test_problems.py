@@ -82,11 +82,18 @@ def test_all_that_is_wrong_is_reported_at_once_each_in_a_line(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["num_layerz: 4", "model:\n  hiden_size: 8\n", "hidden_size: [\n"])
-def test_one_mistake_in_a_file_is_not_followed_by_what_is_missing(text: str, tmp_path: Path) -> None:
+def test_one_mistake_in_a_file_is_not_followed_by_what_is_missing(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text(text)
-    for name, start in (("c.yaml", f"{tmp_path}/c.yaml line "), ("nothing.yaml", "--config")):
+    for words, start in (
+        (["--config", "c.yaml"], "c.yaml line "),
+        (["--config", "nothing.yaml"], "--config nothing.yaml: cannot be read"),
+        (["c.yaml"], "'c.yaml' follows no flag; give a YAML file as --config"),
+    ):
         with pytest.raises(ConfigError) as error:
-            load_config(["--config", str(tmp_path / name)])
+            load_config(words)
         (found,) = str(error.value).splitlines()
         assert found.startswith(start)
 

@@ -173,7 +173,7 @@ def test_a_missing_package_is_reported_with_its_install_command(package, tmp_pat
 
 def test_a_tokenizer_that_is_not_here_or_of_another_kind_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match="the tokenizer gpt2 is no file or folder; one of the Hugging Face hub needs"):
+    with pytest.raises(ConfigError, match="the tokenizer gpt2 is no file or folder; one of Hugging Face's hub needs"):
         build_tokenizer("HuggingFaceTokenizer", "gpt2")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"holds a tokenizer.json: use --tokenizer-type HuggingFaceTokenizer"):

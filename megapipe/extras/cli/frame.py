@@ -49,9 +49,7 @@ TITLES = {  # exception -> first words of its message; "error" for all others
     "NoProgressError": "no progress",
 }
 STYLES = {"bold": 1, "red": 31}  # codes of ANSI terminals
-# messages of argparse
 INVALID = re.compile(r"argument (\S+): invalid (int|float|choice)(?: value)?: '(.*?)'(?: \(choose from (.*)\))?")
-MISSING = "the following arguments are required: "
 NUMBERS = {"int": "a whole number", "float": "a number"}
 METAVARS = {int: "N", float: "X", Path: "FILE"}  # type of an option -> name of its value in the help
 
@@ -109,8 +107,6 @@ class Parser(argparse.ArgumentParser):
             raise ConfigError(
                 f"{flag} {value}: " + (_choose(value, choices) if choices else f"expected {NUMBERS[kind]}")
             )
-        if message.startswith(MISSING):
-            message = f"missing: {message.removeprefix(MISSING)}"
         raise ConfigError(f"{message}; see --help")
 
 

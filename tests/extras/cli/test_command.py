@@ -144,7 +144,7 @@ def test_train_tokenizer_takes_what_preprocess_takes(tmp_path: Path, capsys: pyt
             ["convert", "x", "--to", "huggingface"],
             "--to huggingface: choose hugging-face, megapipe, megatron or dcp; did",
         ),
-        (["generate", "--prompt", "x"], "missing: --load; see --help"),
+        (["generate", "--prompt", "x"], "the following arguments are required: --load; see --help"),
         (["convert", "x", "y", "z"], "unrecognized arguments: z; see --help"),
     ],
     ids=["whole number", "number", "choice", "missing", "too many"],
