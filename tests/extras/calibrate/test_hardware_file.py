@@ -169,7 +169,7 @@ def test_the_slowest_rank_counts_for_what_all_have_measured() -> None:
         (["--output", "nowhere/x.yaml"], "nowhere does not exist"),
         (["--seconds", "0"], "--seconds 0 must be above 0"),
         (["--seconds", "nan"], "--seconds nan must be above 0"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--dtype", "int8"], "--dtype int8: choose"),
         (["--second", "3"], "--second is not a flag of megapipe calibrate"),
     ],
     ids=["taken", "folder", "nowhere", "no time", "nan", "dtype", "flag"],
