@@ -60,8 +60,8 @@ def root(error: Callable[[float], float], low: float, high: float) -> float:
 
 
 def with_highest(hardware: Hardware, is_fp8: bool, share: float) -> Hardware:
-    both = (hardware.gemm_highest[0], share) if is_fp8 else (share, *hardware.gemm_highest[1:])
-    return dataclasses.replace(hardware, gemm_highest=both)
+    in_16_bits, in_fp8 = hardware.gemm_highest
+    return dataclasses.replace(hardware, gemm_highest=(in_16_bits, share) if is_fp8 else (share, in_fp8))
 
 
 def rms(errors: Sequence[float]) -> float:

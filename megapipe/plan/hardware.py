@@ -33,7 +33,7 @@ FP32_NAMES = ("fp32", "fp64")
 # each GPU) for A100, B300, GB300 and MI300X; deepseek-ai/DeepGEMM for fp8 on H100. H100 in 16 bits, B200 and GB200 are
 # fitted; in 16 bits these are taken to reach the same share as in fp8.
 HIGHEST = {
-    "a100": (0.87,),
+    "a100": (0.87, 0.87),
     "h100": (0.626, 0.72),
     "b200": (0.577, 0.577),
     "gb200": (0.53, 0.53),
@@ -77,7 +77,7 @@ class Hardware:
     network: Link  # between nodes
     ranks_per_node: int = 8
     memory_share: float = 0.92  # that a plan may fill: the rest is CUDA context, kernel workspace, allocator slack
-    gemm_highest: tuple[float, ...] = (0.8, 0.8)  # share of the peak of a large GEMM in 16 bits, and in fp8
+    gemm_highest: tuple[float, float] = (0.8, 0.8)  # share of the peak of a large GEMM in 16 bits, and in fp8
     num_sms: int = 132  # tiles of a GEMM's result that are computed at a time
     gemm_shares: tuple[tuple[int, float], ...] = ()  # measured: (smallest of the three sizes, share), in place of these
     attention_share: float = 0.45  # of the peak, by an attention kernel without a curve, forward and backward
@@ -259,7 +259,8 @@ def _value(path: Path, key: str, value: Any) -> Any:
         if key == "gemm_shares":
             return tuple(sorted((int(size), float(share)) for size, share in value))
         if key == "gemm_highest":
-            return tuple(float(share) for share in value)
+            in_16_bits, in_fp8 = value
+            return float(in_16_bits), float(in_fp8)
         if key in ("memory_bytes", "ranks_per_node", "nccl_bytes", "num_sms"):
             return int(float(value))
         return str(value) if key in ("name", "driver_name") else float(value)

@@ -85,17 +85,30 @@ HARDWARE_OPTIONS = (
     option("--gpu", "the accelerator, by its name in the hardware table (docs/planner.md)", metavar="NAME"),
     option("--hardware", "the accelerator and its links, as a YAML file", type=Path),
 )
+PREDICTION_OPTIONS = (
+    *HARDWARE_OPTIONS,
+    option(
+        "--stack",
+        "the software that seconds are predicted for (default: megapipe; docs/time_model.md has the others)",
+        metavar="NAME",
+    ),
+)
 
 
 def hardware_given(own: argparse.Namespace) -> Hardware | None:
-    """Return the hardware of HARDWARE_OPTIONS, None if neither is given. Raises ConfigError."""
+    """Return the hardware of HARDWARE_OPTIONS or PREDICTION_OPTIONS, None if none is given. Raises ConfigError."""
+    stack = getattr(own, "stack", None)
     if own.gpu is None and own.hardware is None:
+        if stack is not None:
+            raise ConfigError(f"--stack {stack} predicts seconds: add --gpu NAME or --hardware FILE")
         return None
     if own.gpu is not None and own.hardware is not None:
         raise ConfigError("--gpu and --hardware both give the accelerator; give one of the two")
     from megapipe.plan.hardware import hardware_named, read_hardware  # here, since most commands start without plans
+    from megapipe.plan.stacks import stack_named
 
-    return hardware_named(own.gpu) if own.hardware is None else read_hardware(own.hardware)
+    hardware = hardware_named(own.gpu) if own.hardware is None else read_hardware(own.hardware)
+    return stack_named("megapipe" if stack is None else stack).applied_to(hardware)
 
 
 class Parser(argparse.ArgumentParser):

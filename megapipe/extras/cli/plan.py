@@ -18,7 +18,7 @@ from megapipe.config.parallel import strategy_of
 from megapipe.config.rules.gpu import own_kernels
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, write_file
+from megapipe.extras.cli.frame import PREDICTION_OPTIONS, command, hardware_given, option, write_file
 from megapipe.extras.report.folder import logged_load
 from megapipe.extras.report.grid import context_svg, grid_svg
 from megapipe.extras.search.layout import Context, Layout
@@ -28,7 +28,7 @@ from megapipe.extras.streams.roofline import roofline_text
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
 from megapipe.plan.goodput import HOUR, MOST, Failures, checkpoint_bytes, days_text, parse_tokens, run_days
 from megapipe.plan.hardware import Hardware
-from megapipe.plan.report import plan_text, step_text
+from megapipe.plan.report import plan_text, step_text, terms_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
@@ -61,6 +61,11 @@ OPTIONS = (
         action="store_true",
     ),
     option(
+        "--explain",
+        "with --gpu or --hardware: print the seconds of each term of the predicted step, and where they come from",
+        action="store_true",
+    ),
+    option(
         "--expert-imbalance",
         "give memory and time where the fullest expert-parallel rank gets N times the mean of rows (default: 1, "
         "balanced), or for the load that a run logged: its metrics file or folder",
@@ -68,7 +73,7 @@ OPTIONS = (
     ),
     "search, with --gpus N and one of --gpu and --hardware",
     option("--gpus", "search for a layout on N accelerators", type=int, above=0),
-    *HARDWARE_OPTIONS,
+    *PREDICTION_OPTIONS,
     option(
         "--objective",
         "time: the fastest step on N accelerators (default); gpus: the fewest up to N that fit, or that reach "
@@ -111,6 +116,8 @@ def main(own: argparse.Namespace) -> int:
     _check_days(own, hardware)
     if own.roofline and (hardware is None or own.gpus is not None):
         raise ConfigError("--roofline is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
+    if own.explain and (hardware is None or own.gpus is not None):
+        raise ConfigError("--explain is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
     if own.gpus is not None or (hardware is not None and not own.roofline and "--world-size" not in _names(own.flags)):
         if own.svg is not None or own.context_svg is not None:
             flag = "--svg" if own.svg is not None else "--context-svg"
@@ -132,6 +139,8 @@ def main(own: argparse.Namespace) -> int:
     print("\n".join([*own_kernels(loaded.config), plan_text(plan)]))
     if hardware is not None:
         print(step_text(plan, hardware))
+    if hardware is not None and own.explain:
+        print(terms_text(plan, hardware))
         if own.days is not None:
             print(days_text(_days(own, plan, hardware, predict_step(plan, hardware).seconds)))
     if hardware is not None and own.roofline:
