@@ -115,7 +115,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "hsdp": WEIGHTS,
 }
 ONE_RANK: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "recompute": "none", "tp_comm_overlap": False}
-UNCOMPILED, IN_BF16, ZERO1 = "pointwise kernels not fused", "bf16", "optimizer sharded, not weights"
+UNCOMPILED, ZERO1 = "pointwise kernels not fused", "optimizer sharded, not weights"
 UNKNOWN_PRECISIONS = {"nvfp4": "nvfp4 is not planned", "fp8-rowwise": "fp8 with scales of rows is not planned"}
 
 
@@ -217,9 +217,6 @@ class Row:
             options.setdefault(SHORT["etp"], 1)
         if UNCOMPILED in self.approximated:
             options["compile_pointwise"] = False
-        if IN_BF16 in self.approximated:
-            options["fp8_format"] = None
-            options.pop("fp8_recipe", None)
         return options
 
     @property
@@ -229,7 +226,6 @@ class Row:
         is_sharded = s["sharding"] in ("fsdp", "hsdp")
         cases = {
             UNCOMPILED: s.get("compile_pointwise") and (self.is_mixture or s.get("cp", 1) > 1),
-            IN_BF16: self.is_mixture and s["precision"] != "bf16",
             ZERO1: is_sharded and (self.is_mixture or s.get("recompute") == "block" or s.get("vpp", 1) > 1),
         }
         return tuple(name for name, applies in cases.items() if applies)
