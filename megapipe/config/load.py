@@ -283,7 +283,8 @@ def settings_of_yaml(text: str, name: str, accepted: list[str], problems: Proble
 
 def settings_of_entry(entry: Entry, accepted: list[str]) -> list[Setting]:
     """Return the settings of one line of a YAML file. Raises ConfigError at an unknown key, with the nearest one."""
-    subject = f"{entry.where}: {entry.section}.{entry.key}" if entry.section else f"{entry.where}: {entry.key}"
+    key = f"{entry.section}.{entry.key}" if entry.section else entry.key
+    subject = f"{entry.where}: {key}"
     by_name = {field.name: field for field in all_fields()}
     name = "--" + normalised(entry.key)
     if entry.key in by_name:
@@ -298,7 +299,7 @@ def settings_of_entry(entry: Entry, accepted: list[str]) -> list[Setting]:
         names = [field.name for field in all_fields() if entry.section in (None, field.section)]
         every = [*by_name, *(flag[2:].replace("-", "_") for flag in field_flags())]
         meant = nearest(entry.key, names) or nearest(entry.key, every)
-        raise ConfigError(f"{entry.where}: unknown key {entry.key}{meant} (--help lists all names)")
+        raise ConfigError(f"{entry.where}: unknown key {key}{meant} (--help lists all names)")
     if entry.section is not None and entry.section != field.section:
         raise ConfigError(f"{subject}: {entry.key} belongs to the section {field.section}")
     if flag.value is not TAKES_VALUE:

@@ -55,7 +55,7 @@ EVERY = {  # what moves in every plan
 REPLICAS = {"reduce", "gather"}
 PLANS: dict[str, tuple[int, str, dict[str, set[str]]]] = {
     "8, replicas in the node": (8, "", {"node": REPLICAS}),
-    "512, replicas in all nodes": (512, "", {"network": REPLICAS}),
+    "512, replicas in all nodes": (512, "", {"node": REPLICAS, "network": REPLICAS}),  # hops of both
     "8, tp in the node": (8, "--tensor-model-parallel-size 8 --sequence-parallel", {"node": {"tp"}}),
     "512, tp in the node": (
         512,
@@ -70,7 +70,7 @@ PLANS: dict[str, tuple[int, str, dict[str, set[str]]]] = {
     "512, cp in the node": (
         512,
         "--context-parallel-size 8 --cp-comm-type a2a",
-        {"node": {"cp"}, "network": REPLICAS},
+        {"node": {"cp"} | REPLICAS, "network": REPLICAS},
     ),
     "512, cp over nodes": (
         512,
@@ -80,14 +80,18 @@ PLANS: dict[str, tuple[int, str, dict[str, set[str]]]] = {
     "512, experts in the node": (
         512,
         "--num-experts 8 --expert-model-parallel-size 8",
-        {"node": {"ep"}, "network": REPLICAS},
+        {"node": {"ep"} | REPLICAS, "network": REPLICAS},
     ),
     "512, experts over nodes": (
         512,
         "--num-experts 64 --moe-ffn-hidden-size 2048 --expert-model-parallel-size 64",
-        {"network": {"ep"} | REPLICAS},
+        {"node": REPLICAS, "network": {"ep"} | REPLICAS},
     ),
-    "512, offload": (512, "--cpu-offloading-num-layers 31", {"network": REPLICAS, "host_bytes_per_second": {"host"}}),
+    "512, offload": (
+        512,
+        "--cpu-offloading-num-layers 31",
+        {"node": REPLICAS, "network": REPLICAS, "host_bytes_per_second": {"host"}},
+    ),
 }
 
 

@@ -22,7 +22,7 @@ PRINTED = {
 STATED = {
     ("deepseek_v3", 256): 1.61,
     ("deepseek_v3", 1024): 1.35,
-    ("qwen3_30b_a3b", 8): 1.25,
+    ("qwen3_30b_a3b", 8): 1.24,
     ("mixtral_8x7b", 64): 1.00,
 }
 
