@@ -69,7 +69,7 @@ def test_all_that_is_wrong_is_reported_at_once_each_in_a_line(tmp_path: Path) ->
         "--perform-rl-step is a flag of Megatron that megapipe does not support",
         "--seed -1: expected a value at least 0",
         "--rank selects the rank that --dry-run counts",
-        f"{path} line 2: unknown key num_layer; did you mean num_layers?",
+        f"{path} line 2: unknown key model.num_layer; did you mean num_layers?",
         f"{path} line 3: model.hidden_size wide: expected a whole number",
         f"{path} line 5: optimizer.lr fast: expected a number",
         f"{path} line 6: --moe-input-jitter-eps 8 is a flag of Megatron",
