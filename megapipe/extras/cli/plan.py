@@ -141,8 +141,8 @@ def main(own: argparse.Namespace) -> int:
         print(step_text(plan, hardware))
     if hardware is not None and own.explain:
         print(terms_text(plan, hardware))
-        if own.days is not None:
-            print(days_text(_days(own, plan, hardware, predict_step(plan, hardware).seconds)))
+    if hardware is not None and own.days is not None:
+        print(days_text(_days(own, plan, hardware, predict_step(plan, hardware).seconds)))
     if hardware is not None and own.roofline:
         nodes = [] if per_node is None else ["--ranks-per-node", str(per_node)]
         print(roofline_text([*own.flags, *nodes], hardware))
