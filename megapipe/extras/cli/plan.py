@@ -20,6 +20,7 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, write_file
 from megapipe.extras.report.folder import logged_load
 from megapipe.extras.report.grid import context_svg, grid_svg
+from megapipe.extras.search.experiments import experiments
 from megapipe.extras.search.layout import Context, Layout
 from megapipe.extras.search.search import OBJECTIVES, Candidate, Objective, choose, predict_plan
 from megapipe.extras.search.search_report import SearchReport, megatron_text
@@ -149,7 +150,8 @@ def _search(own: argparse.Namespace) -> int:
     )
     configured = as_configured(config, found.num_gpus, hardware, load)
     here = hardware.on(found.num_gpus)
-    report = SearchReport(found, tried, objective, here, configured, own.estimator == "megatron")
+    to_run = tuple(experiments(found, loaded.config, own.flags, here))
+    report = SearchReport(found, tried, objective, here, configured, own.estimator == "megatron", to_run)
     print(json.dumps(report.data(), indent=2) if own.json else report.text())
     if not found.best:
         return 1
@@ -186,6 +188,8 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
         "parallel.data_parallel_sharding_strategy": strategy == strategy_of(parallel),
         "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
+        "parallel.overlap_moe_expert_parallel_comm": layout.overlap == parallel.overlap_moe_expert_parallel_comm,
+        "model.moe_token_dispatcher_type": layout.flex == (config.model.moe_token_dispatcher_type == "flex"),
         "parallel.pipe_sp_splits": layout.pp == 1 or layout.slices == parallel.pipe_sp_splits,
         "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
         "recompute.recompute_granularity": layout.recompute.recompute_granularity == recompute.recompute_granularity,
@@ -249,6 +253,8 @@ def as_configured(config: Config, world_size: int, hardware: Hardware, load: Exp
         "" if plan.sharding is None else strategy_of(parallel),
         parallel.data_parallel_sharding_units,
         plan.num_slices,
+        parallel.overlap_moe_expert_parallel_comm and plan.model.has_experts,
+        config.model.moe_token_dispatcher_type == "flex",
     )
     return predict_plan(layout, plan, hardware)
 
