@@ -189,6 +189,7 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "parallel.data_parallel_sharding_strategy": strategy == strategy_of(parallel),
         "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
         "parallel.overlap_moe_expert_parallel_comm": layout.overlap == parallel.overlap_moe_expert_parallel_comm,
+        "parallel.delay_wgrad_compute": layout.overlap or not parallel.delay_wgrad_compute,
         "model.moe_token_dispatcher_type": layout.flex == (config.model.moe_token_dispatcher_type == "flex"),
         "parallel.pipe_sp_splits": layout.pp == 1 or layout.slices == parallel.pipe_sp_splits,
         "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,

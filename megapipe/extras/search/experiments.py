@@ -45,7 +45,8 @@ def experiments(found: Found, config: Config, words: Sequence[str], hardware: Ha
         if small is not None:
             num_gpus, batch, seconds = small
             flags = layout_flags(config, candidate.layout.applied_to(config))
-            run = ["--mock-data", "--train-iters", str(ITERATIONS), "--global-batch-size", str(batch)]
+            run = ["--micro-batch-size", str(candidate.layout.micro_batch_size), "--global-batch-size", str(batch)]
+            run += ["--mock-data", "--train-iters", str(ITERATIONS)]
             yield Experiment(
                 f"{_launch(num_gpus, hardware)} pretrain {shlex.join([*words, *flags, *run])}",
                 f"layout {place} with dp cut to {num_gpus} GPUs, predicted {seconds:.3g} s a step",
@@ -84,7 +85,7 @@ def layout_flags(config: Config, changed: Config) -> list[str]:
     for key, field in fields_by_key().items():
         section, name = key.split(".")
         before, after = (getattr(getattr(each, section), name) for each in (config, changed))
-        if before != after:
+        if before != after and name != "micro_batch_size":
             flag = next(flag for flag in field.flags if flag.value is TAKES_VALUE or flag.value is after)
             values = after if isinstance(after, tuple) else [after]
             given = ["none" if value is None else str(value) for value in values]

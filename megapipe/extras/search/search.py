@@ -317,7 +317,9 @@ class _Walk:
     def misses(self, fastest: float) -> tuple[Candidate, ...]:
         """Return the fastest of the layouts that are slightly too large, if faster than `fastest`."""
         most, found = int(NEAR_MISS * self._steps.hardware.usable_bytes), list[tuple[float, Layout]]()
-        for bound, layout in sorted(self.too_large, key=lambda pair: pair[0]):
+        # rows of parts are long: their layouts only if nothing fits
+        slow = [pair for pair in self.too_large if not (self.best and pair[1].overlap)]
+        for bound, layout in sorted(slow, key=lambda pair: pair[0]):
             slowest = min(fastest, found[MOST_MISSES - 1][0] if len(found) >= MOST_MISSES else math.inf)
             if bound >= slowest:
                 break

@@ -441,7 +441,7 @@ def test_layouts_with_context_parallelism_are_accepted_by_training_and_explained
 @pytest.mark.parametrize("share", [1.0, 0.4], ids=["all fit", "few fit"])
 def test_the_ten_best_with_overlap_equal_those_of_trying_every_layout(share: float) -> None:
     """Of layouts that differ in recompute alone, the fastest that fits counts."""
-    config = small(**{**EXPERTS, "num_experts": 8, "num_layers": 4, "moe_router_topk": 4, "seq_length": 512})
+    config = small(**{**EXPERTS, "num_experts": 8, "num_layers": 4, "moe_router_topk": 4, "global_batch_size": 16})
     network = dataclasses.replace(H100.network, bytes_per_second=5e9)
     hardware = dataclasses.replace(H100, ranks_per_node=2, network=network)
 
