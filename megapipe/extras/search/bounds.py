@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
 from typing import NamedTuple, TypeVar
@@ -47,6 +47,7 @@ from megapipe.topology import Topology
 
 Sizes = TypeVar("Sizes", bound=tuple[int | tuple[int, ...], ...])
 NEAR_MISS = 1.25  # layouts that need more than this times the usable memory are not reported
+SPLITTING = frozenset(family.name for family in SCHEDULES.values() if family.splits_backward)
 FILLS = 2  # after this many times pp microbatches a schedule has nearly reached its peak memory
 
 
@@ -94,15 +95,20 @@ class Elements(NamedTuple):
     head: int
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Cut:
     """The stages of each pipeline rank, in model order, and each stage's layers of each kind.
 
-    With two directions every stage is on two ranks, each of which runs half of the microbatches.
+    With two directions every stage is on two ranks, each of which runs half of the microbatches. `_cut_of` makes one
+    for each value, so that cuts compare and hash by identity.
     """
 
     stages: tuple[tuple[int, ...], ...]
     directions: int
     counts: tuple[Counts, ...]
+
+
+_cut_of = cache(Cut)
 
 
 class _Part(NamedTuple):
@@ -114,7 +120,7 @@ class _Part(NamedTuple):
     exchanged: float = 0.0  # all-to-alls of experts beside all of these, where computation hides them
 
 
-class _Times(NamedTuple):
+class Times(NamedTuple):
     """The costs of one microbatch and of its first slice, which passes a pipeline first and last.
 
     Without slices both are the same.
@@ -129,7 +135,7 @@ class _Times(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """Seconds of a microbatch, by slice: of each kind of layer and of the head; and the last three fields of _Times."""
+    """Seconds of a microbatch, by slice: of each kind of layer and of the head; and the last three fields of Times."""
 
     of_slices: tuple[list[OpSeconds], ...]
     message: float
@@ -176,8 +182,9 @@ class Bounds:
         other._world_size, other._links = world_size, cache(other._make_links)
         return other
 
-    def of(self, layout: Layout) -> Bound | None:
-        """Return the bounds; None for an illegal model or cut, or a cut that equals the one by cost.
+    def of(self, layout: Layout, times: Callable[[bool], Times] | None = None) -> Bound | None:
+        """Return the bounds; None for an illegal model or cut, or a cut that equals the one by cost. No seconds of what
+        does not nearly fit. times: those of `times_of`, if known.
 
         Time: a rank starts when the first microbatch has passed the stages before it, then computes all its
         microbatches, and the last gradient passes the stages before it afterwards. With slices both are of the first
@@ -187,15 +194,16 @@ class Bounds:
         found = self._model(layout.tp)
         if found is None:
             return None
-        grid = layout.tp, layout.pp, layout.chunks, layout.schedule
-        cut = self._cut(*grid, layout.cut)
-        if cut is None or (layout.cut != "cost" and cut == self._cut(*grid, "cost")):
+        cut = self._cut(layout.tp, layout.pp, layout.chunks, layout.schedule, layout.cut)
+        if cut is None:
             return None
-        count = layout.num_microbatches(self._config, self._world_size)
-        times = self._times_of(layout, SCHEDULES[layout.schedule].splits_backward)
-        waits, holds = _waits(cut), _holds(cut, layout.schedule, _held(layout, count), layout.slices)
-        least, optimizer = self._bytes(found[1], layout, holds, times, cut.directions)
-        return Bound(self._seconds(layout, waits, times, count, cut.directions) + optimizer, least)
+        count, is_split = layout.num_microbatches(self._config, self._world_size), layout.schedule in SPLITTING
+        costs = self.times_of(layout, is_split) if times is None else times(is_split)
+        holds = _holds(cut, layout.schedule, _held(layout, count), layout.slices)
+        least, optimizer = self._bytes(found[1], layout, holds, costs, cut.directions)
+        if least > NEAR_MISS * self._hardware.usable_bytes:
+            return Bound(0.0, least)
+        return Bound(self._seconds(layout, _waits(cut), costs, count, cut.directions) + optimizer, least)
 
     def of_group(self, first: Layout) -> Bound | None:
         """Return bounds for every schedule, cut and kind of optimizer with the sizes and the recompute of a layout: of
@@ -209,12 +217,12 @@ class Bounds:
         least, _, _ = self._state(first, held, experts / first.ep / (first.etp or first.tp) / first.pp, 1)
         if least > NEAR_MISS * self._hardware.usable_bytes:
             return Bound(0.0, least)
-        times, numbers = self._times_of(first, False), found[1].numbers
+        times, numbers = self.times_of(first, False), found[1].numbers
         work = sum(_over(numbers, times.layers, part) + getattr(times.head, part) for part in ("forward", "both"))
         longest = max(work, _over(numbers, times.layers, "exchanged")) / first.pp
         return Bound(first.num_microbatches(self._config, self._world_size) * longest, least)
 
-    def _times_of(self, layout: Layout, is_split: bool) -> _Times:
+    def times_of(self, layout: Layout, is_split: bool) -> Times:
         """Return the costs of a microbatch of a layout. is_split: backwards are, into I and W."""
         shared, etp, links = layout.context, layout.etp or layout.tp, _NO_LINKS
         if self._config.model.num_experts is not None or shared.ranks > 1:
@@ -224,7 +232,7 @@ class Bounds:
         return self._times(sizes, layout.micro_batch_size, layout.recompute, links, is_split, layout.overlap)
 
     def _seconds(
-        self, layout: Layout, ranks: tuple[_Waits, ...], times: _Times, microbatches: int, directions: int
+        self, layout: Layout, ranks: tuple[_Waits, ...], times: Times, microbatches: int, directions: int
     ) -> float:
         """Return the least seconds until the last backward ends."""
         count = microbatches / directions
@@ -248,7 +256,7 @@ class Bounds:
         return longest
 
     def _bytes(
-        self, elements: Elements, layout: Layout, ranks: tuple[_Holds, ...], times: _Times, directions: int
+        self, elements: Elements, layout: Layout, ranks: tuple[_Holds, ...], times: Times, directions: int
     ) -> tuple[float, float]:
         """Return (bytes of the fullest rank, seconds of the optimizer)."""
         least = most = most_held = 0.0
@@ -302,7 +310,9 @@ class Bounds:
         return model, Elements(numbers, dense, experts, elements["embedding", False], elements["head", False])
 
     def _make_cut(self, tp: int, pp: int, chunks: int, schedule: str, how: str) -> Cut | None:
-        """Return the cut of the layers, None if it is illegal. The head's cost includes the padding for tp."""
+        """Return the cut of the layers, None if it is illegal or equals the one by cost. The head's cost includes the
+        padding for tp.
+        """
         found = self._model(tp)
         assert found is not None
         model, _ = found
@@ -316,7 +326,8 @@ class Bounds:
         held = [Counter(layers_of(spec, stage)) for stage in partition.stages]
         stages = tuple(map(placement.stages_of, range(pp)))
         counts = tuple(tuple(each[kind] for kind in spec.kinds) for each in held)
-        return Cut(stages, len(placement.directions), counts)
+        cut = _cut_of(stages, len(placement.directions), counts)
+        return None if how != "cost" and cut is self._cut(tp, pp, chunks, schedule, "cost") else cut
 
     def _make_links(self, tp: int, shared: Context, pp: int, ep: int, etp: int, flex: bool) -> _Links:
         """Return the links of the messages of experts and over cp; none for a grid that is refused."""
@@ -383,7 +394,7 @@ class Bounds:
 
     def _make_times(
         self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links, is_split: bool, hides: bool
-    ) -> _Times:
+    ) -> Times:
         """Return the costs of a microbatch of so many sequences. hides: all-to-alls of experts overlap."""
         of_slices, message, kept, of_head = self._measured(sizes, size, recompute, over)
 
@@ -393,7 +404,7 @@ class Bounds:
             return _Part(each.of(Op.F) - there, each.of(Op.I) - back, both - back, there + back)
 
         *layers, head = (part(sum(each[1:], each[0])) for each in zip(*of_slices, strict=True))
-        return _Times(tuple(layers), head, tuple(map(part, of_slices[0][:-1])), message, kept, of_head)
+        return Times(tuple(layers), head, tuple(map(part, of_slices[0][:-1])), message, kept, of_head)
 
     def _slice_shapes(self, spec: ModelSpec, shape: RankShape, count: int) -> tuple[RankShape, ...]:
         """Return the slices of a microbatch, as `RunPlan.slice_shapes` does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -71,11 +72,12 @@ def _smallest(candidate: Candidate, config: Config, hardware: Hardware) -> tuple
         training = dataclasses.replace(config.training, global_batch_size=own, rampup_batch_size=None)
         small = dataclasses.replace(config, training=training)
         try:
-            found = ShortSteps(small, num_gpus, hardware.on(num_gpus)).in_full(layout)
+            steps = ShortSteps(small, num_gpus, hardware.on(num_gpus))
+            seconds, need = steps.of(layout, math.inf, hardware.usable_bytes)
         except ConfigError:  # ep does not divide so few ranks
             continue
-        if found.peak_bytes <= hardware.usable_bytes:
-            return num_gpus, own, found.time.seconds
+        if need <= hardware.usable_bytes:
+            return num_gpus, own, seconds
     return None
 
 

@@ -57,6 +57,7 @@ RECOMPUTES = (
     RecomputeConfig("selective", recompute_modules=("moe_act",)),
     RecomputeConfig("selective", recompute_modules=("layernorm", "moe")),
     RecomputeConfig("full", "uniform", 1),
+    RecomputeConfig("selective", recompute_modules=("layernorm", "moe_act")),
 )
 PAIRED = (*sorted(MERGED), "dualpipe", "dualpipe-v")  # with pairs, in which all-to-alls of experts overlap
 # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each

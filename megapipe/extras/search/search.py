@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from megapipe.config.config import Config, resolve_model
 from megapipe.config.parallel import RecomputeConfig
@@ -34,6 +34,7 @@ from megapipe.plan.resolve import resolve, vary
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import StepTime, most_exchanged, predict_step, stage_seconds, without_exchanges
 from megapipe.schedule.action import Op
+from megapipe.schedule.schedule import gc_paused
 
 OBJECTIVES = ("time", "gpus", "cost")
 SECONDS_OF_AN_HOUR = 3600.0
@@ -96,6 +97,7 @@ class Found:
 MOST_MISSES = 3
 FILLS = 4  # a short step has about this many times pp microbatches
 SHORT_STEP_ERROR = 1.01  # a short step's prediction for a whole one is at most this factor too long
+PARTS_ERROR = 0.99  # of the seconds of stages, to which those of their parts, means of kinds of layers, add up
 ONCE = ("reduce", "gather", "optimizer")  # parts of a step's time that do not grow with its microbatches
 PARTS = 64  # of a recompute memory budget
 LEAST_BYTES = 4  # per parameter, over all ranks: weight and gradient, at 2 bytes each
@@ -203,8 +205,9 @@ class Frontier:
                     first = dataclasses.replace(layout, recompute=recompute)
                     self._push(self._bounds.of_group(first), first, group._replace(recomputes=(recompute,)))
             else:
+                times = cache(partial(self._bounds.times_of, layout))
                 for member in filter(self._pinned, group.members(group.recomputes)):
-                    self._push(self._bounds.of(member), member, None)
+                    self._push(self._bounds.of(member, times), member, None)
 
     def again(self, bound: Bound, layout: Layout) -> None:
         """Put a layout back with a larger bound."""
@@ -220,6 +223,7 @@ class Frontier:
         return least
 
 
+@gc_paused()  # plans and schedules are many objects, and none is a cycle
 def search(
     config: Config,
     world_size: int,
@@ -251,7 +255,7 @@ def search(
     refined = map(steps.least_recompute, recomputing)
     distinct = dict.fromkeys([*(layout for _, layout in walk.best), *filter(pinned, refined)])
     slowest_first = sorted(map(steps.in_full, distinct), key=lambda each: -each.time.seconds)
-    best = list({without_recompute(each.layout): each for each in slowest_first}.values())
+    best = list({family(each.layout): each for each in slowest_first}.values())
     best = sorted(best, key=lambda each: each.time.seconds)[:num_best]
     misses = walk.misses(best[0].time.seconds if best else math.inf)
     rival = None
@@ -264,8 +268,14 @@ def search(
 
 
 def without_recompute(layout: Layout) -> Layout:
-    """Return the layout without recompute; of the layouts that are equal then, only the fastest is reported."""
     return dataclasses.replace(layout, recompute=RecomputeConfig())
+
+
+def family(layout: Layout) -> Layout:
+    """Return the layout without recompute, with the distributed optimizer. Of layouts that are equal then only the
+    fastest is reported: recompute takes time and saves memory, the other saves memory and takes as much time.
+    """
+    return dataclasses.replace(layout, recompute=RecomputeConfig(), distributed_optimizer=True)
 
 
 class _Walk:
@@ -281,11 +291,12 @@ class _Walk:
         """Look at the layouts in the order of their bounds, until no bound beats the best, or one is found."""
         usable = self._steps.hardware.usable_bytes
         slowest = self._most_seconds  # the seconds that a layout has to beat
-        is_bounded_again, fits_without = set[Layout](), set[Layout]()
+        is_bounded_again, fit, too_large = set[Layout](), set[Layout](), set[Layout]()
         for bound, layout in frontier:
             if bound.seconds >= slowest or (is_any_enough and self.best):
                 break
-            if without_recompute(layout) in fits_without:  # recompute only takes time
+            sharded = dataclasses.replace(layout, distributed_optimizer=True)
+            if {without_recompute(layout), sharded} & fit or sharded in too_large:  # only slower, or larger
                 continue
             if bound.least_bytes > usable:
                 self.too_large.append((bound.seconds, layout))
@@ -293,7 +304,7 @@ class _Walk:
             try:
                 if layout.overlap and layout not in is_bounded_again:
                     is_bounded_again.add(layout)
-                    least = self._steps.least_of_overlap(layout)
+                    least = self._steps.least_of_overlap(sharded)
                     frontier.again(bound._replace(seconds=max(bound.seconds, least)), layout)
                     continue
                 seconds, need = self._steps.of(layout, slowest, usable)
@@ -302,15 +313,15 @@ class _Walk:
                 continue
             self.num_predicted += 1
             if need > usable:
+                too_large.add(layout)
                 if need <= NEAR_MISS * usable:
                     self.too_large.append((seconds if seconds < math.inf else bound.seconds, layout))
                 continue
-            if layout.recompute == RecomputeConfig():
-                fits_without.add(layout)
+            fit.add(layout)
             if seconds < slowest:
-                bisect.insort(self.best, (seconds, layout), key=lambda pair: pair[0])
-                fastest = {without_recompute(each): (least, each) for least, each in reversed(self.best)}
-                self.best = list(reversed(fastest.values()))[: self._num_best]
+                every = sorted([*self.best, (seconds, layout)], key=lambda pair: -pair[0])
+                fastest = {family(each): (least, each) for least, each in every}
+                self.best = sorted(fastest.values(), key=lambda pair: pair[0])[: self._num_best]
                 if len(self.best) == self._num_best:
                     slowest = self.best[-1][0]
 
@@ -343,50 +354,46 @@ class ShortSteps:
     def __init__(self, config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> None:
         self._config, self._world_size, self.hardware, self._load = config, world_size, hardware, load
         self._plans: dict[Hashable, RunPlan] = {}
+        self._hidden: dict[Layout, float] = {}
         self.least_of_overlap = cache(self._least_of_overlap)
 
     def of(self, layout: Layout, slowest: float, most_bytes: float) -> tuple[float, int]:
         """Return (seconds of a step, bytes of the fullest rank). Raises ConfigError.
 
-        If the first rank already needs more than `most_bytes`: (inf, its bytes). If the step takes `slowest` seconds or
-        more, the bytes are only a lower bound.
+        If the first rank already needs more than `most_bytes`: (inf, its bytes). Bytes above these, or of a step that
+        takes `slowest` seconds or more, are only a lower bound.
         """
         count, few, plan = self._short(layout)
 
-        def in_a_whole_step(rank: RankMemory) -> int:
-            return _in_full(rank, few, count).device_bytes
+        def need_of(pp_rank: int) -> int:
+            return _in_full(rank_memory(plan, pp_rank, self.hardware.nccl_bytes), few, count).device_bytes
 
-        need = in_a_whole_step(rank_memory(plan, 0, self.hardware.nccl_bytes))
+        need = need_of(0)
         if need > most_bytes:
             return math.inf, need
         seconds = self._whole(layout, count, few, plan).seconds
-        if seconds < slowest:
-            need = max(map(in_a_whole_step, all_rank_memory(plan, self.hardware.nccl_bytes)))
+        for pp_rank in reversed(range(1, layout.pp)) if seconds < slowest else ():
+            need = max(need, need_of(pp_rank))
+            if need > most_bytes:
+                break
         return seconds, need
 
     def _least_of_overlap(self, layout: Layout) -> float:
-        """Return a lower bound of a step in which all-to-alls overlap: they take no time, or one rank runs alone.
-
-        Raises ConfigError.
-        """
+        """Return a lower bound of a step in which all-to-alls overlap, from one rank alone. Raises ConfigError."""
         count, few, plan = self._short(dataclasses.replace(layout, overlap=False))
         # stages in pairs, not in parts: those take long to resolve
         delays = layout.applied_to(self._config).parallel.delay_wgrad_compute
-        changes = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": delays}
-        parallel = dataclasses.replace(plan.config.parallel, **changes)
+        parallel = dataclasses.replace(
+            plan.config.parallel, overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=delays
+        )
         plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, parallel=parallel))
         stages = stage_seconds(plan, self.hardware)
-        free = predict_step(plan, self.hardware, tuple(map(without_exchanges, stages)), hides=False)
-        more = (count - few) // layout.pp
         held = [[stages[stage] for stage in plan.placement.stages_of(rank)] for rank in range(layout.pp)]
-        busiest = max(range(layout.pp), key=lambda rank: sum(each.of(Op.F) + each.of(Op.B) for each in held[rank]))
+        work = [sum(each.of(Op.F) + each.of(Op.B) for each in of_rank) for of_rank in held]
+        busiest = max(range(layout.pp), key=lambda rank: (work[rank], rank))  # the last one waits longest
         # whole backwards hide messages of tp that halves do not
         hidden = max(sum(each.hidden for each in of_rank) for of_rank in held) * (count + 2 * layout.pp)
-        return max(
-            free.seconds + more * fill_seconds(free.timeline),
-            most_exchanged(free.timeline, stages) * count / few,
-            least_of_rank(plan, self.hardware, busiest, more) - hidden,
-        )
+        return PARTS_ERROR * (least_of_rank(plan, self.hardware, busiest, (count - few) // layout.pp) - hidden)
 
     def _whole(self, layout: Layout, count: int, few: int, plan: RunPlan) -> StepTime:
         """Return the time of a step of `count` microbatches. plan: of a step of `few`."""
@@ -394,11 +401,19 @@ class ShortSteps:
         parts = {part: seconds if part in ONCE else seconds * count / few for part, seconds in time.parts.items()}
         seconds = time.seconds + (count - few) // layout.pp * fill_seconds(time.timeline)
         if layout.overlap:
-            hidden = min(hidden_seconds(plan, self.hardware, count, FILLS), seconds - self.least_of_overlap(layout))
+            # at best as long as the computation alone, or as the all-to-alls alone
+            stages = stage_seconds(plan, self.hardware)
+            free = predict_step(plan, self.hardware, tuple(map(without_exchanges, stages)), hides=False)
+            least = free.seconds + (count - few) // layout.pp * fill_seconds(free.timeline)
+            least = max(least, most_exchanged(free.timeline, stages) * count / few)
+            alike = dataclasses.replace(layout, distributed_optimizer=True)
+            if alike not in self._hidden:
+                self._hidden[alike] = hidden_seconds(plan, self.hardware, count, FILLS)
+            hidden = min(self._hidden[alike], seconds - least)
             seconds, parts["ep"] = seconds - max(0.0, hidden), max(0.0, parts["ep"] - max(0.0, hidden))
         parts["bubble"] += seconds - sum(parts.values())
-        sizes = {"tokens": time.tokens * count // few, "model_flops": time.model_flops * count / few}
-        return dataclasses.replace(time, seconds=seconds, parts=parts, **sizes)
+        tokens, flops = time.tokens * count // few, time.model_flops * count / few
+        return dataclasses.replace(time, seconds=seconds, parts=parts, tokens=tokens, model_flops=flops)
 
     def least_recompute(self, layout: Layout) -> Layout:
         """Return the layout with the largest --recompute-memory-budget with which it fits, in steps of 1 / PARTS; the

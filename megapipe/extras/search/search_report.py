@@ -202,7 +202,7 @@ class SearchReport:
             "dp": str(candidate.plan.topology.dp),
             "microbatch": str(layout.micro_batch_size),
             "step": f"{time.seconds:.3g} s",
-            "slower": "" if candidate is self.found.best[0] else behind_text(self.found.best[0], candidate),
+            "slower": behind_text(self.found.best, candidate),
             "tokens/s": f"{time.tokens_per_second:,.0f}",
             "MFU": f"{share['mfu_causal']:.1%} | {share['mfu_full_attention']:.1%}",
             "memory": bytes_text(candidate.peak_bytes),
@@ -253,8 +253,10 @@ def behind(best: Candidate, other: Candidate) -> dict[str, Any]:
     return {"slower": other.time.seconds / best.time.seconds - 1, "differs_in": kind, "error": error}
 
 
-def behind_text(best: Candidate, other: Candidate) -> str:
-    found = behind(best, other)
+def behind_text(best: Sequence[Candidate], other: Candidate) -> str:
+    if other in best[:1] or not best:
+        return ""
+    found = behind(best[0], other)
     return f"{found['slower']:.1%} ± {found['error']:.0%}"
 
 
