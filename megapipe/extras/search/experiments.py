@@ -50,7 +50,7 @@ def experiments(found: Found, config: Config, words: Sequence[str], hardware: Ha
             run += ["--mock-data", "--train-iters", str(ITERATIONS)]
             yield Experiment(
                 f"{_launch(num_gpus, hardware)} pretrain {shlex.join([*words, *flags, *run])}",
-                f"layout {place} with dp cut to {num_gpus} GPUs, predicted {seconds:.3g} s a step",
+                f"layout {place} on {num_gpus:,} GPUs, with as few replicas as fit, predicted {seconds:.3g} s a step",
             )
 
 
