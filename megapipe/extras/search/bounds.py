@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -37,7 +37,7 @@ from megapipe.plan.layer_time import (
 from megapipe.plan.recompute_choice import FULL, choices
 from megapipe.plan.schedule_choice import cut_layers
 from megapipe.plan.step_time import update_bytes
-from megapipe.schedule.action import Op
+from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.partition import StageLayers
@@ -158,6 +158,7 @@ class _Sizes(NamedTuple):
     context: Context
     slices: int
     flex: bool
+    overlap: bool
 
 
 # the links of the messages of experts, and of those over cp
@@ -169,10 +170,7 @@ class Bounds:
     """The bounds of a configuration's layouts; values that several layouts share are computed once."""
 
     def __init__(self, config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> None:
-        # parts of stages keep more and take longer than whole ones
-        parallel = replace(config.parallel, overlap_moe_expert_parallel_comm=False, delay_wgrad_compute=False)
-        self._config = with_compiled(replace(config, parallel=parallel))
-        self._world_size, self._hardware, self._load = world_size, hardware, load
+        self._config, self._world_size, self._hardware, self._load = with_compiled(config), world_size, hardware, load
         self._model, self._cut, self._times = cache(self._make_model), cache(self._make_cut), cache(self._make_times)
         self._links, self._measured = cache(self._make_links), cache(self._measure)
 
@@ -228,8 +226,8 @@ class Bounds:
         if self._config.model.num_experts is not None or shared.ranks > 1:
             links = self._links(layout.tp, shared, layout.pp, layout.ep, etp, layout.flex)
         is_sliced = layout.sequence_parallel and layout.tp > 1
-        sizes = _Sizes(layout.tp, is_sliced, layout.ep, etp, shared, layout.slices, layout.flex)
-        return self._times(sizes, layout.micro_batch_size, layout.recompute, links, is_split, layout.overlap)
+        sizes = _Sizes(layout.tp, is_sliced, layout.ep, etp, shared, layout.slices, layout.flex, layout.overlap)
+        return self._times(sizes, layout.micro_batch_size, layout.recompute, links, is_split)
 
     def _seconds(
         self, layout: Layout, ranks: tuple[_Waits, ...], times: Times, microbatches: int, directions: int
@@ -367,6 +365,7 @@ class Bounds:
         config = replace(self._config, parallel=parallel)
         shape = rank_shape(config, sizes.tp, sizes.is_sliced, size)
         shape = replace(shape, recompute=recompute, documents=Documents(), ep=sizes.ep, etp=sizes.etp)
+        shape = replace(shape, in_parts=sizes.overlap)
         if expert_links is not None and sizes.flex:
             shape = replace(shape, ep_inner=expert_links.inside)
         pairs = [_around_budget(spec, each) for each in self._slice_shapes(spec, shape, sizes.slices)]
@@ -392,14 +391,12 @@ class Bounds:
         sent = message / tp_link.bytes_per_second + tp_link.latency_seconds
         return _Measured(tuple(of_slices), sent, tuple(kept), min(of_head))
 
-    def _make_times(
-        self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links, is_split: bool, hides: bool
-    ) -> Times:
-        """Return the costs of a microbatch of so many sequences. hides: all-to-alls of experts overlap."""
+    def _make_times(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links, is_split: bool) -> Times:
+        """Return the costs of a microbatch of so many sequences."""
         of_slices, message, kept, of_head = self._measured(sizes, size, recompute, over)
 
         def part(each: OpSeconds) -> _Part:
-            there, back = (half.get("ep", 0.0) if hides else 0.0 for half in (each.forward, each.inputs))
+            there, back = (half.get("ep", 0.0) if sizes.overlap else 0.0 for half in (each.forward, each.inputs))
             both = each.of(Op.I) + each.of(Op.W) if is_split else each.of(Op.B)
             return _Part(each.of(Op.F) - there, each.of(Op.I) - back, both - back, there + back)
 
@@ -469,7 +466,7 @@ def _holds(cut: Cut, schedule: str, count: int, slices: int) -> tuple[_Holds, ..
     for held, row in zip(of_ranks, SCHEDULES[schedule].generate(shape), strict=True):
         # layers x microbatches by slice and kind, and these numbers in every forward
         live, seen = [0] * (kinds * slices), set[Counts]()
-        for stage, op, number in row:
+        for stage, op, number in _backward_first(row):
             sign = 1 if op is Op.F else -1 if op in (Op.B, Op.I) else 0
             if sign:
                 start = (number or 0) % slices * kinds
@@ -482,6 +479,13 @@ def _holds(cut: Cut, schedule: str, count: int, slices: int) -> tuple[_Holds, ..
             seen = {each for each in seen if sum(each) == most}
         found += [_Holds(*held, each) for each in seen]
     return _undominated(found)
+
+
+def _backward_first(row: Iterable[Action]) -> Iterator[Action]:
+    """Yield the actions of a row, of a pair the backward first: its parts free what those of the forward keep."""
+    actions = iter(row)
+    for action in actions:
+        yield from reversed([next(actions), next(actions)]) if action.op is Op.OVERLAP else (action,)
 
 
 def _undominated(sizes: Iterable[Sizes]) -> tuple[Sizes, ...]:
