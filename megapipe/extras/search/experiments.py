@@ -48,6 +48,7 @@ def experiments(found: Found, config: Config, words: Sequence[str], hardware: Ha
             flags = layout_flags(config, candidate.layout.applied_to(config))
             run = ["--micro-batch-size", str(candidate.layout.micro_batch_size), "--global-batch-size", str(batch)]
             run += ["--mock-data", "--train-iters", str(ITERATIONS)]
+            run += ["--lr-warmup-iters", "0"] if config.optimizer.lr_warmup_iters else []
             yield Experiment(
                 f"{_launch(num_gpus, hardware)} pretrain {shlex.join([*words, *flags, *run])}",
                 f"layout {place} on {num_gpus:,} GPUs, with as few replicas as fit, predicted {seconds:.3g} s a step",

@@ -284,7 +284,7 @@ def test_the_experiments_are_commands_that_run_the_layouts(
     from megapipe.extras.cli.pretrain import main as pretrain
 
     config = tmp_path / "given.yaml"
-    config.write_text("optimizer: {lr: 1.0e-4}\nparallel: {use_distributed_optimizer: true}\n")
+    config.write_text("optimizer: {lr: 1.0e-4, lr_warmup_iters: 90}\nparallel: {use_distributed_optimizer: true}\n")
     words = ["--gpus", "16", *WORDS[2:], "--config", str(config), "--pipeline-model-parallel-size", "2"]
     words += [*EXPERTS, "--overlap-moe-expert-parallel-comm", "--disable-bias-linear"] if experts else []
     assert main([*words, "--json"]) == 0
