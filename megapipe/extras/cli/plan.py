@@ -21,6 +21,7 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import PREDICTION_OPTIONS, command, hardware_given, option, write_file
 from megapipe.extras.report.folder import logged_load
 from megapipe.extras.report.grid import context_svg, grid_svg
+from megapipe.extras.search.experiments import experiments
 from megapipe.extras.search.layout import Context, Layout
 from megapipe.extras.search.search import OBJECTIVES, Candidate, Objective, choose, predict_plan
 from megapipe.extras.search.search_report import SearchReport, megatron_text
@@ -179,7 +180,8 @@ def _search(own: argparse.Namespace) -> int:
     )
     configured = as_configured(config, found.num_gpus, hardware, load)
     here = hardware.on(found.num_gpus)
-    report = SearchReport(found, tried, objective, here, configured, own.estimator == "megatron")
+    to_run = tuple(experiments(found, loaded.config, own.flags, here))
+    report = SearchReport(found, tried, objective, here, configured, own.estimator == "megatron", to_run)
     wanted = found.best[:1] if own.days is not None else ()
     days = [_days(own, best.plan, here, best.time.seconds) for best in wanted]
     more = {"days": days[0]} if days else {}
@@ -219,6 +221,9 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
         "parallel.data_parallel_sharding_strategy": strategy == strategy_of(parallel),
         "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
+        "parallel.overlap_moe_expert_parallel_comm": layout.overlap == parallel.overlap_moe_expert_parallel_comm,
+        "parallel.delay_wgrad_compute": layout.overlap or not parallel.delay_wgrad_compute,
+        "model.moe_token_dispatcher_type": layout.flex == (config.model.moe_token_dispatcher_type == "flex"),
         "parallel.pipe_sp_splits": layout.pp == 1 or layout.slices == parallel.pipe_sp_splits,
         "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
         "recompute.recompute_granularity": layout.recompute.recompute_granularity == recompute.recompute_granularity,
@@ -319,6 +324,8 @@ def as_configured(config: Config, world_size: int, hardware: Hardware, load: Exp
         "" if plan.sharding is None else strategy_of(parallel),
         parallel.data_parallel_sharding_units,
         plan.num_slices,
+        parallel.overlap_moe_expert_parallel_comm and plan.model.has_experts,
+        config.model.moe_token_dispatcher_type == "flex",
     )
     return predict_plan(layout, plan, hardware)
 
