@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megapipe.formatting import text_table
-from tests.extras.search.published import IN_BF16, LABELS, PUBLISHED, Row, published_rows, sweeps
+from tests.extras.search.published import LABELS, PUBLISHED, Row, published_rows, sweeps
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, SPREAD_FILE = ROOT / "docs" / "accuracy.md", ROOT / "megapipe" / "extras" / "search" / "spread.py"
@@ -43,13 +43,11 @@ ASPECT_OF = {
     "moe_combine_in_node": "experts",
 }
 NEAR = 1.05  # of the best measured step: as good as the best
-DENSE, MIXTURES, IN_16_BITS = "dense", "mixtures", "fp8 mixtures in bf16"
+DENSE, MIXTURES = "dense", "mixtures"
 
 
 def kind(row: Row) -> str:
-    if row.is_mixture:
-        return IN_16_BITS if IN_BF16 in row.approximated else MIXTURES
-    return DENSE
+    return MIXTURES if row.is_mixture else DENSE
 
 
 def predicted(rows: Sequence[Row]) -> list[Row]:
@@ -71,8 +69,7 @@ def error_line(source: str, of: str, rows: Sequence[Row]) -> tuple[str, ...]:
     """Return a line of the table of errors."""
     worst = max(rows, key=lambda row: abs(math.log(row.ratio))).ratio - 1
     gpus = sorted({row.settings["gpu"] for row in rows})
-    cells = (source, of, ", ".join(gpus), str(len(rows)), f"{bias(rows):+.1%}", f"{rms(rows):.1%}", f"{worst:+.0%}")
-    return cells if of != IN_16_BITS else (*cells[:4], f"({cells[4]})", "-", "-")
+    return (source, of, ", ".join(gpus), str(len(rows)), f"{bias(rows):+.1%}", f"{rms(rows):.1%}", f"{worst:+.0%}")
 
 
 def error_lines(sources: Sequence[str] = ()) -> list[tuple[str, ...]]:
@@ -81,11 +78,10 @@ def error_lines(sources: Sequence[str] = ()) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in predicted([row for row in published_rows() if not sources or row.source.name in sources]):
         groups.setdefault((kind(row), row.source.name), []).append(row)
-    for of in (DENSE, MIXTURES, IN_16_BITS):
+    for of, values in squares.items():
         for (_, source), rows in sorted(item for item in groups.items() if item[0][0] == of):
             lines.append(error_line(source, of, rows))
-            if of in squares:
-                squares[of].append(rms(rows) ** 2)
+            values.append(rms(rows) ** 2)
     for of, values in squares.items():
         if values:
             mean = math.sqrt(sum(values) / len(values))

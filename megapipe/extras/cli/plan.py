@@ -115,10 +115,9 @@ def main(own: argparse.Namespace) -> int:
     """
     hardware = hardware_given(own)
     _check_days(own, hardware)
-    if own.roofline and (hardware is None or own.gpus is not None):
-        raise ConfigError("--roofline is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
-    if own.explain and (hardware is None or own.gpus is not None):
-        raise ConfigError("--explain is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
+    if (own.roofline or own.explain) and (hardware is None or own.gpus is not None):
+        flag = "--roofline" if own.roofline else "--explain"
+        raise ConfigError(f"{flag} is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
     if own.gpus is not None or (hardware is not None and not own.roofline and "--world-size" not in _names(own.flags)):
         if own.svg is not None or own.context_svg is not None:
             flag = "--svg" if own.svg is not None else "--context-svg"
@@ -139,9 +138,7 @@ def main(own: argparse.Namespace) -> int:
     plan = dataclasses.replace(plan, expert_load=load)
     print("\n".join([*own_kernels(loaded.config), plan_text(plan)]))
     if hardware is not None:
-        print(step_text(plan, hardware))
-    if hardware is not None and own.explain:
-        print(terms_text(plan, hardware))
+        print("\n".join([step_text(plan, hardware), *([terms_text(plan, hardware)] if own.explain else [])]))
     if hardware is not None and own.days is not None:
         print(days_text(_days(own, plan, hardware, predict_step(plan, hardware).seconds)))
     if hardware is not None and own.roofline:
