@@ -144,7 +144,7 @@ class SearchReport:
             f"{found.num_tried:,} layouts on {found.num_gpus:,} {hardware.name}, {found.num_predicted:,} simulated; "
             f"usable memory {bytes_text(hardware.usable_bytes)} each"
         )
-        yield "predicted with efficiencies fitted to published step times (docs/time_model.md)"
+        yield "seconds are predicted from published benchmarks and steps, none of megapipe's (docs/time_model.md)"
         for best in (*found.best, *found.misses)[:1]:
             if best.plan.expert_load != BALANCED:
                 yield f"experts, in the best layout: {load_text(best.plan)}"
