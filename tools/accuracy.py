@@ -105,7 +105,9 @@ def source_lines() -> list[tuple[str, ...]]:
     for name, rows in sorted(by_source.items()):
         head, known = rows[0].source, sum(row.why_outside is None for row in rows)
         commit = f", commit {head.commit[:7]}" if head.commit else ""
-        lines.append((name, f"{head.where}{commit}", head.stack, f"{known} of {len(rows)}", str(len(head.guessed))))
+        lines.append(
+            (name, f"{head.where}{commit}", head.planned_as.name, f"{known} of {len(rows)}", str(len(head.guessed)))
+        )
     total = sum(int(line[3].split()[0]) for line in lines)
     return [*lines, (f"all {len(lines)}", "", "", f"{total} of {len(published_rows())}", "")]
 
