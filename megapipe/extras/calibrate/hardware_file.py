@@ -189,6 +189,7 @@ def as_data(hardware: Hardware, machine: Machine, found: Found) -> dict[str, Any
         for link in found.links
     }
     values = {"node": vars(hardware.node), "network": vars(hardware.network), "flops": dict(hardware.flops)}
-    keys = {name: value for name, value in vars(hardware).items() if name not in NOT_IN_FILES}
+    left_out = {*NOT_IN_FILES, "gemm_highest", "num_sms"}  # gemm_shares are measured in place of the last two
+    keys = {name: value for name, value in vars(hardware).items() if name not in left_out}
     measured = {"how": machine.header, "dtype": machine.dtype, "links": links, "seconds": found.seconds}
     return keys | values | {"measured": measured}
