@@ -309,7 +309,7 @@ def published_rows() -> tuple[Row, ...]:
 
 
 def published_runs() -> tuple[Row, ...]:
-    """Return the rows of papers that tools/fit_efficiency.py fits to or holds out, without context parallelism."""
+    """Return the rows of three papers that test_published.py compares one by one, without context parallelism."""
     rows = published_rows()
     return tuple(
         row
