@@ -48,8 +48,9 @@ QUICK = (
     [pytest.param(run, marks=[] if run.name in QUICK else pytest.mark.slow, id=run.name) for run in published_runs()],
 )
 def test_a_step_is_predicted_within_14_percent(run: Row) -> None:
-    """Compare with Narayanan et al. 2021 table 1, Korthikanti et al. 2022 table 5, Dubey et al. 2024 table 4, to which no
-    share of GEMMs is fitted.
+    """Compare with Narayanan et al. 2021 table 1, Korthikanti et al. 2022 table 5, Dubey et al. 2024 table 4.
+
+    No share of GEMMs is fitted to them.
     """
     assert 0.86 < run.predicted_seconds() / run.seconds < 1.10
 
