@@ -6,6 +6,8 @@ not to steps of training (tests/plan/attention_benchmarks.csv has the points and
 
 - Hopper, flash2 and flash3: Shah et al. 2024 (arXiv:2407.08608), figures 5 and 6, H100 SXM5. Backwards were measured
   without a mask.
+- Ampere: Dao 2023 (arXiv:2307.08691) gives the highest rates, 73 % forward and 63 % backward on A100; that they grow
+  with keys as on Hopper is an assumption.
 - Hopper and Blackwell, cudnn: NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training, cuDNN 9.19 on H200 and 9.22 on
   GB200.
 """
@@ -42,10 +44,24 @@ class AttentionRate(NamedTuple):
             scale = min(1.0, self.small_heads + (1.0 - self.small_heads) * (head_size - 64) / (FULL_HEAD - 64))
         return scale * (self.backward if is_backward else self.forward).share(keys)
 
+    def slower(self, times: float) -> AttentionRate:
+        """Return the rate of a kernel that takes so many times as long."""
+        forward, backward = (curve._replace(highest=curve.highest / times) for curve in (self.forward, self.backward))
+        return AttentionRate(forward, backward, self.small_heads)
+
 
 Rates = Mapping[str, AttentionRate]  # by kernel
+FLASH_2_AMPERE = AttentionRate(Curve(0.73, 201), Curve(0.63, 274), 0.89)
+FLASH_2_HOPPER = AttentionRate(Curve(0.354, 201), Curve(0.333, 274), 0.89)
+TRITON = 1.8  # flash2's speed over FlashAttention in Triton: between 1.3 and 2.5 (Dao 2023, section 4.1)
+AMPERE: Rates = {  # torch's choice there is flash attention, too
+    "flash2": FLASH_2_AMPERE,
+    "cudnn": FLASH_2_AMPERE,
+    "triton": FLASH_2_AMPERE.slower(TRITON),
+}
 HOPPER: Rates = {
-    "flash2": AttentionRate(Curve(0.354, 201), Curve(0.333, 274), 0.89),
+    "flash2": FLASH_2_HOPPER,
+    "triton": FLASH_2_HOPPER.slower(TRITON),
     "flash3": AttentionRate(Curve(0.663, 301), Curve(0.598, 427), 0.79),
     "cudnn": AttentionRate(Curve(0.722, 470), Curve(0.627, 670), 0.76),
 }
