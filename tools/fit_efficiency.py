@@ -68,15 +68,22 @@ def rms(errors: Sequence[float]) -> float:
     return math.sqrt(fmean(error * error for error in errors))
 
 
-def fit_highest(gpu: str, is_fp8: bool, rows: Sequence[Row]) -> str:
-    """Return a line with the share that gives these rows no error in the mean."""
+def fitted_rows(gpu: str, is_fp8: bool) -> list[Row]:
+    """Return the rows that the share of a GPU and precision is fitted to."""
+    of, precision = (*FITTED[gpu, is_fp8], gpu), "fp8" if is_fp8 else "bf16"
+    rows = [row for row in published_rows() if row.settings["precision"] == precision]
+    return [row for row in rows if (row.source.name, row.settings.get("model"), row.settings["gpu"]) == of]
+
+
+def fit_highest(gpu: str, is_fp8: bool) -> float:
+    """Return the share of the peak of large GEMMs that gives its rows no error in the mean."""
+    rows = fitted_rows(gpu, is_fp8)
     base = STACKS["megatron-core"].applied_to(HARDWARE[gpu])
-    share, found = base.gemm_highest[is_fp8], 0.0
+    share = base.gemm_highest[is_fp8]
     for _ in range(3):  # what is kept of a step depends a little on its layers
         fast = [Fast(row, with_highest(base, is_fp8, share)) for row in rows]
-        found = -root(lambda x: fmean(f.error(with_highest(base, is_fp8, -x)) for f in fast), -1.0, -0.2)  # noqa: B023
-        share = found
-    return f"{gpu}, {'fp8' if is_fp8 else '16 bits'}: {found:.3f}, by {len(rows)} rows of {rows[0].source.name}"
+        share = -root(lambda x: fmean(f.error(with_highest(base, is_fp8, -x)) for f in fast), -1.0, -0.2)  # noqa: B023
+    return share
 
 
 def fit_overhead(stack: str, of_source: dict[str, list[Fast]], hardware: dict[int, Hardware]) -> list[str]:
@@ -102,15 +109,10 @@ def fit_overhead(stack: str, of_source: dict[str, list[Fast]], hardware: dict[in
 
 
 def main() -> None:
-    rows = [row for row in published_rows() if row.why_outside is None and row.why_refused is None]
     for (gpu, is_fp8), (source, model) in FITTED.items():
-        chosen = [
-            row
-            for row in rows
-            if (row.source.name, row.settings.get("model"), row.settings["gpu"]) == (source, model, gpu)
-            and row.settings["precision"] == ("fp8" if is_fp8 else "bf16")
-        ]
-        print(fit_highest(gpu, is_fp8, chosen))
+        share, of = fit_highest(gpu, is_fp8), "fp8" if is_fp8 else "16 bits"
+        print(f"{gpu}, {of}: {share:.3f}, by {len(fitted_rows(gpu, is_fp8))} rows of {source}, {model}")
+    rows = [row for row in published_rows() if row.why_outside is None and row.why_refused is None]
     for stack in STACKS:
         of_source: dict[str, list[Fast]] = {}
         hardware: dict[int, Hardware] = {}

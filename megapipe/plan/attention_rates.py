@@ -44,24 +44,12 @@ class AttentionRate(NamedTuple):
             scale = min(1.0, self.small_heads + (1.0 - self.small_heads) * (head_size - 64) / (FULL_HEAD - 64))
         return scale * (self.backward if is_backward else self.forward).share(keys)
 
-    def slower(self, times: float) -> AttentionRate:
-        """Return the rate of a kernel that takes so many times as long."""
-        forward, backward = (curve._replace(highest=curve.highest / times) for curve in (self.forward, self.backward))
-        return AttentionRate(forward, backward, self.small_heads)
-
 
 Rates = Mapping[str, AttentionRate]  # by kernel
 FLASH_2_AMPERE = AttentionRate(Curve(0.73, 201), Curve(0.63, 274), 0.89)
-FLASH_2_HOPPER = AttentionRate(Curve(0.354, 201), Curve(0.333, 274), 0.89)
-TRITON = 1.8  # flash2's speed over FlashAttention in Triton: between 1.3 and 2.5 (Dao 2023, section 4.1)
-AMPERE: Rates = {  # torch's choice there is flash attention, too
-    "flash2": FLASH_2_AMPERE,
-    "cudnn": FLASH_2_AMPERE,
-    "triton": FLASH_2_AMPERE.slower(TRITON),
-}
+AMPERE: Rates = {"flash2": FLASH_2_AMPERE, "cudnn": FLASH_2_AMPERE}  # torch's choice there is flash attention, too
 HOPPER: Rates = {
-    "flash2": FLASH_2_HOPPER,
-    "triton": FLASH_2_HOPPER.slower(TRITON),
+    "flash2": AttentionRate(Curve(0.354, 201), Curve(0.333, 274), 0.89),
     "flash3": AttentionRate(Curve(0.663, 301), Curve(0.598, 427), 0.79),
     "cudnn": AttentionRate(Curve(0.722, 470), Curve(0.627, 670), 0.76),
 }

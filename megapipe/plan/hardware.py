@@ -253,21 +253,28 @@ def read_hardware(path: Path) -> Hardware:
 def _value(path: Path, key: str, value: Any) -> Any:
     try:
         if key in ("node", "network"):
-            return Link(float(value["bytes_per_second"]), float(value["latency_seconds"]))
+            return Link(_above_zero(value["bytes_per_second"]), float(value["latency_seconds"]))
         if key == "flops":
-            return {str(dtype): float(rate) for dtype, rate in value.items()}
+            return {str(dtype): _above_zero(rate) for dtype, rate in value.items()}
         if key == "gemm_shares":
-            return tuple(sorted((int(size), float(share)) for size, share in value))
+            return tuple(sorted((int(size), _above_zero(share)) for size, share in value))
         if key == "gemm_highest":
             in_16_bits, in_fp8 = value
-            return float(in_16_bits), float(in_fp8)
+            return _above_zero(in_16_bits), _above_zero(in_fp8)
         if key in ("memory_bytes", "ranks_per_node", "nccl_bytes", "num_sms"):
-            return int(float(value))
-        return str(value) if key in ("name", "driver_name") else float(value)
+            return int(_above_zero(value))
+        return str(value) if key in ("name", "driver_name") else _above_zero(value)
     except (TypeError, ValueError, KeyError, AttributeError):
         raise ConfigError(
-            f"--hardware {path}: {key} {value!r} is not what the key holds; see docs/planner.md"
+            f"--hardware {path}: {key} {value!r} is not what the key holds, with numbers above 0; see docs/planner.md"
         ) from None
+
+
+def _above_zero(value: Any) -> float:
+    number = float(value)
+    if not 0.0 < number < math.inf:
+        raise ValueError
+    return number
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

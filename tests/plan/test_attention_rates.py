@@ -67,7 +67,7 @@ def test_the_curves_are_fitted_to_the_points(which: tuple[str, str, str], mask: 
     assert abs(fmean(errors)) < 0.02
 
 
-@pytest.mark.parametrize("kernel", ["flash2", "flash3", "cudnn"])
+@pytest.mark.parametrize("kernel", HOPPER)
 def test_heads_of_64_channels_have_the_mean_share_of_the_points(kernel: str) -> None:
     ratios = []
     for direction in ("forward", "backward"):

@@ -26,10 +26,14 @@ def test_a_hardware_file_based_on_a_row_changes_only_its_own_values(tmp_path: Pa
         ("like: h100\nmemory: 3", "memory is not a key"),
         ("name: mine", "lacks .*flops"),
         ("like: h100\nnode: fast", "node 'fast'"),
+        ("like: h100\nnum_sms: 0", "num_sms 0 is not what the key holds, with numbers above 0"),
+        ("like: h100\ngemm_highest: [0.6]", "gemm_highest .0.6. is not"),
+        ("like: h100\nattention_share: .nan", "attention_share nan is not"),
+        ("like: h100\nnetwork: {bytes_per_second: -1.0e+10, latency_seconds: 0}", "network .* is not"),
         ("- 1", "expected keys"),
         ("like: z9", "not in the table"),
     ],
-    ids=["unknown", "missing", "value", "list", "like"],
+    ids=["unknown", "missing", "value", "zero", "one", "nan", "negative", "list", "like"],
 )
 def test_a_wrong_file_is_refused_with_its_key(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"

@@ -79,7 +79,7 @@ def test_a_price_in_a_hardware_file_is_used(tmp_path: Path, capsys: pytest.Captu
     assert "a price of " in lines(words, capsys)[-1]
     file.write_text("like: h100\nprice_per_hour: -3\n")
     assert main(words) == 2
-    assert "price_per_hour -3 must be above 0" in capsys.readouterr().err
+    assert "price_per_hour -3 is not what the key holds, with numbers above 0" in capsys.readouterr().err
 
 
 WRONG = {

@@ -34,6 +34,7 @@ from megapipe.api.config import Config
 from megapipe.config import config as sections
 from megapipe.config.config import resolve_model
 from megapipe.errors import ConfigError
+from megapipe.plan.attention_rates import AttentionRate
 from megapipe.plan.hardware import HARDWARE, TERA, Hardware, hardware_named
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.resolve import resolve
@@ -115,6 +116,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "hsdp": WEIGHTS,
 }
 ONE_RANK: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "recompute": "none", "tp_comm_overlap": False}
+TRITON = 1.8  # flash2's speed over FlashAttention in Triton: between 1.3 and 2.5 (Dao 2023, section 4.1)
 UNCOMPILED, ZERO1 = "pointwise kernels not fused", "optimizer sharded, not weights"
 UNKNOWN_PRECISIONS = {"nvfp4": "nvfp4 is not planned", "fp8-rowwise": "fp8 with scales of rows is not planned"}
 
@@ -180,11 +182,10 @@ class Row:
         changes: dict[str, Any] = {key: float(s[key]) for key in HARDWARE_FIELDS if key in s}
         if rate := changes.pop("network_bytes_per_second", None):
             row = dataclasses.replace(row, network=dataclasses.replace(row.network, bytes_per_second=rate))
-        rates = {
-            name: row.attention_rates.get(s.get("attention", name), rate) for name, rate in row.attention_rates.items()
-        }
-        if "ring" in s:
-            rates = {name: rate.slower(2 - 1 / s.get("cp", 1)) for name, rate in rates.items()}
+        own = s.get("attention")
+        kernel = row.attention_rates.get("flash2" if own == "triton" else own)
+        times = (TRITON if own == "triton" else 1.0) * (2 - 1 / s.get("cp", 1) if "ring" in s else 1.0)
+        rates = {name: _slower(kernel or rate, times) for name, rate in row.attention_rates.items()}
         return self.source.planned_as.applied_to(dataclasses.replace(row, attention_rates=rates, **changes))
 
     @property
@@ -291,6 +292,11 @@ class Row:
         except ConfigError as error:
             return str(error).splitlines()[0]
         return None
+
+
+def _slower(rate: AttentionRate, times: float) -> AttentionRate:
+    forward, backward = (curve._replace(highest=curve.highest / times) for curve in rate[:2])
+    return AttentionRate(forward, backward, rate.small_heads)
 
 
 def narayanan_flops(model: Any, batch: int) -> float:
