@@ -20,20 +20,33 @@ smartquotes = False  # -- is the beginning of a flag
 html_theme = "furo"
 html_title = f"megapipe {version}"
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 myst_heading_anchors = 4
 
 
 def add_contents(app, document, source):
-    """Give the index a table of contents of its links, in the sections of its headings; name pages without .md."""
-    if document != "index":
-        return
-    source[0] = re.sub(r"\[(\w+)\.md\]\(", lambda link: f"[{link[1].replace('_', ' ')}](", source[0])
-    for section in reversed(list(re.finditer(r"^## (.*)\n(?:(?!^## ).*\n)*", source[0], re.MULTILINE))):
-        pages = re.findall(r"\]\((\w+)\.md\)", section[0])
-        entries = "\n".join(dict.fromkeys(pages))
-        contents = f"\n```{{toctree}}\n:hidden:\n:caption: {section[1]}\n\n{entries}\n```\n"
-        source[0] = source[0][: section.end()] + contents + source[0][section.end() :]
+    """Give the index a table of contents of its links, in the sections of its headings; show the titles of pages."""
+    if document == "index":
+        for section in reversed(list(re.finditer(r"^## (.*)\n(?:(?!^## ).*\n)*", source[0], re.MULTILINE))):
+            links = re.findall(r"\[([^]]+)\]\((\w+)\.md\)", section[0])
+            entries = "\n".join(page if text == f"{page}.md" else f"{text} <{page}>" for text, page in links)
+            contents = f"\n```{{toctree}}\n:hidden:\n:caption: {section[1]}\n\n{entries}\n```\n"
+            source[0] = source[0][: section.end()] + contents + source[0][section.end() :]
+    source[0] = re.sub(r"\[(\w+\.md)\]\((\1[^)]*)\)", r"[](\2)", source[0])
+
+
+def fold_sidebar(app, page, template, context, doctree):
+    """Turn every caption of the sidebar into a group that opens; the group of this page, else the first, is open."""
+    groups = re.split(r'<p class="caption" role="heading">(.*?)</p>', context.get("furo_navigation_tree", ""))
+    pairs = list(zip(groups[1::2], groups[2::2], strict=True))
+    current = next((number for number, (_, pages) in enumerate(pairs) if "current" in pages), 0)
+    context["furo_navigation_tree"] = groups[0] + "".join(
+        f'<details{" open" if number == current else ""}><summary class="caption">{name}</summary>{pages}</details>'
+        for number, (name, pages) in enumerate(pairs)
+    )
 
 
 def setup(app):
     app.connect("source-read", add_contents)
+    app.connect("html-page-context", fold_sidebar, priority=900)  # after the theme has made the tree

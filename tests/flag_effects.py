@@ -375,7 +375,7 @@ checkpoint.no_load_optim | --no-load-optim | records | {LOAD} --train-iters 5
 checkpoint.no_load_rng | --no-load-rng | outcome | {LOAD} --seed 7
 checkpoint.finetune | --finetune | records | {LOAD}
 checkpoint.ckpt_step | --ckpt-step 1 | said continuing after step 1 | {LOAD}
-checkpoint.exit_on_missing_checkpoint | --exit-on-missing-checkpoint | outcome | --load {{tmp}}/nothing
+checkpoint.exit_on_missing_checkpoint | --exit-on-missing-checkpoint | outcome | --load {{tmp}}
 checkpoint.use_checkpoint_args | --use-checkpoint-args | outcome | {LOAD} !--hidden-size !--ffn-hidden-size
 checkpoint.allow_changed_model | --allow-changed-model | outcome | {LOAD} --norm-epsilon 1e-3
 checkpoint.allow_changed_data | --allow-changed-data | outcome | {LOAD} !--mock-data --train-data-path {{A}}

@@ -60,9 +60,12 @@ def written(tmp_path: Path, text: str, name: str = "mine.py") -> str:
     return str(tmp_path / name)
 
 
-def test_the_page_shows_the_examples_as_they_are() -> None:
+def test_the_page_links_the_examples_and_shows_parts_as_they_are() -> None:
     page = (EXAMPLES.parent / "docs" / "extend.md").read_text()
-    assert [name for name in NAMES if f"```python\n{Path(example(name)).read_text()}```" not in page] == []
+    assert [name for name in NAMES if f"](../examples/extend_{name}.py)" not in page] == []
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    texts = [Path(example(name)).read_text() for name in NAMES]
+    assert blocks and all(any(block in text for text in texts) for block in blocks)
 
 
 # finding and loading

@@ -5,31 +5,49 @@ python -m tools.accuracy [--rows] [--write] [SOURCE ...]
 Reads all files of tests/extras/search/published_data/. Prints a table of errors with a line a source, of dense models
 and of mixtures, what is outside or refused, and a line for each sweep: layouts of one model and batch that a source
 measured on the same GPUs. --rows: also published and predicted seconds of each row. --write: write the tables into
-docs/accuracy.md. Nothing is fitted here.
+docs/accuracy.md, and the spread of differences within sweeps, which `megapipe plan` prints, into
+megapipe/extras/search/spread.py. Nothing is fitted here.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megapipe.formatting import text_table
-from tests.extras.search.published import IN_BF16, Row, published_rows, sweeps
+from tests.extras.search.published import LABELS, PUBLISHED, Row, published_rows, sweeps
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "accuracy.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, SPREAD_FILE = ROOT / "docs" / "accuracy.md", ROOT / "megapipe" / "extras" / "search" / "spread.py"
+LEAST_PAIRS = 10  # of a kind of difference
+# settings of rows -> the aspect of layouts in `extras.search.layout.ASPECTS`
+ASPECT_OF = {
+    "tp": "tp",
+    "sequence_parallel": "tp",
+    "pp": "the pipeline",
+    "vpp": "the pipeline",
+    "pipeline_schedule": "the pipeline",
+    "decoder_last_pipeline_num_layers": "the pipeline",
+    "micro": "microbatch",
+    "recompute": "recompute",
+    "sharding": "sharding",
+    "ep": "experts",
+    "overlap_moe_expert_parallel_comm": "experts",
+    "moe_token_dispatcher_type": "experts",
+    "moe_combine_in_node": "experts",
+}
 NEAR = 1.05  # of the best measured step: as good as the best
-DENSE, MIXTURES, IN_16_BITS = "dense", "mixtures", "fp8 mixtures in bf16"
+DENSE, MIXTURES = "dense", "mixtures"
 
 
 def kind(row: Row) -> str:
-    if row.is_mixture:
-        return IN_16_BITS if IN_BF16 in row.approximated else MIXTURES
-    return DENSE
+    return MIXTURES if row.is_mixture else DENSE
 
 
 def predicted(rows: Sequence[Row]) -> list[Row]:
@@ -51,8 +69,7 @@ def error_line(source: str, of: str, rows: Sequence[Row]) -> tuple[str, ...]:
     """Return a line of the table of errors."""
     worst = max(rows, key=lambda row: abs(math.log(row.ratio))).ratio - 1
     gpus = sorted({row.settings["gpu"] for row in rows})
-    cells = (source, of, ", ".join(gpus), str(len(rows)), f"{bias(rows):+.1%}", f"{rms(rows):.1%}", f"{worst:+.0%}")
-    return cells if of != IN_16_BITS else (*cells[:4], f"({cells[4]})", "-", "-")
+    return (source, of, ", ".join(gpus), str(len(rows)), f"{bias(rows):+.1%}", f"{rms(rows):.1%}", f"{worst:+.0%}")
 
 
 def error_lines(sources: Sequence[str] = ()) -> list[tuple[str, ...]]:
@@ -61,11 +78,10 @@ def error_lines(sources: Sequence[str] = ()) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in predicted([row for row in published_rows() if not sources or row.source.name in sources]):
         groups.setdefault((kind(row), row.source.name), []).append(row)
-    for of in (DENSE, MIXTURES, IN_16_BITS):
+    for of, values in squares.items():
         for (_, source), rows in sorted(item for item in groups.items() if item[0][0] == of):
             lines.append(error_line(source, of, rows))
-            if of in squares:
-                squares[of].append(rms(rows) ** 2)
+            values.append(rms(rows) ** 2)
     for of, values in squares.items():
         if values:
             mean = math.sqrt(sum(values) / len(values))
@@ -89,7 +105,9 @@ def source_lines() -> list[tuple[str, ...]]:
     for name, rows in sorted(by_source.items()):
         head, known = rows[0].source, sum(row.why_outside is None for row in rows)
         commit = f", commit {head.commit[:7]}" if head.commit else ""
-        lines.append((name, f"{head.where}{commit}", head.stack, f"{known} of {len(rows)}", str(len(head.guessed))))
+        lines.append(
+            (name, f"{head.where}{commit}", head.planned_as.name, f"{known} of {len(rows)}", str(len(head.guessed)))
+        )
     total = sum(int(line[3].split()[0]) for line in lines)
     return [*lines, (f"all {len(lines)}", "", "", f"{total} of {len(published_rows())}", "")]
 
@@ -104,6 +122,39 @@ def sweep_line(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
     answer = "yes" if lost <= NEAR else "no"
     share = f"{agree / len(pairs):.0%}" if pairs else "-"
     return (name, str(len(known)), f"{lost - 1:+.1%}", answer, f"{seen:.3f}", share)
+
+
+def spread(found: Mapping[str, Sequence[Row]]) -> dict[str, tuple[float, int]]:
+    """Return the rms of log((predicted a / predicted b) / (measured a / measured b)) over pairs of layouts of a sweep,
+    and their number, by what the two differ in. The error that all layouts of a sweep share cancels.
+    """
+    logs: dict[str, list[float]] = {}
+    for rows in found.values():
+        for a, b in itertools.combinations(predicted(rows), 2):
+            settings = {key for row in (a, b) for key in row.settings if key not in {*LABELS, *PUBLISHED}}
+            aspects = {ASPECT_OF[key] for key in settings if a.settings.get(key) != b.settings.get(key)}
+            for kind in aspects if len(aspects) == 1 else {"several"} if aspects else ():
+                logs.setdefault(kind, []).append(math.log(a.ratio / b.ratio))
+    return {
+        kind: (math.sqrt(sum(log**2 for log in values) / len(values)), len(values))
+        for kind, values in sorted(logs.items())
+        if len(values) >= LEAST_PAIRS
+    }
+
+
+def spread_text(found: Mapping[str, Sequence[Row]]) -> str:
+    """Return the text of the file that `megapipe plan` reads the spread from."""
+    lines = [f'    "{kind}": ({error:.3f}, {count}),' for kind, (error, count) in spread(found).items()]
+    return "\n".join([SPREAD_HEAD, *lines, "}\n"])
+
+
+SPREAD_HEAD = '''"""Errors of predicted differences between two layouts of one model, in published sweeps.
+
+Written by `python -m tools.accuracy --write`. By what the two differ in: the rms of the logarithm of predicted over
+measured ratios of their times, and the number of pairs; of other differences there are too few.
+"""
+
+SPREAD = {'''
 
 
 def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -137,7 +188,7 @@ def tables() -> dict[str, str]:
 
 
 def write(page: Path = PAGE) -> None:
-    """Replace the tables between the markers of the page."""
+    """Replace the tables between the markers of the page, and the spread that the search prints."""
     text = page.read_text()
     made = tables()
 
@@ -145,12 +196,13 @@ def write(page: Path = PAGE) -> None:
         return f"<!-- {found[1]} -->\n{made[found[1]]}\n<!-- end -->"
 
     page.write_text(re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", replaced, text, flags=re.DOTALL))
+    SPREAD_FILE.write_text(spread_text(sweeps()))
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", action="store_true", help="print each row")
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/accuracy.md")
+    parser.add_argument("--write", action="store_true", help="write docs/accuracy.md and spread.py")
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="only these")
     given = parser.parse_args(arguments)
     if given.write:

@@ -1,51 +1,47 @@
-"""Fit the efficiencies of megapipe/plan/hardware.py to published runs, and print how well the others are predicted.
+"""Fit what no benchmark gives to published steps, and print how well the steps of other sources are predicted.
 
 python -m tools.fit_efficiency
 
-Two numbers for A100: `highest` and `half_at` of the curve of GEMMs; least squares of log(predicted / published) over
-the steps of Narayanan et al. 2021 and Korthikanti et al. 2022. Then the same fitted to each of the two papers alone, as
-a check on the other. One number for H100, `highest`, to one of two rows of Dubey et al. 2024. The share of the memory's
-rate is not fitted: as a free parameter it ends at 1.
+First the share of the peak that large GEMMs reach in training (megapipe/plan/hardware.py: HIGHEST) where it is below
+that of benchmarks: one number for a GPU and precision, by a few rows of the stack megatron-core. Then the overhead of
+each other stack (megapipe/plan/stacks.py): the mean of its sources, each with equal weight; and for each of its sources
+the overhead that the others give, and the errors with it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
-from megapipe.plan.hardware import Hardware, hardware_named, saturating
-from megapipe.plan.resolve import resolve
+from megapipe.plan.hardware import HARDWARE, Hardware
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.stacks import STACKS
 from megapipe.plan.step_time import predict_step, stage_seconds
 from megapipe.schedule.action import Op
-from tests.extras.search.published import Row, published_runs
+from tests.extras.search.published import Row, published_rows
 
-Point = tuple[float, float]  # highest, half_at
-START: Point = (0.8, 200.0)
-ROUNDS = 3
-
-
-def with_point(hardware: Hardware, point: Point) -> Hardware:
-    return dataclasses.replace(hardware, gemm_shares=saturating(*point))
+FITTED = {  # GPU, whether in fp8: source and model of the rows
+    ("h100", False): ("megatron-zoo", "mixtral_8x22b"),
+    ("b200", True): ("nvidia-bridge", "llama3_8b"),
+    ("gb200", True): ("nvidia-bridge", "llama3_8b"),
+}
 
 
 class Fast:
     """A step's seconds as a function of the layers' efficiencies only: everything else is simulated once and kept."""
 
-    def __init__(self, run: Row, plan: RunPlan, hardware: Hardware) -> None:
-        self.run, self._plan = run, plan
-        self._rest = predict_step(plan, hardware).seconds - self._of_layers(hardware)
-
-    def seconds(self, hardware: Hardware) -> float:
-        return self._rest + self._of_layers(hardware)
+    def __init__(self, row: Row, hardware: Hardware) -> None:
+        self._row, self._plan = row, row.plan()
+        self._rest = predict_step(self._plan, hardware).seconds - self._of_layers(hardware)
 
     def error(self, hardware: Hardware) -> float:
-        return math.log(self.seconds(hardware) / self.run.seconds)
+        """Return log(predicted / published)."""
+        return math.log((self._rest + self._of_layers(hardware)) / self._row.seconds)
 
     def _of_layers(self, hardware: Hardware) -> float:
-        plan = self._plan
+        plan: RunPlan = self._plan
         stages = stage_seconds(plan, hardware)
         of_rank = max(
             sum(stages[s].of(Op.F) + stages[s].of(Op.B) for s in plan.placement.stages_of(r))
@@ -55,61 +51,78 @@ class Fast:
         return of_rank * (count + (plan.topology.pp - 1) / plan.num_chunks)
 
 
-def least(loss: Callable[[Point], float], start: Point) -> Point:
-    """Minimize a function by ever smaller steps along both axes and their diagonals."""
-    best, width = (loss(start), start), 0.2
-    while width > 1e-3:
-        around = [
-            tuple(value * (1.0 + width) ** sign for value, sign in zip(best[1], signs, strict=True))
-            for signs in itertools.product((-1, 0, 1), repeat=2)
-        ]
-        near = min((loss(point), point) for point in around if point[0] <= 1.0)  # type: ignore[arg-type]
-        if near[0] < best[0]:
-            best = near  # type: ignore[assignment]
-        else:
-            width /= 2
-    return best[1]
+def root(error: Callable[[float], float], low: float, high: float) -> float:
+    """Return where an increasing function is zero, within 1e-4."""
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if error(middle) < 0 else (low, middle)
+    return (low + high) / 2
 
 
-def fit(runs: Sequence[Row]) -> Point:
-    base, point = hardware_named("a100-80"), START
-    for _ in range(ROUNDS):
-        fast = [Fast(run, resolve(run.config, run.num_gpus, 8), with_point(base, point)) for run in runs]
-        point = least(lambda p: sum(each.error(with_point(base, p)) ** 2 for each in fast), point)  # noqa: B023
-    return point
+def with_highest(hardware: Hardware, is_fp8: bool, share: float) -> Hardware:
+    in_16_bits, in_fp8 = hardware.gemm_highest
+    return dataclasses.replace(hardware, gemm_highest=(in_16_bits, share) if is_fp8 else (share, in_fp8))
 
 
-def told(name: str, point: Point, fitted: Sequence[Row], held_out: Sequence[Row]) -> str:
-    hardware = with_point(hardware_named("a100-80"), point)
-    parts = [f"{name}: highest {point[0]:.3f}, half_at {point[1]:.0f}"]
-    for what, runs in (("fitted", fitted), ("held out", held_out)):
-        if runs:
-            errors = [math.log(run.predicted_seconds(hardware) / run.seconds) for run in runs]
-            rms = math.sqrt(sum(error * error for error in errors) / len(errors))
-            parts.append(
-                f"{what} {len(runs)} rows: rms {rms:.1%}, from {math.exp(min(errors)) - 1:+.1%} to "
-                f"{math.exp(max(errors)) - 1:+.1%}"
+def rms(errors: Sequence[float]) -> float:
+    return math.sqrt(fmean(error * error for error in errors))
+
+
+def fitted_rows(gpu: str, is_fp8: bool) -> list[Row]:
+    """Return the rows that the share of a GPU and precision is fitted to."""
+    of, precision = (*FITTED[gpu, is_fp8], gpu), "fp8" if is_fp8 else "bf16"
+    rows = [row for row in published_rows() if row.settings["precision"] == precision]
+    return [row for row in rows if (row.source.name, row.settings.get("model"), row.settings["gpu"]) == of]
+
+
+def fit_highest(gpu: str, is_fp8: bool) -> float:
+    """Return the share of the peak of large GEMMs that gives its rows no error in the mean."""
+    rows = fitted_rows(gpu, is_fp8)
+    base = STACKS["megatron-core"].applied_to(HARDWARE[gpu])
+    share = base.gemm_highest[is_fp8]
+    for _ in range(3):  # what is kept of a step depends a little on its layers
+        fast = [Fast(row, with_highest(base, is_fp8, share)) for row in rows]
+        share = -root(lambda x: fmean(f.error(with_highest(base, is_fp8, -x)) for f in fast), -1.0, -0.2)  # noqa: B023
+    return share
+
+
+def fit_overhead(stack: str, of_source: dict[str, list[Fast]], hardware: dict[int, Hardware]) -> list[str]:
+    """Return lines with the overhead of a stack by all of its sources, and by all but each of them."""
+
+    def mean_error(sources: Sequence[str], overhead: float) -> float:
+        return fmean(
+            fmean(f.error(dataclasses.replace(hardware[id(f)], overhead=overhead)) for f in of_source[source])
+            for source in sources
+        )
+
+    names = sorted(of_source)
+    lines = [f"{stack}: {root(lambda x: mean_error(names, x), -0.3, 1.5):.2f}, by {', '.join(names)}"]
+    for name in names:
+        others = [each for each in names if each != name]
+        if others:
+            overhead = root(lambda x: mean_error(others, x), -0.3, 1.5)  # noqa: B023
+            errors = [f.error(dataclasses.replace(hardware[id(f)], overhead=overhead)) for f in of_source[name]]
+            lines.append(
+                f"  without {name}: {overhead:.2f}, and its {len(errors)} rows with that: rms {rms(errors):.1%}"
             )
-    return "; ".join(parts)
+    return lines
 
 
 def main() -> None:
-    runs = published_runs()
-    narayanan, korthikanti, llama = (
-        [r for r in runs if r.source.name == name] for name in ("narayanan", "korthikanti", "llama3")
-    )
-    point = fit([*narayanan, *korthikanti])
-    print(told("both", point, [*narayanan, *korthikanti], ()))
-    print(told("narayanan", fit(narayanan), narayanan, korthikanti))
-    print(told("korthikanti", fit(korthikanti), korthikanti, narayanan))
-    h100 = hardware_named("h100")
-    low, high = 0.3, 1.0
-    while high - low > 1e-3:
-        middle = (low + high) / 2
-        slower = llama[0].predicted_seconds(with_point(h100, (middle, point[1]))) > llama[0].seconds
-        low, high = (middle, high) if slower else (low, middle)
-    ratio = llama[1].predicted_seconds(with_point(h100, (low, point[1]))) / llama[1].seconds
-    print(f"h100, by {llama[0].name}: highest {low:.3f}; held out {llama[1].name}: {ratio - 1:+.1%}")
+    for (gpu, is_fp8), (source, model) in FITTED.items():
+        share, of = fit_highest(gpu, is_fp8), "fp8" if is_fp8 else "16 bits"
+        print(f"{gpu}, {of}: {share:.3f}, by {len(fitted_rows(gpu, is_fp8))} rows of {source}, {model}")
+    rows = [row for row in published_rows() if row.why_outside is None and row.why_refused is None]
+    for stack in STACKS:
+        of_source: dict[str, list[Fast]] = {}
+        hardware: dict[int, Hardware] = {}
+        for row in rows:
+            if row.source.planned_as.name == stack and not row.is_mixture:
+                fast = Fast(row, row.hardware)
+                of_source.setdefault(row.source.name, []).append(fast)
+                hardware[id(fast)] = row.hardware
+        if of_source:
+            print("\n".join(fit_overhead(stack, of_source, hardware)))
 
 
 if __name__ == "__main__":

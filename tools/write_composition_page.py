@@ -32,23 +32,28 @@ CELL, LABEL = 18, 130  # pixels
 
 HEAD = """# Which features work together
 
-Of {pairs} pairs of {count} features {accepted} are accepted and {refused} refused, each with a reason that the error
-repeats. Pairs that give one option two values, such as two schedules, are left out. Each feature is a few flags on a
-small model (`megapipe/config/features.py`); the reasons are one table (`megapipe/config/rules/pairs.py`; those of
-schedules are in `megapipe/plan/world_rules.py`).
+Of {pairs} pairs of {count} features {accepted} are accepted and {refused} are refused, each with a reason that the
+error repeats. Pairs that give one option two values, such as two schedules, are left out.
 
 ![All pairs of features: accepted, or refused with the number of the reason](images/composition.svg)
 
-- not built: each works alone, not together yet.
-- contradiction: together they mean nothing, or compute another function; refused for good.
+Every pair, every recipe below and {sets} drawn sets of four to seven features are tests (`tests/ledger.py`). An
+accepted set takes the planned memory and trains as one process does. Features that need a GPU or a library are planned
+and counted, not compared. A refused pair is also tried where a CPU can run it, so that no refusal outlives its reason.
 
-Every pair, every recipe below and {sets} drawn sets of four to seven features are tests (`tests/ledger.py`): what is
-accepted takes the planned memory and trains as one process does. Features that need a GPU or a library are planned and
-counted, not compared. What is refused is tried, too, where a CPU can run it: with its row left out of the table it has
-to end as stated there, so that no refusal outlives its reason. A commit runs a 20th of them; `tests/ledger.tsv` records
-when each last passed. [recipes.md](recipes.md) has the recipes with the models and grids of the published runs.
+`python tools/write_composition_page.py` writes this page.
 
-This page is generated: `python tools/write_composition_page.py`.
+"""
+RECIPES_HEAD = """## Recipes
+
+These are the features of published runs. `megapipe/config/features.py` has their further flags, and
+[recipes.md](recipes.md) plans them at their real sizes. {verdict}
+
+"""
+REASONS_HEAD = """## Reasons
+
+"Not built" means that each works alone but not together yet. "Contradiction" means that together they would mean
+nothing or compute another function.
 
 """
 
@@ -97,27 +102,25 @@ def page(found: Matrix) -> str:
     """Return docs/composition.md."""
     count, refused = found.num_pairs, len(found.refused)
     head = HEAD.format(pairs=count, count=len(FEATURES), accepted=count - refused, refused=refused, sets=NUM_SETS)
-    by_row = {row: [pair for pair, rows in found.refused.items() if row in rows] for row in found.rows}
     cells = [
-        (str(number), f"{row.option} with {', '.join(row.others)}", row.kind, row.reason, str(len(by_row[row])))
+        (str(number), f"{row.option} with {', '.join(row.others)}", row.kind, row.reason)
         for number, row in enumerate(found.rows, 1)
     ]
-    flags = [(feature.name, f"`{feature.flags}`") for feature in FEATURES]
-    reasons = markdown_table(("reason", "options", "kind", "why", "pairs"), cells)
+    reasons = markdown_table(("reason", "options", "kind", "why"), cells)
     recipes = markdown_table(
-        ("recipe", "features", "further flags", "stands for", "verdict"),
-        list(map(_verdict, found.recipes, found.recipes.values())),
+        ("recipe", "features", "stands for"),
+        [(recipe.name, ", ".join(recipe.features), recipe.run) for recipe in found.recipes],
     )
-    features = markdown_table(("feature", "flags"), flags)
-    return f"{head}## Recipes\n\n{recipes}\n## Reasons\n\n{reasons}\n## Features\n\n{features}"
+    features = "".join(f"- {feature.name}: `{feature.flags}`\n" for feature in FEATURES)
+    verdict = verdict_text(found.recipes)
+    return f"{head}{RECIPES_HEAD.format(verdict=verdict)}{recipes}\n{REASONS_HEAD}{reasons}\n## Features\n\n{features}"
 
 
-def _verdict(recipe: Recipe, rows: tuple[Refusal, ...]) -> tuple[str, ...]:
-    """Return a recipe's row of the page."""
-    words = f"refused: {'; '.join(row.reason for row in rows)}" if rows else "accepted"
-    flags = f"`{recipe.flags}`" if recipe.flags else ""
-    lacks = f"; not built: {recipe.lacks}" if recipe.lacks else ""
-    return recipe.name, ", ".join(recipe.features), flags, recipe.run, words + lacks
+def verdict_text(recipes: dict[Recipe, tuple[Refusal, ...]]) -> str:
+    """Return whether all recipes are accepted, and what the others lack."""
+    refused = [f"{recipe.name} ({'; '.join(row.reason for row in rows)})" for recipe, rows in recipes.items() if rows]
+    words = [f"Refused: {', '.join(refused)}." if refused else "All are accepted."]
+    return " ".join([*words, *(f"Not built for {each.name}: {each.lacks}." for each in recipes if each.lacks)])
 
 
 def picture(found: Matrix) -> str:

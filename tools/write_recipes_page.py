@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Write docs/recipes.md: published runs at their real sizes, planned, and counted by the dry run of the fullest rank.
+"""Write docs/recipes.md: the shipped configurations as planned, and published runs as planned and counted.
 
 python tools/write_recipes_page.py            # counts all recipes of tools/recipes.yaml, which takes minutes
 python tools/write_recipes_page.py GPT-OSS    # counts this one, and keeps what the page says of the others
+python tools/write_recipes_page.py configs    # plans configs/*.yaml in seconds, and keeps the published runs
 
-Tests plan every recipe again, and count some, and compare them with the page.
+Every form plans configs/*.yaml. Tests plan all of it again, count some recipes, and compare them with the page.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,33 +25,69 @@ sys.path.insert(0, str(REPOSITORY))
 
 from megapipe.api.config import Config  # noqa: E402
 from megapipe.api.planning import make_plan  # noqa: E402
+from megapipe.config.parallel import strategy_of  # noqa: E402
+from megapipe.errors import ConfigError  # noqa: E402
 from megapipe.extras.dry_run.rank import count_rank  # noqa: E402
 from megapipe.extras.dry_run.run import difference_text  # noqa: E402
 from megapipe.formatting import bytes_text  # noqa: E402
 from megapipe.plan.hardware import hardware_named  # noqa: E402
 from megapipe.plan.memory import RankMemory, all_rank_memory  # noqa: E402
 from megapipe.plan.run_plan import RunPlan  # noqa: E402
+from megapipe.plan.step_time import predict_step  # noqa: E402
 from megapipe.topology import all_coordinates  # noqa: E402
 from tests.extras.dry_run.grids import read_for  # noqa: E402
 from tools.write_flags_page import markdown_table  # noqa: E402
 
 SOURCE, PAGE = REPOSITORY / "tools" / "recipes.yaml", REPOSITORY / "docs" / "recipes.md"
 RANKS_PER_NODE = 8
+GIB = 2**30
 RUN = "--device cuda --mock-data --train-iters 100000 --lr 1e-4"
-HEADER = (
-    *("recipe", "GPUs", "grid", "parameters (active)", "published", "rank", "planned", "seconds"),
-    *("counted", "difference", "seconds"),
+CONFIGS = REPOSITORY / "configs"
+HEADER = ("recipe", "GPUs", "layout", "parameters (active)", "planned GiB", "difference", "source of the sizes")
+PLANNED, DIFFERENCE = slice(0, 5), 5  # columns
+SHIPPED_HEADER = (
+    "configuration",
+    "parameters",
+    "GPUs",
+    "layout",
+    "GiB",
+    "seconds a step",
+    "tokens/s a GPU",
+    "measured",
 )
-PLANNED, COUNTED = slice(0, 7), slice(8, 10)  # columns, without the seconds
-HEAD = """# Published runs at their real sizes
+GPUS = {"deepseek_v3": "h800", "gpt3_175b": "a100-80", "quickstart": "cpu", "stdlib_llama": "cpu"}
+OTHER_GPU = "h100"  # of the configurations that are not in GPUS
+MORE_FLAGS = dict.fromkeys(("quickstart", "quickstart_gpu", "stdlib_llama"), ("--vocab-size", "2048"))
+MEASURED = {
+    "quickstart": "three minutes on two cores ([readme.md](readme.md))",
+    "stdlib_llama": "4,000 tokens/s ([small_model.md](small_model.md))",
+}
+SHARDED = {"optim_grads": "ZeRO-2", "optim_grads_params": "ZeRO-3"}
+HEAD = """# Recipes
 
-The recipes of [composition.md](composition.md) with the models, numbers of GPUs and grids of public sources. Planned is
-the memory of the fullest rank by `megapipe plan`, counted that of the real code of this rank in a dry run: tensors have
-shapes and no values, and are kept as CUDA's kernels keep them ([planner.md](planner.md)). The seconds are those of plan
-and dry run, on one core of a busy machine (AMD EPYC). Nothing of this page has run on these GPUs.
+Nothing on this page has run on these GPUs. Read the plan of a configuration before you start it:
 
-The page is generated: `python tools/write_recipes_page.py`; the recipes are `tools/recipes.yaml`. Tests plan and count
-them again.
+```bash
+megapipe plan --world-size 8 --gpu h100 --device cuda --config configs/llama3_8b.yaml
+```
+
+## Shipped configurations
+
+GiB are those of the fullest rank. Steps are predicted ([time_model.md](time_model.md)) for the batch of the file. They
+are too short for gpt2_124m and quickstart_gpu, since the model leaves out the launches of small kernels.
+
+"""
+PUBLISHED = """
+DeepSeek-V3 is planned for the H800 of its report and GPT-3 for the A100 of arXiv:2104.04473. The other kinds of GPU
+are our choice.
+
+## Published runs
+
+These are the recipes of [composition.md](composition.md) at the sizes of public sources. Planned is the memory of the
+fullest rank. A dry run counts the same rank with the code that trains ([dry_run.md](dry_run.md)), and the difference is
+counted against planned. Parameters are within 2 % of the published number, active ones within 7 %.
+
+`tools/recipes.yaml` has the flags of every recipe, all sources, and whether its layout was published or is our choice.
 
 """
 
@@ -89,69 +126,101 @@ def fullest_rank(plan: RunPlan) -> tuple[int, RankMemory]:
     return next(rank for rank, place in all_coordinates(plan.topology) if place.pp_rank == memory.pp_rank), memory
 
 
-def planned_cells(run: RealRun, plan: RunPlan, rank: int, memory: RankMemory) -> tuple[str, ...]:
-    """Return the columns of the plan."""
+def planned_cells(run: RealRun, plan: RunPlan, memory: RankMemory) -> tuple[str, ...]:
+    """Return the columns of the plan of a published run."""
+    return run.name, f"{run.ranks:,} {run.gpu}", layout_text(plan), parameters_text(plan), gib_text(memory)
+
+
+def layout_text(plan: RunPlan) -> str:
+    """Return the axes of more than one rank, and what is sharded and which schedule runs where there is a choice."""
     sizes = {axis: getattr(plan.topology, axis) for axis in ("tp", "cp", "pp", "ep", "dp")}
-    grid = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-    counts = [sum(spec.num_elements for spec in plan.specs), plan.active_parameters]
-    found, published = ([_billions(count) for count in of] for of in (counts, [1e9 * each for each in run.published]))
-    of_tokens = f" ({found[1]})" if plan.model.has_experts else ""
+    words = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]
+    words += filter(None, [SHARDED.get(strategy_of(plan.config.parallel))])
+    return " ".join([*words, plan.schedule_name] if plan.topology.pp > 1 else words) or "one rank"
+
+
+def parameters_text(plan: RunPlan) -> str:
+    """Return the number of parameters, and with experts that of those that a token sees."""
+    counts = [sum(spec.num_elements for spec in plan.specs), *[plan.active_parameters] * plan.model.has_experts]
+    texts = [f"{count / 1e9:.4g}B" if count >= 1e9 else f"{count / 1e6:.4g}M" for count in counts]
+    return texts[0] + "".join(f" ({text})" for text in texts[1:])
+
+
+def gib_text(memory: RankMemory) -> str:
+    """Return the memory of a rank in GiB, without the unit."""
+    return f"{memory.total / GIB:.3g}"
+
+
+def difference_cell(plan: RunPlan, rank: int, memory: RankMemory) -> str:
+    """Return the difference of the dry run from the plan."""
+    return difference_text(memory.total, count_rank(plan, rank, read_for(plan)).peak)
+
+
+def shipped_rows() -> list[tuple[str, ...]]:
+    """Plan every file of configs/, and return its row."""
+    return [shipped_row(path) for path in sorted(CONFIGS.glob("*.yaml"))]
+
+
+def shipped_row(path: Path) -> tuple[str, ...]:
+    """Return the row of a shipped configuration: planned for the ranks of its first line, predicted unless on a CPU."""
+    name = path.stem
+    world = re.match(r"# (\d+) ranks?(?:, (\d+) a node)?\b", path.read_text(encoding="utf-8"))
+    if world is None:
+        raise ConfigError(f"{path}: the first line has to begin with the ranks, as in '# 64 ranks, 8 a node: ...'")
+    gpu, ranks, per_node = GPUS.get(name, OTHER_GPU), int(world[1]), int(world[2]) if world[2] else None
+    files = [CONFIGS / "quickstart.yaml", path] if name == "quickstart_gpu" else [path]
+    flags = [word for each in files for word in ("--config", str(each))]
+    device = "cpu" if gpu == "cpu" else "cuda"
+    config = Config.from_flags([*flags, *MORE_FLAGS.get(name, ()), "--device", device])
+    plan = make_plan(config, ranks, per_node)
+    speed = ("", "")
+    if gpu != "cpu":
+        time = predict_step(plan, hardware_named(gpu))
+        speed = f"{time.seconds:.3g}", f"{time.tokens_per_second / ranks:,.0f}"
     return (
-        run.name,
-        f"{run.ranks:,} {run.gpu}",
-        ", ".join([*grid, plan.schedule_name] if plan.topology.pp > 1 else grid),
-        f"{found[0]}{of_tokens}",
-        published[0] + "".join(f" ({each})" for each in published[1:]),
-        f"{rank:,}",
-        bytes_text(memory.total),
+        *(name, parameters_text(plan), f"{ranks:,} {gpu}", layout_text(plan)),
+        *(gib_text(fullest_rank(plan)[1]), *speed, MEASURED.get(name, "not measured")),
     )
 
 
-def _billions(count: float) -> str:
-    return f"{count / 1e9:.4g} B"
-
-
-def counted_cells(plan: RunPlan, rank: int, memory: RankMemory) -> tuple[str, ...]:
-    """Return the columns of the dry run."""
-    counted = count_rank(plan, rank, read_for(plan)).peak
-    return bytes_text(counted), difference_text(memory.total, counted)
-
-
 def rows_of_page() -> dict[str, tuple[str, ...]]:
-    """Return the cells of every recipe on the page."""
+    """Return the cells of every published run on the page."""
     lines = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
     rows = [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in lines if line.startswith("|")]
     return {row[0]: row for row in rows if len(row) == len(HEADER)}
 
 
 def main(names: Sequence[str]) -> None:
-    """Plan all recipes, count those of these names, or all, and write the page."""
+    """Plan configs/*.yaml, plan and count the recipes of these names, or all, and write the page."""
     runs, known, rows = real_runs(), rows_of_page(), []
+    if unknown := set(names) - {run.name for run in runs} - {CONFIGS.name}:
+        raise SystemExit(f"error: {sorted(unknown)[0]!r} is no recipe; give {CONFIGS.name} or names of {SOURCE.name}")
     for run in runs:
         if names and run.name not in names:
             rows.append(known[run.name])
             continue
-        started = time.perf_counter()
         plan = run.plan()
         rank, memory = fullest_rank(plan)
-        planned, planned_at = planned_cells(run, plan, rank, memory), time.perf_counter()
-        counted = counted_cells(plan, rank, memory)
-        seconds = planned_at - started, time.perf_counter() - planned_at
-        rows.append((*planned, f"{seconds[0]:.1f}", *counted, f"{seconds[1]:.0f}"))
+        cells = planned_cells(run, plan, memory)
+        rows.append((*cells, difference_cell(plan, rank, memory), short_source(run)))
         print(*rows[-1], sep=" | ", flush=True)
-    PAGE.write_text(page(runs, rows), encoding="utf-8")
+    PAGE.write_text(page(runs, rows, shipped_rows()), encoding="utf-8")
 
 
-def page(runs: Sequence[RealRun], rows: Sequence[tuple[str, ...]]) -> str:
+def short_source(run: RealRun) -> str:
+    """Return the first of the sources of a model's sizes."""
+    return re.split(r"[,;]| and ", run.source)[0]
+
+
+def page(runs: Sequence[RealRun], rows: Sequence[tuple[str, ...]], shipped: Sequence[tuple[str, ...]]) -> str:
     """Return docs/recipes.md."""
-    memory = {run.gpu: bytes_text(hardware_named(run.gpu).memory_bytes) for run in runs}
-    gpus = ", ".join(f"{name} {size}" for name, size in memory.items())
+    gpus = {run.gpu for run in runs} | {OTHER_GPU, *GPUS.values()} - {"cpu"}
+    sizes = ", ".join(f"{name} {bytes_text(hardware_named(name).memory_bytes)}" for name in sorted(gpus))
     notes = "\n".join(f"- {run.name}: {run.note}" for run in runs if run.note)
-    flags = [(run.name, f"`{shlex.join(run.arguments)}`", run.source, run.grid) for run in runs]
     return (
-        f"{HEAD}{markdown_table(HEADER, rows)}\nMemory of a GPU: {gpus}.\n\n{notes}\n\n## Flags and sources\n\n"
-        f"`megapipe plan --world-size N --ranks-per-node {RANKS_PER_NODE}` with these flags and `{RUN}`.\n\n"
-        f"{markdown_table(('recipe', 'flags', 'sizes', 'grid'), flags)}"
+        f"{HEAD}{markdown_table(SHIPPED_HEADER, shipped)}\nMemory of a GPU: {sizes}.\n"
+        f"{PUBLISHED}{markdown_table(HEADER, rows)}\n{notes}\n\n"
+        "`python tools/write_recipes_page.py` writes this page.\n"
     )
 
 

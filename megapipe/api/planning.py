@@ -95,6 +95,9 @@ class PipelineSchedule:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
+    def _repr_svg_(self) -> str:  # how notebooks show it
+        return self.svg()
+
     def csv(self) -> str:
         """Return one line for each rank with an action in each cell, as torch.distributed.pipelining reads them."""
         return to_csv(self._schedule)

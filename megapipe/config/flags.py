@@ -50,6 +50,7 @@ ABBREVIATIONS = {
     "--pp": "pp is --pipeline-model-parallel-size",
     "--cp": "cp is --context-parallel-size",
     "--dp": "dp is the number of ranks / (tp x pp x cp)",
+    "--nproc-per-node": "it belongs to the launcher: megapipe launch --nproc-per-node N pretrain ...",
     "--vpp": "chunks are --num-virtual-stages-per-pipeline-rank",
 }
 SYNONYMS = {  # names of other frameworks
@@ -135,6 +136,7 @@ def read_command_line(argv: Sequence[str], problems: Problems | None = None) -> 
             given.append((flag_name, [value] if equals else []))
         elif not given:
             found.add(f"{shortened(token)!r} follows no flag; give a YAML file as --config FILE.yaml")
+            found.hides_fields = True
         else:
             given[-1][1].append(token)
     settings: list[Setting] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 from megapipe.config.changes import FUNCTION, classes
 from megapipe.config.config import Config, all_fields, make_config, value_of
-from megapipe.config.fields import BOOL_WORDS, nearest, read_value, value_text
+from megapipe.config.fields import BOOL_WORDS, nearest, nearest_word, read_value, value_text
 from megapipe.config.files import is_hugging_face
 from megapipe.config.flags import (
     Requests,
@@ -270,15 +270,21 @@ def check_complete(loaded: LoadedConfig, problems: Problems, more: Sequence[Rule
 def settings_of_yaml(text: str, name: str, accepted: list[str], problems: Problems) -> list[Setting]:
     """Return the settings of a YAML file. accepted: receives the flags of Megatron that change no result here."""
     settings = []
+    known = {field.name for field in all_fields()}
     for entry in read_entries(text, name, problems):
-        with problems.caught(*(field.key for field in all_fields() if field.name == entry.key)):
+        meant = entry.key if entry.key in known else nearest_word(entry.key, known)
+        before = len(problems.messages)
+        with problems.caught(*(field.key for field in all_fields() if field.name == meant)):
             settings += settings_of_entry(entry, accepted)
+        # an unknown key may mean any field
+        problems.hides_fields |= entry.key not in known and len(problems.messages) > before
     return settings
 
 
 def settings_of_entry(entry: Entry, accepted: list[str]) -> list[Setting]:
     """Return the settings of one line of a YAML file. Raises ConfigError at an unknown key, with the nearest one."""
-    subject = f"{entry.where}: {entry.section}.{entry.key}" if entry.section else f"{entry.where}: {entry.key}"
+    key = f"{entry.section}.{entry.key}" if entry.section else entry.key
+    subject = f"{entry.where}: {key}"
     by_name = {field.name: field for field in all_fields()}
     name = "--" + normalised(entry.key)
     if entry.key in by_name:
@@ -293,7 +299,7 @@ def settings_of_entry(entry: Entry, accepted: list[str]) -> list[Setting]:
         names = [field.name for field in all_fields() if entry.section in (None, field.section)]
         every = [*by_name, *(flag[2:].replace("-", "_") for flag in field_flags())]
         meant = nearest(entry.key, names) or nearest(entry.key, every)
-        raise ConfigError(f"unknown key {subject}{meant}; --help lists all names")
+        raise ConfigError(f"{entry.where}: unknown key {key}{meant} (--help lists all names)")
     if entry.section is not None and entry.section != field.section:
         raise ConfigError(f"{subject}: {entry.key} belongs to the section {field.section}")
     if flag.value is not TAKES_VALUE:

@@ -247,6 +247,8 @@ def _open(path: Path, prefix: str) -> FileIO:
         return open(path, "rb", buffering=0)
     except FileNotFoundError:
         rule = f"a data path is a prefix, here {prefix!r}, without .bin or .idx"
+        if Path(prefix).is_file() and Path(prefix).suffix not in (".bin", ".idx"):
+            rule = f"{prefix} is another file; megapipe preprocess makes token files of text"
         raise DataError(f"there is no token file {path}; {rule}") from None
     except OSError as error:
         raise DataError(f"cannot read token file {path}: {error.strerror}") from None

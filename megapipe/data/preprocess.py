@@ -148,7 +148,7 @@ def _write_all(
             if encoded.problems and counts.skipped + len(encoded.problems) > skip_bad:
                 problem = encoded.problems[max(0, skip_bad - counts.skipped)]
                 before = f", after {skip_bad:,} that were skipped" if skip_bad else ""
-                way = "repair it, or leave out up to N bad records with --skip-bad N"
+                way = "repair it, choose files with --suffixes, or leave out up to N bad records with --skip-bad N"
                 raise DataError(f"{problem.text}{before}; {way}")
             _write(encoded, output, counts)
             counts.seconds = time.monotonic() - begin

@@ -6,6 +6,8 @@ not to steps of training (tests/plan/attention_benchmarks.csv has the points and
 
 - Hopper, flash2 and flash3: Shah et al. 2024 (arXiv:2407.08608), figures 5 and 6, H100 SXM5. Backwards were measured
   without a mask.
+- Ampere: Dao 2023 (arXiv:2307.08691) gives the highest rates, 73 % forward and 63 % backward on A100; that they grow
+  with keys as on Hopper is an assumption.
 - Hopper and Blackwell, cudnn: NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training, cuDNN 9.19 on H200 and 9.22 on
   GB200.
 """
@@ -44,6 +46,8 @@ class AttentionRate(NamedTuple):
 
 
 Rates = Mapping[str, AttentionRate]  # by kernel
+FLASH_2_AMPERE = AttentionRate(Curve(0.73, 201), Curve(0.63, 274), 0.89)
+AMPERE: Rates = {"flash2": FLASH_2_AMPERE, "cudnn": FLASH_2_AMPERE}  # torch's choice there is flash attention, too
 HOPPER: Rates = {
     "flash2": AttentionRate(Curve(0.354, 201), Curve(0.333, 274), 0.89),
     "flash3": AttentionRate(Curve(0.663, 301), Curve(0.598, 427), 0.79),

@@ -5,7 +5,7 @@ The rows are those of `schedule.parts`: attention, dispatch, MLP and combine of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megapipe.layers.attention import AttentionTable
@@ -15,12 +15,13 @@ from megapipe.plan.activations import with_recompute
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_time import OpSeconds, expert_links, head_seconds, layer_seconds, ring_link
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.action import Op
+from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.costs import Seconds
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.partition import Partition
-from megapipe.schedule.parts import Parts, parts_of
+from megapipe.schedule.parts import Parts, expand_row, parts_of
+from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, simulate
 
 MOST_FILLS = 6  # times pp microbatches that are simulated; longer steps only repeat their middle
@@ -123,21 +124,54 @@ def hidden_seconds(plan: RunPlan, hardware: Hardware, count: int | None = None, 
     return max(0.0, blocking.makespan_seconds - overlapping.makespan_seconds + longer)
 
 
+def least_of_rank(plan: RunPlan, hardware: Hardware, rank: int, more: int) -> float:
+    """Return a lower bound of a step in which all-to-alls overlap, with so many times pp microbatches more than the
+    plan's: one pipeline rank computes and exchanges its parts in their order, and waits for others only for the first
+    forward; the last gradient passes the stages before it.
+    """
+    assert plan.parts is not None
+    parts, schedule = plan.parts, plan.schedule(plan.batch.num_microbatches).without_messages()
+    seconds, speeds = expert_model(plan, hardware).part_costs(parts, overlap=True).seconds, plan.rank_speeds
+    row = expand_row(schedule.rows[rank], parts, plan.config.parallel.delay_wgrad_compute)
+    free_at, done = [0.0, 0.0], dict[tuple[int, bool, int | None], float]()
+    backwards: dict[int, list[float]] = {}  # ends, of each part
+    for site, op, microbatch in row:
+        if op in COMPUTE_OPS:
+            lane, is_forward = site in parts.network, op is Op.F
+            needed = (site - 1, True, microbatch) if is_forward else (site + 1, False, microbatch)
+            start = free_at[lane] if op is Op.W else max(free_at[lane], done.get(needed, 0.0))
+            free_at[lane] = end = start + seconds[site, op] / (1.0 if lane else speeds[rank])
+            if op is not Op.W:
+                done[site, is_forward, microbatch] = end
+            if op in (Op.B, Op.I):
+                backwards.setdefault(site, []).append(end)
+    last = max(backwards, key=lambda site: backwards[site][-1])
+    before = sum(seconds[site, Op.F] for site in range(row[0].stage))
+    after = sum(seconds[site, Op.B if site in parts.network else Op.I] for site in range(last))
+    longest = max(*free_at, backwards[last][-1] + after / max(speeds)) + before / max(speeds)
+    if plan.config.optimizer.optimizer_post_validation:  # no rank waits for the first forward of another
+        longest = max(free_at)
+    return longest + more * _apart(schedule, max(backwards.values(), key=len), max(free_at))
+
+
 def fill_seconds(timeline: Timeline) -> float:
     """Return the seconds by which a step is longer with as many microbatches more as there are ranks: those between two
     input gradients of the last stage in mid-step that are so many apart.
     """
     schedule = timeline.schedule
-    last, ranks = schedule.num_stages - 1, schedule.num_ranks
+    last = schedule.num_stages - 1
     rank = schedule.placement.rank_of_stage[last]
     row = zip(schedule.rows[rank], timeline.ends[rank], strict=True)
     ends = [end for (stage, op, _), end in row if stage == last and op in (Op.B, Op.I)]
-    apart = ranks * schedule.num_slices // len(schedule.placement.directions)
+    return _apart(schedule, ends, max(timeline.work_seconds))
+
+
+def _apart(schedule: Schedule, ends: Sequence[float], work: float) -> float:
+    """Return the seconds between two of these ends in mid-step that are as many apart as there are ranks."""
+    apart = schedule.num_ranks * schedule.num_slices // len(schedule.placement.directions)
     family = SCHEDULES[schedule.name]
     middle = len(ends) - 1 - apart - (apart // 2 if family.takes_chunks and family.chunks is None else 0)
-    if middle >= apart:
-        return ends[middle] - ends[middle - apart]
-    return max(timeline.work_seconds) * apart / len(ends)
+    return ends[middle] - ends[middle - apart] if middle >= apart else work * apart / len(ends)
 
 
 def _mean(seconds: Iterable[OpSeconds]) -> Seconds:

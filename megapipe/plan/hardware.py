@@ -3,10 +3,9 @@
 Rates are those of the makers' data sheets, for matrices without sparsity: NVIDIA A100 (2021), H100 SXM, H800 and H200
 (2023), B200 and GB200 (2024), B300 and GB300 (2025), AMD MI300X (2023). H800 is H100 with slower links within a node.
 NVIDIA gives fp8 with sparsity, twice the dense rate; A100 has no fp8. Links are counted in one direction for one
-device. How much of a peak GEMMs reach is not in data sheets: tools/fit_efficiency.py fits it to published steps in 16
-bits, of A100 and of H100, and later devices are taken to be like H100. In fp8 GEMMs are taken to reach the same share
-as in 16 bits: units twice as fast are fed by operands of half the bytes. Attention on NVIDIA's GPUs since H100 has the
-rates of `attention_rates`; on others its share is an estimate, as are those of the memory's rate and of links.
+device. How much of a peak large GEMMs reach is not in data sheets: `HIGHEST` has it by device, from benchmarks or,
+where training reaches less than those, fitted to published steps (tools/fit_efficiency.py). Attention on NVIDIA's GPUs
+has the rates of `attention_rates`; on others its share is an estimate, as is that of the memory's rate.
 docs/time_model.md compares what comes of them.
 """
 
@@ -17,6 +16,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +24,34 @@ from megapipe.config.yaml_file import read_object
 from megapipe.dtypes import FP8
 from megapipe.errors import ConfigError
 from megapipe.layers.table import AttentionWork
-from megapipe.plan.attention_rates import BLACKWELL, HOPPER, Rates
+from megapipe.plan.attention_rates import AMPERE, BLACKWELL, HOPPER, Rates
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
 FP32_NAMES = ("fp32", "fp64")
 
-
-def saturating(highest: float, half_at: float) -> tuple[tuple[int, float], ...]:
-    """Return the shares of the peak that GEMMs reach, as (smallest of the three sizes n, highest n / (n + half_at)).
-
-    `Hardware.gemm_share` interpolates between rows.
-    """
-    sizes = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    return tuple((size, round(highest * size / (size + half_at), 3)) for size in sizes)
-
-
-HALF_AT = 284.0
-GEMM_SHARES = saturating(0.80, HALF_AT)  # A100
-SINCE_H100 = saturating(0.568, HALF_AT)
+# Share of the peak that a large GEMM reaches: in 16 bits, and in fp8. Benchmarks: stas00/ml-engineering (best shape of
+# each GPU) for A100, B300, GB300 and MI300X; deepseek-ai/DeepGEMM for fp8 on H100. H100 in 16 bits, B200 and GB200 are
+# fitted; in 16 bits these are taken to reach the same share as in fp8.
+HIGHEST = {
+    "a100": (0.87, 0.87),
+    "h100": (0.626, 0.72),
+    "b200": (0.573, 0.573),
+    "gb200": (0.53, 0.53),
+    "b300": (0.786, 0.763),
+    "gb300": (0.73, 0.723),
+    "mi300x": (0.514, 0.514),
+}
+# A GEMM of depth k reaches k / (k + half) of that: it starts and ends with reads and writes that no product hides.
+# From the shapes in DeepGEMM's first README, in fp8 on H800, each within 10 %; 16 bits take twice as long a product.
+HALF_DEPTH = 375.0  # in 16 bits; in fp8 twice that
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93))  # rows and columns of a result, relative speed
 ATTENTION_SINCE_H100 = 0.35  # by kernels that `attention_rates` does not know: those that take masks
 # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
 PCIE_4, PCIE_5 = 32.0, 64.0
+# Of the rates of data sheets, what rings of NCCL reach, and the seconds that each hop adds: from all-reduces of 16 MiB
+# to 16 GiB over 8 A100, H200 and B200 and over 32 B200 on 4 nodes (stas00/ml-engineering, network/README.md, 744d01e)
+NODE_SHARE, HOP_SECONDS = 0.78, 8e-6
+NETWORK_SHARE, NETWORK_HOP_SECONDS = 0.9, 20e-6
 NVL72 = 72  # GPUs of a rack, all joined by NVLink
 HOST_SHARE = 0.8  # of that rate, what copies between pinned memory and a device are taken to reach
 
@@ -70,13 +77,20 @@ class Hardware:
     network: Link  # between nodes
     ranks_per_node: int = 8
     memory_share: float = 0.92  # that a plan may fill: the rest is CUDA context, kernel workspace, allocator slack
-    gemm_shares: tuple[tuple[int, float], ...] = GEMM_SHARES
+    gemm_highest: tuple[float, float] = (0.8, 0.8)  # share of the peak of a large GEMM in 16 bits, and in fp8
+    num_sms: int = 132  # tiles of a GEMM's result that are computed at a time
+    gemm_shares: tuple[tuple[int, float], ...] = ()  # measured: (smallest of the three sizes, share), in place of these
     attention_share: float = 0.45  # of the peak, by an attention kernel without a curve, forward and backward
     pointwise_share: float = 0.9  # of the memory's rate, by kernels that only move memory
     nccl_bytes: int | None = None  # measured on a rank, in place of the model of what NCCL holds (plan.nccl_memory)
     price_per_hour: float | None = None  # of one accelerator, in any currency
     host_bytes_per_second: float = HOST_SHARE * PCIE_4 * GIGA  # to or from the host's memory, in one direction
     attention_rates: Rates = field(default_factory=dict)  # by kernel; none if attention_share was measured
+    # set by a software stack (plan.stacks)
+    overhead: float = 0.0  # that kernels of a layer take longer, as a share
+    message_times: float = 1.0  # that tensor-parallel messages take what their links allow
+    pipelined_exchanges: bool = False  # tokens that go once to a node move between nodes and within them together
+    overlapped_instances: bool = False  # sums of gradients over instances run under the backward
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s in a configuration dtype, or in "fp8". Raises ConfigError where the table has no rate."""
@@ -100,15 +114,25 @@ class Hardware:
         rate = self.attention_rates.get(work.kernel)
         return self.attention_share if rate is None else rate.share(work.keys, work.head_size, is_backward)
 
-    def gemm_share(self, smallest: int) -> float:
-        """Return the share of the peak that a GEMM with this smallest size reaches, interpolated over its logarithm."""
-        rows = self.gemm_shares
-        if smallest <= rows[0][0]:
-            return rows[0][1] * smallest / rows[0][0]
-        for (low, low_share), (high, high_share) in itertools.pairwise(rows):
+    def gemm_share(self, rows: int, columns: int, depth: int, is_fp8: bool = False) -> float:
+        """Return the share of the peak that a product [rows, depth] x [depth, columns] reaches.
+
+        Its tiles are computed in waves, as many at a time as there are multiprocessors: the last wave is seldom full.
+        Measured shares are interpolated over the logarithm of the smallest size.
+        """
+        if self.gemm_shares:
+            return self._measured_share(min(rows, columns, depth))
+        half = HALF_DEPTH * (2 if is_fp8 else 1)
+        return self.gemm_highest[is_fp8] * depth / (depth + half) * wave_share(rows, columns, self.num_sms)
+
+    def _measured_share(self, smallest: int) -> float:
+        table = self.gemm_shares
+        if smallest <= table[0][0]:
+            return table[0][1] * smallest / table[0][0]
+        for (low, low_share), (high, high_share) in itertools.pairwise(table):
             if smallest <= high:
                 return low_share + (high_share - low_share) * math.log(smallest / low) / math.log(high / low)
-        return rows[-1][1]
+        return table[-1][1]
 
     @property
     def pointwise_bytes_per_second(self) -> float:
@@ -120,6 +144,17 @@ class Hardware:
         return int(self.memory_bytes * self.memory_share)
 
 
+@cache
+def wave_share(rows: int, columns: int, num_sms: int) -> float:
+    """Return the share of multiprocessors that the waves of tiles of a result keep busy, with the best of `TILES`."""
+
+    def busy(height: int, width: int, speed: float) -> float:
+        waves = math.ceil(math.ceil(rows / height) * math.ceil(columns / width) / num_sms)
+        return speed * rows * columns / (waves * num_sms * height * width)
+
+    return max(busy(*tile) for tile in TILES)
+
+
 def _row(
     name: str,
     driver_name: str,
@@ -129,7 +164,8 @@ def _row(
     node: float,  # GB/s in one direction, of the links in a node
     network: float,  # of a device's network card
     host: float,  # of its slot
-    shares: tuple[tuple[int, float], ...] = SINCE_H100,
+    sms: int,
+    highest: str,
     rates: Rates = HOPPER,
     attention: float = ATTENTION_SINCE_H100,
     ranks_per_node: int = 8,
@@ -141,10 +177,11 @@ def _row(
         {"bf16": tera[0] * TERA, "fp16": tera[0] * TERA} | ({FP8: tera[1] * TERA} if len(tera) > 1 else {}),
         int(memory * GIB),
         terabytes * TERA,
-        Link(0.75 * node * GIGA, 10e-6),  # three quarters of the rate is what rings of NCCL reach
-        Link(0.85 * network * GIGA, 20e-6),
+        Link(NODE_SHARE * node * GIGA, HOP_SECONDS),
+        Link(NETWORK_SHARE * network * GIGA, NETWORK_HOP_SECONDS),
         ranks_per_node,
-        gemm_shares=shares,
+        gemm_highest=HIGHEST[highest],
+        num_sms=sms,
         attention_share=attention,
         host_bytes_per_second=HOST_SHARE * host * GIGA,
         attention_rates=rates,
@@ -154,18 +191,20 @@ def _row(
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, PCIE_4, GEMM_SHARES, {}, 0.45),
-        _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, PCIE_4, GEMM_SHARES, {}, 0.45),
-        _row("h100", "H100", (989, 1979), 80, 3.35, 450, 50, PCIE_5),
-        _row("h800", "H800", (989, 1979), 80, 3.35, 200, 50, PCIE_5),
-        _row("h200", "H200", (989, 1979), 141, 4.8, 450, 50, PCIE_5),
-        _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50, PCIE_5, rates=BLACKWELL),
-        _row("b300", "B300", (2250, 4500), 251, 8.0, 900, 100, PCIE_5, rates=BLACKWELL),
-        _row("gb200", "GB200", (2500, 5000), 173, 8.0, 900, 50, PCIE_5, rates=BLACKWELL, ranks_per_node=NVL72),
-        _row("gb300", "GB300", (2500, 5000), 259, 8.0, 900, 100, PCIE_5, rates=BLACKWELL, ranks_per_node=NVL72),
-        _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50, PCIE_5, rates={}),
+        _row("a100-40", "A100-SXM4-40GB", (312,), 40, 1.555, 300, 25, PCIE_4, 108, "a100", AMPERE, 0.45),
+        _row("a100-80", "A100", (312,), 80, 2.039, 300, 25, PCIE_4, 108, "a100", AMPERE, 0.45),
+        _row("h100", "H100", (989, 1979), 80, 3.35, 450, 50, PCIE_5, 132, "h100"),
+        _row("h800", "H800", (989, 1979), 80, 3.35, 200, 50, PCIE_5, 132, "h100"),
+        _row("h200", "H200", (989, 1979), 141, 4.8, 450, 50, PCIE_5, 132, "h100"),
+        _row("b200", "B200", (2250, 4500), 180, 8.0, 900, 50, PCIE_5, 148, "b200", BLACKWELL),
+        _row("b300", "B300", (2250, 4500), 251, 8.0, 900, 100, PCIE_5, 148, "b300", BLACKWELL),
+        _row("gb200", "GB200", (2500, 5000), 173, 8.0, 900, 50, PCIE_5, 148, "gb200", BLACKWELL, ranks_per_node=NVL72),
+        _row("gb300", "GB300", (2500, 5000), 259, 8.0, 900, 100, PCIE_5, 148, "gb300", BLACKWELL, ranks_per_node=NVL72),
+        _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50, PCIE_5, 304, "mi300x", {}),
     )
 }
+# fields that are no keys of a hardware file
+NOT_IN_FILES = ("attention_rates", "overhead", "message_times", "pipelined_exchanges", "overlapped_instances")
 # cards whose driver name contains a row's, with another peak
 OTHER_PEAKS = {"H100 PCIe": 756 * TERA}
 
@@ -189,11 +228,12 @@ def hardware_of(device_name: str) -> Hardware | None:
 def read_hardware(path: Path) -> Hardware:
     """Read a YAML file with the fields of `Hardware`; `like: h100` takes missing fields from the table.
 
-    Links are written as {bytes_per_second: ..., latency_seconds: ...}, gemm_shares as pairs. Raises ConfigError.
+    Links are written as {bytes_per_second: ..., latency_seconds: ...}, gemm_shares and gemm_highest as lists. Raises
+    ConfigError.
     """
     found = read_object(path, "--hardware", "keys and values, such as `like: h100`")
     values: dict[str, Any] = vars(hardware_named(str(found.pop("like")))) if "like" in found else {}
-    known = {each.name: each.default for each in dataclasses.fields(Hardware) if each.name != "attention_rates"}
+    known = {each.name: each.default for each in dataclasses.fields(Hardware) if each.name not in NOT_IN_FILES}
     unknown = sorted(found.keys() - known.keys())
     if unknown:
         raise ConfigError(
@@ -213,18 +253,28 @@ def read_hardware(path: Path) -> Hardware:
 def _value(path: Path, key: str, value: Any) -> Any:
     try:
         if key in ("node", "network"):
-            return Link(float(value["bytes_per_second"]), float(value["latency_seconds"]))
+            return Link(_above_zero(value["bytes_per_second"]), float(value["latency_seconds"]))
         if key == "flops":
-            return {str(dtype): float(rate) for dtype, rate in value.items()}
+            return {str(dtype): _above_zero(rate) for dtype, rate in value.items()}
         if key == "gemm_shares":
-            return tuple(sorted((int(size), float(share)) for size, share in value))
-        if key in ("memory_bytes", "ranks_per_node", "nccl_bytes"):
-            return int(float(value))
-        return str(value) if key in ("name", "driver_name") else float(value)
+            return tuple(sorted((int(size), _above_zero(share)) for size, share in value))
+        if key == "gemm_highest":
+            in_16_bits, in_fp8 = value
+            return _above_zero(in_16_bits), _above_zero(in_fp8)
+        if key in ("memory_bytes", "ranks_per_node", "nccl_bytes", "num_sms"):
+            return int(_above_zero(value))
+        return str(value) if key in ("name", "driver_name") else _above_zero(value)
     except (TypeError, ValueError, KeyError, AttributeError):
         raise ConfigError(
-            f"--hardware {path}: {key} {value!r} is not what the key holds; see docs/planner.md"
+            f"--hardware {path}: {key} {value!r} is not what the key holds, with numbers above 0; see docs/planner.md"
         ) from None
+
+
+def _above_zero(value: Any) -> float:
+    number = float(value)
+    if not 0.0 < number < math.inf:
+        raise ValueError
+    return number
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

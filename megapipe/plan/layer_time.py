@@ -2,10 +2,11 @@
 what moves memory, tensor-parallel messages with what hides them, and the all-to-alls of experts. Sums over the tables
 of `layers`.
 
-Kernels reach a share of the peak that depends on the smallest size of a GEMM alone; everything else moves memory at a
-share of its rate. With fp8 the GEMMs of a layer's linears have the peak of fp8, and casts move memory; attention and
-the head do not change. The experts of a rank are taken to get equally many rows, which every one of them multiplies on
-its own; those of the fullest rank get `MoETable.imbalance` times the mean, and the others wait for it.
+A GEMM reaches a share of the peak by its depth and the waves of its tiles (`Hardware.gemm_share`); everything else
+moves memory at a share of its rate. With fp8 the GEMMs of a layer's linears have the peak of fp8, and casts move
+memory; attention and the head do not change. The experts of a rank are taken to get equally many rows, which every one
+of them multiplies on its own; those of the fullest rank get `MoETable.imbalance` times the mean, and the others wait
+for it.
 
 Also the links that a plan's groups of ranks communicate over.
 """
@@ -31,13 +32,14 @@ from megapipe.topology import Topology
 
 # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
 POINTWISE_PASSES = 2.0
+KERNELS = ("gemm", "attention", "pointwise")  # parts of a stage's seconds that are computed
 
 
 @dataclass(frozen=True)
 class OpSeconds:
     """Seconds of F, I and W of one layer, head or stage on one rank, by what takes them: 'gemm', 'attention',
-    'pointwise', 'tp', with context parallelism 'cp' (messages of attention that its computation does not hide), and
-    with experts 'ep', the messages of their rows.
+    'pointwise', 'tp', with context parallelism 'cp' (messages of attention that its computation does not hide), with
+    experts 'ep', the messages of their rows, and 'overhead', what a software stack adds to kernels.
 
     hidden: tensor-parallel messages that a whole backward runs under its GEMMs, so that B takes I + W - hidden.
     """
@@ -64,6 +66,16 @@ class OpSeconds:
         inputs, weights = added(self.inputs, other.inputs), added(self.weights, other.weights)
         return OpSeconds(added(self.forward, other.forward), inputs, weights, self.hidden + other.hidden)
 
+    def with_overhead(self, share: float) -> OpSeconds:
+        """Return it with a share of the seconds of its kernels more."""
+        if not share:
+            return self
+
+        def slower(parts: Mapping[str, float]) -> dict[str, float]:
+            return {**parts, "overhead": share * sum(parts.get(kind, 0.0) for kind in KERNELS)}
+
+        return OpSeconds(slower(self.forward), slower(self.inputs), slower(self.weights), self.hidden)
+
     def __mul__(self, count: int) -> OpSeconds:
         def times(parts: Mapping[str, float]) -> dict[str, float]:
             return {part: count * seconds for part, seconds in parts.items()}
@@ -87,6 +99,7 @@ class ExpertLinks:
     """The links of the messages of experts.
 
     inside: ranks of an ep group on one node, the fewest of any rank; the others are reached over the network.
+    pipelined: rows move between nodes and within them at the same time where a token goes once to a node.
     """
 
     etp: Link  # of a ring over etp
@@ -94,6 +107,7 @@ class ExpertLinks:
     network: Link
     ep: int
     inside: int
+    pipelined: bool = False
 
     def shares(self) -> tuple[float, float]:
         """Return the shares of a rank's rows that go to other ranks of its node, and to other nodes, if every expert
@@ -140,7 +154,8 @@ def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks)
     if shape.has_levels:
         over = {"ep_nodes": links.network, "ep_places": links.node, "etp": links.etp}
         steps = [(over[name], *sent) for name, sent in part.sent_bytes(shape).items() if name != "etp" or shape.etp > 1]
-        moved = sum(part.imbalance * back / link.bytes_per_second + 3 * link.latency_seconds for link, _, back in steps)
+        each = [part.imbalance * back / link.bytes_per_second + 3 * link.latency_seconds for link, _, back in steps]
+        moved = max(each[:2]) + sum(each[2:]) if links.pipelined else sum(each)
         # between nodes the rows of pairs follow the numbers of rows
         known = sum((there - back) / link.bytes_per_second + link.latency_seconds for link, there, back in steps)
         return moved, known + links.network.latency_seconds
@@ -167,7 +182,9 @@ def layer_seconds(
     columns = [gemm for gemm in gemms if gemm.is_column and not gemm.is_replicated]
     rows = [gemm for gemm in gemms if not gemm.is_column]
     mixture = layer.experts
-    gemm = sum(map(clock.gemm, gemms)) + (0.0 if mixture is None else clock.routed(mixture))
+
+    def products(op: Op) -> float:
+        return sum(clock.gemm(gemm, op) for gemm in gemms) + (0.0 if mixture is None else clock.routed(mixture, op))
 
     def casts_of(op: Op) -> float:
         return clock.casts(op, gemms) + (0.0 if mixture is None else clock.expert_casts(op, mixture))
@@ -179,19 +196,18 @@ def layer_seconds(
     others = sum((operation.collectives for operation in table.operations if operation.gemm is None), Collectives())
     messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows)) + others.forward * clock.collective()
     moved = pointwise + casts_of(Op.F)
-    forward = {"gemm": gemm, "attention": attention, "pointwise": moved, "tp": messages}
+    forward = {"gemm": products(Op.F), "attention": attention, "pointwise": moved, "tp": messages}
     core_backward = sum(core.backward_forwards * clock.attention(core, True) for core in cores)
     if mixture is not None:
-        ways = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
-        rows_seconds, counts_seconds = ways
-        forward["ep"] = rows_seconds + counts_seconds
+        rows_seconds, counts = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
+        forward["ep"] = rows_seconds + counts
     again = _recomputed(layer, shape, plain, clock, forward)
     inputs = {
-        "gemm": gemm,
+        "gemm": products(Op.I),
         "attention": core_backward,
         "pointwise": 2.0 * pointwise + casts_of(Op.I),
-        "tp": sum(map(clock.gather, rows))
-        + sum(map(clock.reduction, columns))
+        "tp": sum(clock.gather(each, Op.I) for each in rows)
+        + sum(clock.reduction(each, Op.I) for each in columns)
         + others.inputs * clock.collective()
         + again.pop("tp", 0.0),
     }
@@ -201,13 +217,11 @@ def layer_seconds(
         forward["cp"], inputs["cp"], again["cp"] = _context_seconds(layer.attention, shape, links, computed)
     if mixture is not None:
         inputs["ep"] = (2 if shape.recomputes("moe") or again.pop("ep", 0.0) else 1) * rows_seconds
-    weights = {
-        "gemm": gemm,
-        "pointwise": casts_of(Op.W),
-        "tp": table.collectives.weights * clock.collective(),
-    }
+    in_w = table.collectives.weights * clock.collective()
+    weights = {"gemm": products(Op.W), "pointwise": casts_of(Op.W), "tp": in_w}
+    backward = {part: inputs[part] + again.get(part, 0.0) for part in inputs}
     hidden = sum(map(clock.hidden, columns))
-    return OpSeconds(forward, {part: inputs[part] + again.get(part, 0.0) for part in inputs}, weights, hidden)
+    return OpSeconds(forward, backward, weights, hidden).with_overhead(hardware.overhead)
 
 
 def _context_seconds(
@@ -234,29 +248,32 @@ def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link
     """Return the seconds of final norm, output layer and loss, and of multi-token prediction without its layers."""
     gemm = model.head.gemm(shape.tp)
     clock = _Clock(shape, gemm.inputs, hardware, tp_link)
-    product = clock.gemm(gemm)
     logits = model.head.logits(shape) * shape.wide
     again = 0 if shape.loss_chunk is None else 1  # logits in chunks are computed once more in a backward
     rate = hardware.pointwise_bytes_per_second
     once = OpSeconds(
-        {"gemm": product, "pointwise": 3 * logits / rate, "tp": clock.gather(gemm)},
-        {"gemm": (1 + again) * product, "pointwise": (2 + again) * logits / rate, "tp": clock.reduction(gemm)},
-        {"gemm": product, "tp": model.head.table(shape).collectives.weights * clock.collective()},
+        {"gemm": clock.gemm(gemm), "pointwise": 3 * logits / rate, "tp": clock.gather(gemm)},
+        {
+            "gemm": again * clock.gemm(gemm) + clock.gemm(gemm, Op.I),
+            "pointwise": (2 + again) * logits / rate,
+            "tp": clock.reduction(gemm, Op.I),
+        },
+        {"gemm": clock.gemm(gemm, Op.W), "tp": model.head.table(shape).collectives.weights * clock.collective()},
         clock.hidden(gemm),
-    )
+    ).with_overhead(hardware.overhead)
     if not model.predictions:
         return once
     prediction, _ = model.predictions[0]  # alike
     clock, table = _Clock(shape, prediction.model.hidden_size, hardware, tp_link), prediction.projection_table(shape)
-    product = clock.gemm(prediction.gemm)
+    product = {op: clock.gemm(prediction.gemm, op) for op in (Op.F, Op.I, Op.W)}
     cast = {op: clock.casts(op, [prediction.gemm]) for op in (Op.F, Op.I, Op.W)}
     moved = POINTWISE_PASSES * table.kept_bytes / rate
     messages = table.collectives
     projection = OpSeconds(
-        {"gemm": product, "pointwise": moved + cast[Op.F], "tp": messages.forward * clock.collective()},
-        {"gemm": product, "pointwise": 2.0 * moved + cast[Op.I], "tp": messages.inputs * clock.collective()},
-        {"gemm": product, "pointwise": cast[Op.W], "tp": messages.weights * clock.collective()},
-    )
+        {"gemm": product[Op.F], "pointwise": moved + cast[Op.F], "tp": messages.forward * clock.collective()},
+        {"gemm": product[Op.I], "pointwise": 2.0 * moved + cast[Op.I], "tp": messages.inputs * clock.collective()},
+        {"gemm": product[Op.W], "pointwise": cast[Op.W], "tp": messages.weights * clock.collective()},
+    ).with_overhead(hardware.overhead)
     return once + (once + projection) * len(model.predictions)
 
 
@@ -273,21 +290,25 @@ class _Clock:
         """Return the tokens that a linear sees on this rank."""
         return self.shape.own_tokens if gemm.is_replicated else self.shape.tokens
 
-    def gemm(self, gemm: Gemm, tokens: int | None = None) -> float:
-        """Return the seconds of one product: by its FLOPs or by what it moves, whichever takes longer."""
+    def gemm(self, gemm: Gemm, op: Op = Op.F, tokens: int | None = None) -> float:
+        """Return the seconds of one product in F, I or W: by its FLOPs or by what it moves, whichever takes longer."""
         tokens, hardware = tokens or self.tokens(gemm), self.hardware
+        rows, columns, depth = {
+            Op.F: (tokens, gemm.outputs, gemm.inputs),
+            Op.I: (tokens, gemm.inputs, gemm.outputs),
+            Op.W: (gemm.inputs, gemm.outputs, tokens),
+        }[op]
         dtype, operand = (FP8, 1.0) if gemm.is_fp8 else (self.shape.dtype, 2.0)
-        flops = 2.0 * tokens * gemm.inputs * gemm.outputs
-        compute = flops / (hardware.peak(dtype) * hardware.gemm_share(min(tokens, gemm.inputs, gemm.outputs)))
-        moved = operand * (tokens * gemm.inputs + gemm.num_weights) + 2.0 * tokens * gemm.outputs
-        return max(compute, moved / hardware.memory_bytes_per_second)
+        reached = hardware.peak(dtype) * hardware.gemm_share(rows, columns, depth, gemm.is_fp8)
+        moved = operand * depth * (rows + columns) + 2.0 * rows * columns
+        return max(2.0 * rows * columns * depth / reached, moved / hardware.memory_bytes_per_second)
 
-    def routed(self, part: MoETable) -> float:
-        """Return the seconds of one product for all rows with the router, and with the experts of this rank."""
+    def routed(self, part: MoETable, op: Op = Op.F) -> float:
+        """Return the seconds of one product in F, I or W for all rows with the router, and with this rank's experts."""
         held, rows, shape = *self._experts(part), self.shape
-        of_each = sum(self.gemm(gemm, rows) for gemm in part.expert_gemms(shape.etp))
+        of_each = sum(self.gemm(gemm, op, rows) for gemm in part.expert_gemms(shape.etp))
         router = Gemm(part.model.hidden_size, part.num_experts, True)
-        return self.gemm(router, shape.own_tokens) + held * of_each
+        return self.gemm(router, op, shape.own_tokens) + held * of_each
 
     def expert_casts(self, op: Op, part: MoETable) -> float:
         """Return the seconds of the casts to fp8 for the experts of this rank, in F, I or W."""
@@ -331,17 +352,20 @@ class _Clock:
         if self.shape.tp == 1:
             return 0.0
         num_bytes = self.shape.collective_bytes(width or self.hidden_size)
-        return num_bytes / chunks / self.link.bytes_per_second + self.link.latency_seconds
+        seconds = num_bytes / chunks / self.link.bytes_per_second + self.link.latency_seconds
+        return self.hardware.message_times * seconds
 
-    def gather(self, gemm: Gemm) -> float:
+    def gather(self, gemm: Gemm, op: Op = Op.F) -> float:
         """Return what gathering the tokens of a linear adds to its GEMM; nothing without sequence parallelism."""
+        if not self.shape.sequence_parallel:
+            return 0.0
         chunks = self.shape.chunks.gather
-        return self._exposed(self.collective(chunks, gemm.width), chunks, gemm) if self.shape.sequence_parallel else 0.0
+        return self._exposed(self.collective(chunks, gemm.width), chunks, gemm, op)
 
-    def reduction(self, gemm: Gemm) -> float:
+    def reduction(self, gemm: Gemm, op: Op = Op.F) -> float:
         """Return what the sum over tp of a linear's result adds to its GEMM: a reduce-scatter, or an all-reduce."""
         chunks = self.shape.chunks.reduce
-        return self._exposed(self._passes * self.collective(chunks, gemm.width), chunks, gemm)
+        return self._exposed(self._passes * self.collective(chunks, gemm.width), chunks, gemm, op)
 
     def hidden(self, gemm: Gemm) -> float:
         """Return what a whole backward of a column-parallel linear hides.
@@ -350,24 +374,25 @@ class _Clock:
         scattered under that of the weights; without, it is all-reduced there. Both are whole in B, where I alone may
         cut the reduction into chunks.
         """
-        collective, product = self.collective(width=gemm.width), self.gemm(gemm)
-        gather = min(collective, product) if self.shape.sequence_parallel else 0.0
-        passes = self._passes
-        return gather + min(passes * collective, product) - (passes * collective - self.reduction(gemm))
+        collective, passes = self.collective(width=gemm.width), self._passes
+        gather = min(collective, self.gemm(gemm, Op.I)) if self.shape.sequence_parallel else 0.0
+        scattered = passes * collective
+        return gather + min(scattered, self.gemm(gemm, Op.W)) - (scattered - self.reduction(gemm, Op.I))
 
     @property
     def _passes(self) -> int:
         """Collectives that a sum over tp counts as."""
         return 1 if self.shape.sequence_parallel else ALL_REDUCE
 
-    def _exposed(self, collective: float, chunks: int, gemm: Gemm) -> float:
+    def _exposed(self, collective: float, chunks: int, gemm: Gemm, op: Op) -> float:
         """Return the time of a collective that its GEMM does not hide.
 
         collective: seconds of each chunk, which runs under the GEMM of a neighbour: exposed are one chunk, what the
         others take longer than a GEMM, and what smaller GEMMs take longer than one.
         """
-        tokens = self.shape.tokens
-        whole, part = self.gemm(gemm), self.gemm(gemm, max(1, tokens // chunks))
+        if chunks == 1:
+            return collective
+        whole, part = self.gemm(gemm, op), self.gemm(gemm, op, max(1, self.shape.tokens // chunks))
         return collective + (chunks - 1) * max(0.0, collective - part) + max(0.0, chunks * part - whole)
 
 
@@ -408,15 +433,17 @@ def _recomputed(
 
 @cache
 def ring_link(topology: Topology, kind: str, node: Link, network: Link) -> Link:
-    """Return the link of a ring over a kind of group: between nodes each of its members in a node adds another network
-    card.
+    """Return the link of one pass of a ring over a kind of group, with the latency of all its hops. Between nodes each
+    of its members in a node adds another network card.
     """
-    if not topology.crosses_nodes(kind):
-        return node
     group = topology.group_of(kind, 0)
+    if not topology.crosses_nodes(kind):
+        return Link(node.bytes_per_second, (len(group) - 1) * node.latency_seconds)
     together = sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group)
     rate = min(together * network.bytes_per_second, node.bytes_per_second)
-    return Link(max(rate, network.bytes_per_second), network.latency_seconds)
+    between = -(-len(group) // together) - 1
+    latency = between * network.latency_seconds + (len(group) - 1 - between) * node.latency_seconds
+    return Link(max(rate, network.bytes_per_second), latency)
 
 
 @cache
@@ -439,11 +466,13 @@ def context_links(topology: Topology, node: Link, network: Link) -> ContextLinks
 
 def expert_links(plan: RunPlan, hardware: Hardware) -> ExpertLinks | None:
     """Return the links of the messages of experts; None for a model without."""
-    return expert_links_of(plan.topology, hardware.node, hardware.network) if plan.model.has_experts else None
+    if not plan.model.has_experts:
+        return None
+    return expert_links_of(plan.topology, hardware.node, hardware.network, hardware.pipelined_exchanges)
 
 
 @cache
-def expert_links_of(topology: Topology, node: Link, network: Link) -> ExpertLinks:
+def expert_links_of(topology: Topology, node: Link, network: Link, pipelined: bool = False) -> ExpertLinks:
     """Return the links of the messages of experts on a grid."""
     etp = ring_link(topology, "etp", node, network)
-    return ExpertLinks(etp, node, network, topology.ep, topology.least_on_a_node("ep"))
+    return ExpertLinks(etp, node, network, topology.ep, topology.least_on_a_node("ep"), pipelined)

@@ -45,7 +45,7 @@ def _groups(plan: RunPlan, rank: int, *names: str) -> Iterator[tuple[bool, tuple
     """Yield (crosses nodes, ranks) of this rank's groups of these kinds that have a communicator."""
     for ranks in (plan.topology.group_of(name, rank) for name in names):
         if len(ranks) > 1:
-            yield len(plan.topology.nodes_of(ranks)) > 1, ranks
+            yield plan.topology.node_of(min(ranks)) != plan.topology.node_of(max(ranks)), ranks
 
 
 def _rings(plan: RunPlan) -> list[str]:

@@ -44,6 +44,23 @@ def plan_text(plan: RunPlan) -> str:
     )
 
 
+# what the terms of a step are computed from, by part of StepTime; docs/time_model.md has the sources
+TERMS = {
+    "gemm": "depth and waves of tiles; at most {gemm_highest[0]} of the peak, {gemm_highest[1]} in fp8",
+    "attention": "FLOPs and rate of the kernel by keys and head size",
+    "pointwise": "bytes moved, at {pointwise_share} of the memory's rate",
+    "tp": "bytes and hops of rings over tp that no GEMM hides, times {message_times:g}",
+    "cp": "bytes of keys and values that attention does not hide",
+    "ep": "bytes of rows to experts and back",
+    "overhead": "{overhead} of the kernels: the stack's mean over published runs",
+    "host": "copies to the host that no computation hides",
+    "bubble": "the schedule, simulated with these seconds and its messages",
+    "reduce": "bytes and hops of rings over replicas that the last backward does not hide",
+    "gather": "bytes and hops of rings over replicas that forwards do not hide",
+    "optimizer": "bytes of the update, and its products",
+}
+
+
 def step_text(plan: RunPlan, hardware: Hardware) -> str:
     """Return the predicted time of a step by parts, and of the all-to-alls of experts, as text for a terminal."""
     time = predict_step(plan, hardware)
@@ -60,6 +77,15 @@ def step_text(plan: RunPlan, hardware: Hardware) -> str:
     if plan.model.has_experts and plan.topology.ep * plan.topology.etp > 1:
         lines += _exchange_times(plan, hardware, time)
     return "\n".join(lines)
+
+
+def terms_text(plan: RunPlan, hardware: Hardware) -> str:
+    """Return the terms of a predicted step as a table: seconds, share, and what each is computed from."""
+    time = predict_step(plan, hardware)
+    rows = [("term", "seconds", "share", "computed from")]
+    for part, seconds in time.parts.items():
+        rows.append((part, f"{seconds:.4g}", f"{seconds / time.seconds:.1%}", TERMS[part].format(**vars(hardware))))
+    return "\n".join(f"  {line}" for line in text_table(rows, left=(0, 3)))
 
 
 def _collective_times(plan: RunPlan, time: StepTime) -> str:

@@ -71,7 +71,7 @@ Counted = Mapping[int, Sequence[Timed]]  # of each rank one step
 
 
 def achievable(hardware: Hardware) -> Hardware:
-    """Return hardware with the rates of good kernels in place of those fitted to published runs."""
+    """Return hardware with the rates of good kernels in place of those of the time model."""
     rate = hardware.memory_bytes_per_second * MEMORY_SHARE
     shares = ((1, GEMM_SHARE), (2, GEMM_SHARE))
     return replace(

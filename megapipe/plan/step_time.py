@@ -50,10 +50,10 @@ class StepTime:
 
     parts: the seconds of the rank that computes longest, which add up to `seconds`: 'gemm', 'attention', 'pointwise',
     'tp' (tensor-parallel messages that no GEMM hides), 'cp' (messages of attention that it does not hide), 'ep' (with
-    experts: all-to-alls of rows that no computation hides), 'host' (where layers are offloaded: waits for copies),
-    'bubble' (idle, and waits for messages), 'reduce' and 'gather' (gradients and parameters between replicas, what the
-    computation does not hide), 'optimizer' (with fp8 the cast of its new weights, too). timeline: of whole stages,
-    whose all-to-alls block the computation.
+    experts: all-to-alls of rows that no computation hides), 'overhead' (of a software stack), 'host' (where layers are
+    offloaded: waits for copies), 'bubble' (idle, and waits for messages), 'reduce' and 'gather' (gradients and
+    parameters between replicas, what the computation does not hide), 'optimizer' (with fp8 the cast of its new weights,
+    too). timeline: of whole stages, whose all-to-alls block the computation.
     """
 
     seconds: float
@@ -109,7 +109,9 @@ def predict_step(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...
     if plan.sharding is not None:
         timeline = simulate(schedule, replace(costs, seconds={**costs.seconds, **collective_seconds(plan, hardware)}))
         waits, reduce = _exposed_in_row(plan, timeline, span)
-    parts["reduce"] = reduce + max(_instance_seconds(plan, hardware, stages_of_rank) for stages_of_rank in held)
+    parts["reduce"] = reduce
+    if not hardware.overlapped_instances:
+        parts["reduce"] += max(_instance_seconds(plan, hardware, stages_of_rank) for stages_of_rank in held)
     # all ranks wait for the norm, and for the next step's first stage
     is_compiled = plan.config.kernels.optimizer_impl == "compiled"
     updated = max(optimizer_bytes(plan, rank, is_compiled) for rank in range(plan.topology.pp))
@@ -185,7 +187,7 @@ def _muon_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> float:
     dtype = plan.config.precision.dtype
     # GPUs multiply fp32 at half the rate of 16 bits (TF32), or without tensor cores
     slowdown = {"bf16": 1, "fp16": 1}.get(dtype, 0) * (16 if optimizer.muon_fp32_matmul_prec == "highest" else 2)
-    rate = hardware.peak(dtype) / max(slowdown, 1) * hardware.gemm_share(plan.config.model.hidden_size)
+    rate = hardware.peak(dtype) / max(slowdown, 1) * hardware.gemm_share(*3 * (plan.config.model.hidden_size,))
     seconds = work.flops / rate
     for group, elements in work.sent.items():
         link = ring_link(plan.topology, group, hardware.node, hardware.network)

@@ -182,21 +182,23 @@ def expand(schedule: Schedule, parts: Parts, delay_weights: bool = True) -> Sche
             f"schedule {schedule} cannot be cut into the parts of {len(parts.of_stage)} stages: it must have as many, "
             "and no messages"
         )
-    network, whole = parts.network, not delay_weights
-    rows = []
-    for row in schedule.rows:
-        actions, expanded = iter(row), []
-        for action in actions:
-            if action.op is Op.OVERLAP:
-                forward, backward = (_cut(next(actions), parts, whole) for _ in range(2))
-                expanded += merge(forward, backward, network)
-            else:
-                expanded += _cut(action, parts, whole)
-        rows.append(tuple(expanded))
+    rows = [tuple(expand_row(row, parts, delay_weights)) for row in schedule.rows]
     ranks = [tuple(ranks[site.stage] for site in parts.sites) for ranks in schedule.placement.directions]
     placement = Placement(schedule.num_ranks, *ranks)
     reading = frozenset(site for stage in schedule.reading_in_w for site in parts.of_stage[stage])
     return Schedule(schedule.name, placement, schedule.num_microbatches, tuple(rows), reading_in_w=reading)
+
+
+def expand_row(row: Row, parts: Parts, delay_weights: bool) -> list[Action]:
+    """Return one row of a schedule of stages as the row of their parts, as `expand` does."""
+    actions, expanded = iter(row), list[Action]()
+    for action in actions:
+        if action.op is Op.OVERLAP:
+            forward, backward = (_cut(next(actions), parts, not delay_weights) for _ in range(2))
+            expanded += merge(forward, backward, parts.network)
+        else:
+            expanded += _cut(action, parts, not delay_weights)
+    return expanded
 
 
 def _cut(action: Action, parts: Parts, whole: bool) -> list[Action]:

@@ -39,7 +39,8 @@ def audit_slices(specs: Iterable[ParamSpec], tp: int, num_expert_ranks: int = 1)
 
     Raises ConfigError naming parameter, rows and ranks.
     """
-    for spec in specs:
+    alike = {(spec.shape, spec.slicing, spec.is_expert): spec for spec in reversed(list(specs))}  # layers repeat
+    for spec in reversed(alike.values()):
         held: dict[tuple[int, int], list[int]] = {}
         declared: dict[tuple[int, int], tuple[int, ...]] = {}
         num_ranks = num_expert_ranks if spec.is_expert else tp

@@ -162,7 +162,10 @@ class GPT2BPETokenizer(_Fast):
 
 def from_transformers(model: str) -> HuggingFaceTokenizer:
     """Return the tokenizer of a folder without tokenizer.json, or of a hub name, as transformers writes it."""
-    library = optional_package("transformers", f"the tokenizer {model} has no {TOKENIZER_FILE}, and", "transformers")
+    found = (
+        f"has no {TOKENIZER_FILE}, and" if Path(model).exists() else "is no file or folder; one of Hugging Face's hub"
+    )
+    library = optional_package("transformers", f"the tokenizer {model} {found}", "transformers")
     folder = tempfile.TemporaryDirectory(prefix="megapipe-tokenizer-")
     try:
         library.AutoTokenizer.from_pretrained(model, trust_remote_code=False).save_pretrained(folder.name)
@@ -177,6 +180,6 @@ def from_transformers(model: str) -> HuggingFaceTokenizer:
         raise DataError(
             f"transformers writes no {TOKENIZER_FILE} of the tokenizer {model}; preprocess the data with it"
         )
-    found = HuggingFaceTokenizer(folder.name)
-    weakref.finalize(found, folder.cleanup)
-    return found
+    made = HuggingFaceTokenizer(folder.name)
+    weakref.finalize(made, folder.cleanup)
+    return made

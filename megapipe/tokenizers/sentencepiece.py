@@ -26,7 +26,9 @@ class _Model:
         try:
             self._content = path.read_bytes()
         except OSError as error:
-            raise DataError(f"cannot read --tokenizer-model {path}: {error.strerror}") from None
+            other = (path.parent / "tokenizer.json").is_file()
+            instead = "; its folder holds a tokenizer.json: use --tokenizer-type HuggingFaceTokenizer" if other else ""
+            raise DataError(f"cannot read --tokenizer-model {path}: {error.strerror}{instead}") from None
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             loaded = bool(self._content) and self._processor.LoadFromSerializedProto(self._content)

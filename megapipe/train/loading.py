@@ -190,7 +190,7 @@ def load(
     damaged: list[CheckpointFolder] = []
     while True:
         below = damaged[-1].step if damaged else None
-        folder = on_rank_0(partial(find_checkpoint, root, flags.ckpt_step, below), runtime.groups.world)
+        folder = on_rank_0(partial(_found, root, flags, below), runtime.groups.world)
         if folder is None and damaged:
             raise CheckpointError(f"{root} holds no complete checkpoint:\n  " + "\n  ".join(remarks))
         try:
@@ -204,6 +204,18 @@ def load(
         return replace(resumed, remarks=(*remarks, *resumed.remarks), damaged=tuple(one.path for one in damaged))
 
 
+def _found(root: Path, flags: CheckpointConfig, below: int | None) -> CheckpointFolder | None:
+    """Return the checkpoint to load, None for a fresh start. Raises CheckpointError where that is not wanted."""
+    folder = find_checkpoint(root, flags.ckpt_step, below)
+    if folder is None and below is None:
+        if flags.exit_on_missing_checkpoint:
+            raise CheckpointError(f"--load {root} holds no checkpoint (--exit-on-missing-checkpoint)")
+        if not root.exists() and (flags.save is None or Path(flags.save) != root):
+            way = "give the folder of a run or of a Hugging Face model, or leave --load out to start from step 0"
+            raise CheckpointError(f"--load {root} does not exist; {way}")
+    return folder
+
+
 def _load_from(
     runtime: TrainingRuntime,
     root: Path,
@@ -215,8 +227,6 @@ def _load_from(
     config = runtime.plan.config
     schedules = None if config.optimizer.lr is None else Schedules.of(config)
     if folder is None:
-        if flags.exit_on_missing_checkpoint:
-            raise CheckpointError(f"--load {root} holds no checkpoint (--exit-on-missing-checkpoint)")
         return Resumed(TrainingState(), schedules, None, (f"{root} holds no checkpoint: starting from step 0",))
     saved = folder.manifest.state
     with_optimizer = not (flags.no_load_optim or flags.finetune)

@@ -595,9 +595,10 @@ def table_of(found: Comparison) -> str:
     for known, times in found.known.items():
         counts[known.megatron, known.here] += times
     text = f"Of {len(cases()):,} sets of flags Megatron accepts {accepted}, and megapipe {both} of these. "
-    text += f"Of {found.compared:,} values compared, {share:.2f} % are equal; the others:\n\n"
+    text += f"Of {found.compared:,} values compared, {share:.2f} % are equal. The most frequent of {len(counts)} "
+    text += "differences:\n\n"
     text += "| values | in Megatron-Core 0.19.2 | here |\n|---|---|---|\n"
-    return text + "".join(f"| {times} | {theirs} | {ours} |\n" for (theirs, ours), times in counts.most_common())
+    return text + "".join(f"| {times} | {theirs} | {ours} |\n" for (theirs, ours), times in counts.most_common(5))
 
 
 if __name__ == "__main__":

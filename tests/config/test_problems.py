@@ -69,7 +69,7 @@ def test_all_that_is_wrong_is_reported_at_once_each_in_a_line(tmp_path: Path) ->
         "--perform-rl-step is a flag of Megatron that megapipe does not support",
         "--seed -1: expected a value at least 0",
         "--rank selects the rank that --dry-run counts",
-        f"unknown key {path} line 2: model.num_layer; did you mean num_layers?",
+        f"{path} line 2: unknown key model.num_layer; did you mean num_layers?",
         f"{path} line 3: model.hidden_size wide: expected a whole number",
         f"{path} line 5: optimizer.lr fast: expected a number",
         f"{path} line 6: --moe-input-jitter-eps 8 is a flag of Megatron",
@@ -79,6 +79,23 @@ def test_all_that_is_wrong_is_reported_at_once_each_in_a_line(tmp_path: Path) ->
     assert len(found) == len(starts), found
     for line, start in zip(found, starts, strict=True):
         assert line.startswith(start), (line, start)
+
+
+@pytest.mark.parametrize("text", ["num_layerz: 4", "model:\n  hiden_size: 8\n", "hidden_size: [\n"])
+def test_one_mistake_in_a_file_is_not_followed_by_what_is_missing(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(text)
+    for words, start in (
+        (["--config", "c.yaml"], "c.yaml line "),
+        (["--config", "nothing.yaml"], "--config nothing.yaml: cannot be read"),
+        (["c.yaml"], "'c.yaml' follows no flag; give a YAML file as --config"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_config(words)
+        (found,) = str(error.value).splitlines()
+        assert found.startswith(start)
 
 
 def test_a_rule_for_refused_runs_is_asked_of_refused_runs_only() -> None:

@@ -232,7 +232,7 @@ WRONG = {
         "--apend-eod is not a flag of megapipe preprocess; did you mean --append-eod?",
     ),
     "refused-flag": (["--split-sentences"], 2, "--split-sentences: documents are stored whole"),
-    "bad-number": (["--workers", "two"], 2, "argument --workers: invalid int value: 'two'"),
+    "bad-number": (["--workers", "two"], 2, "--workers two: expected a whole number"),
     "missing-input": (["--input", "nowhere.jsonl"], 2, "--input nowhere.jsonl: no such file"),
     "keys-of-text": (["--json-keys", "title"], 2, "is plain text, which has the key 'text' only"),
     "unknown-tokenizer": (["--tokenizer-type", "Bytetokeniser"], 2, "did you mean ByteTokenizer?"),

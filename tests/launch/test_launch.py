@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
-from megapipe.extras.launch.torchrun import free_port, outcome_of, parse
+from megapipe.extras.launch.torchrun import free_port, outcome_of, parse, ranks_here
 from tests.launch.scripts import Command, launch
 
 REPORTS_AND_WAITS = """
@@ -147,6 +148,13 @@ def test_one_rank_prints_for_all(
 def test_wrong_flags_are_refused_in_one_line(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(words)
+
+
+def test_a_number_of_ranks_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--nproc-per-node two: expected a number of ranks, gpu or cpu"):
+        ranks_here(parse(["--nproc-per-node", "two", "pretrain"]))
+    with pytest.raises(ConfigError, match="it belongs to the launcher: megapipe launch --nproc-per-node N pretrain"):
+        load_config(["--nproc-per-node", "2"])
 
 
 def test_a_free_port_can_be_listened_on() -> None:

@@ -85,6 +85,17 @@ def test_messages_of_two_levels_take_their_bytes_over_both_links(etp: int) -> No
     assert sent["ep_nodes"] < plain["ep"]
 
 
+def test_pipelined_levels_take_as_long_as_the_slower() -> None:
+    plan = plan_of(4, 2, moe_token_dispatcher_type="flex", moe_router_topk=4, ep=4)
+    links = {"node": Link(4e9, 0.0), "network": Link(1e9, 0.0), "pipelined_exchanges": True}
+    (stage,) = stage_seconds(plan, dataclasses.replace(H100, **links))
+    sent = layer_expert_bytes(plan, plan.model.layers[0])
+    known = plan.model.layers[0].experts.sent_bytes(plan.shape)["ep_places"]
+    rows = max(sent["ep_nodes"] / 1e9, (sent["ep_places"] - (known[0] - known[1])) / 4e9)
+    seconds = rows + (known[0] - known[1]) / 4e9
+    assert stage.forward["ep"] + stage.inputs["ep"] == pytest.approx(plan.config.model.num_layers * seconds)
+
+
 def test_every_message_has_the_latency_of_its_link() -> None:
     plan = plan_of(4, ep=4)
     (stage,) = stage_seconds(plan, dataclasses.replace(H100, node=Link(1e30, 1.0)))
@@ -128,7 +139,7 @@ def test_every_expert_multiplies_its_own_rows() -> None:
     rows = 2 * tokens // 4  # 4 of 8 experts on this rank
 
     def seconds(gemm: Gemm, count: int) -> float:
-        share = dense.gemm_share(min(count, gemm.inputs, gemm.outputs))
+        share = dense.gemm_share(count, gemm.outputs, gemm.inputs)
         return 2.0 * count * gemm.num_weights / (dense.peak("bf16") * share)
 
     routed = 4 * (seconds(Gemm(hidden, 64, True), rows) + seconds(Gemm(64, hidden, False), rows))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.errors import ConfigError
-from megapipe.plan.hardware import HARDWARE, hardware_named, peak_flops, read_hardware
+from megapipe.plan.hardware import HARDWARE, hardware_named, peak_flops, read_hardware, wave_share
 
 
 def test_a_hardware_file_based_on_a_row_changes_only_its_own_values(tmp_path: Path) -> None:
@@ -26,10 +26,14 @@ def test_a_hardware_file_based_on_a_row_changes_only_its_own_values(tmp_path: Pa
         ("like: h100\nmemory: 3", "memory is not a key"),
         ("name: mine", "lacks .*flops"),
         ("like: h100\nnode: fast", "node 'fast'"),
+        ("like: h100\nnum_sms: 0", "num_sms 0 is not what the key holds, with numbers above 0"),
+        ("like: h100\ngemm_highest: [0.6]", "gemm_highest .0.6. is not"),
+        ("like: h100\nattention_share: .nan", "attention_share nan is not"),
+        ("like: h100\nnetwork: {bytes_per_second: -1.0e+10, latency_seconds: 0}", "network .* is not"),
         ("- 1", "expected keys"),
         ("like: z9", "not in the table"),
     ],
-    ids=["unknown", "missing", "value", "list", "like"],
+    ids=["unknown", "missing", "value", "zero", "one", "nan", "negative", "list", "like"],
 )
 def test_a_wrong_file_is_refused_with_its_key(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
@@ -38,10 +42,31 @@ def test_a_wrong_file_is_refused_with_its_key(text: str, message: str, tmp_path:
         read_hardware(path)
 
 
-def test_a_gemm_reaches_more_of_the_peak_the_larger_it_is() -> None:
+def test_a_gemm_reaches_more_of_the_peak_the_deeper_it_is() -> None:
     for hardware in HARDWARE.values():
-        shares = [hardware.gemm_share(size) for size in (1, 64, 100, 512, 3000, 8192, 100000)]
-        assert shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
+        shares = [hardware.gemm_share(8192, 8192, depth) for depth in (1, 64, 100, 512, 3000, 8192, 100000)]
+        assert shares == sorted(shares) and shares[0] > 0 and shares[-1] < hardware.gemm_highest[0] < 1
+        assert hardware.gemm_share(4096, 4096, 375) <= hardware.gemm_highest[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "share"),
+    [
+        (128 * 132, 256, 1.0),  # one full wave
+        (128, 256, 0.93 * 2 / 132),  # two small tiles on two multiprocessors rather than a large one
+        (64, 256, 0.93 / 132),  # half of each is padding
+        (128 * 133, 256, 0.93 * 266 / 396),  # three waves of small tiles rather than two of large ones
+    ],
+)
+def test_tiles_are_computed_in_waves(rows: int, columns: int, share: float) -> None:
+    assert wave_share(rows, columns, 132) == wave_share(columns, rows, 132) == pytest.approx(share)
+
+
+def test_measured_shares_replace_depth_and_waves(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("like: h100\ngemm_shares: [[256, 0.3], [1024, 0.6]]\n")
+    hardware = read_hardware(tmp_path / "mine.yaml")
+    assert hardware.gemm_share(5000, 512, 7000) == pytest.approx(0.45)
+    assert hardware.gemm_share(128, 512, 7000) == pytest.approx(0.15) and hardware.gemm_share(*3 * (9999,)) == 0.6
 
 
 def test_names_of_the_driver_lead_to_their_peaks() -> None:

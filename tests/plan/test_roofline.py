@@ -40,9 +40,10 @@ from tests.tiny import plan_for
 pytestmark = pytest.mark.timeout(200)
 H100 = hardware_named("h100")
 PAGE = Path(__file__).parents[2] / "docs" / "gpu_roofline.md"
-COMMANDS = re.findall(
-    r"^megapipe plan --roofline --gpu h100 (--config configs/llama3_8b.yaml .*)$", PAGE.read_text(), re.M
-)
+TEXT = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
+(FLAGS,) = re.findall(r"^megapipe plan --roofline --gpu h100 (--config configs/llama3_8b.yaml .*)$", TEXT, re.M)
+# rows of the page: flags, kernels and collectives of a layer, its milliseconds, MFU of the step
+ROWS = re.findall(r"^\| `(--.*)` \| (\d+) \|(?: (\d+))? \| ([\d.]+) \| ([\d.]+%) \|$", TEXT, re.M)
 LLAMA_8B = ["--config", str(PAGE.parents[1] / "configs" / "llama3_8b.yaml"), "--global-batch-size", "4"]
 MAIN, TP = "the default stream", f"{COMMUNICATOR}tp"
 
@@ -65,7 +66,7 @@ def test_launches_take_what_their_bytes_and_flops_say() -> None:
 
 def test_a_collective_takes_its_ring_and_an_all_reduce_two() -> None:
     seconds = launch_seconds(plan_for(LLAMA_8B, 8), achievable(H100))  # tp 4
-    once = 0.75 * 1e9 / H100.node.bytes_per_second + H100.node.latency_seconds
+    once = 0.75 * 1e9 / H100.node.bytes_per_second + 3 * H100.node.latency_seconds
     gather = launch(TP, COLLECTIVE, 1e9, name="all_gather", group="tp")
     assert seconds(gather) == pytest.approx(once)
     assert seconds(gather._replace(name="all_reduce")) == pytest.approx(2 * once)
@@ -127,10 +128,22 @@ def has_compiler() -> None:
 
 
 @pytest.mark.usefixtures("has_compiler")
-@pytest.mark.parametrize("command", COMMANDS, ids=["bf16", "fp8", "blocks", "tp8"])
-def test_the_page_shows_what_the_command_prints(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PAGE.parents[1])
-    assert roofline_text(shlex.split(command), H100) in PAGE.read_text()
+    assert roofline_text(shlex.split(FLAGS), H100) in TEXT
+
+
+@pytest.mark.usefixtures("has_compiler")
+@pytest.mark.parametrize("row", ROWS, ids=["blocks", "fp8", "tp8"])
+def test_the_page_has_the_numbers_of_other_flags(row: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PAGE.parents[1])
+    flags, kernels, collectives, milliseconds, mfu = row
+    text = roofline_text(shlex.split(f"{FLAGS} {flags}"), H100)
+    layer = re.search(r"^layer, .* backward ([\d.]+) ms", text, re.M)
+    total = re.search(r"^  sum +(\d+) +(?:(\d+) +)?[\d.]+ ", text, re.M)
+    step = re.search(r"^a step of .* MFU ([\d.]+%)", text, re.M)
+    assert layer and total and step, text
+    assert (total[1], total[2] or "", layer[1], step[1]) == (kernels, collectives, milliseconds, mfu)
 
 
 SMALL = (

@@ -171,6 +171,15 @@ def test_a_missing_package_is_reported_with_its_install_command(package, tmp_pat
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
 
 
+def test_a_tokenizer_that_is_not_here_or_of_another_kind_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="the tokenizer gpt2 is no file or folder; one of Hugging Face's hub needs"):
+        build_tokenizer("HuggingFaceTokenizer", "gpt2")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"holds a tokenizer.json: use --tokenizer-type HuggingFaceTokenizer"):
+        build_tokenizer("SentencePieceTokenizer", str(tmp_path))
+
+
 @pytest.mark.parametrize("has_json", [True, False], ids=["tokenizer.json", "code alone"])
 def test_a_folder_without_tokenizer_json_is_read_as_transformers_writes_it(has_json, bpe_folder, tmp_path, monkeypatch):
     class Loaded:

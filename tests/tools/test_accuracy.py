@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import math
+from dataclasses import dataclass
+from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.extras.search.spread import SPREAD
 from tests.extras.search.published import sweeps
-from tools.accuracy import PAGE, error_lines, main, source_lines, sweep_line, tables
+from tools.accuracy import PAGE, error_lines, main, source_lines, spread, sweep_line, tables
 
 # few rows, cheap to plan; the others are compared with --all
 QUICK = ("fms-fsdp", "primus", "deepseek")
@@ -44,3 +51,28 @@ def test_the_page_has_the_tables_of_the_tool() -> None:
     page = PAGE.read_text()
     for name, table in tables().items():
         assert f"<!-- {name} -->\n{table}\n<!-- end -->" in page
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A row of a sweep with what `spread` reads."""
+
+    settings: dict[str, Any]
+    ratio: float
+    why_outside: str | None = None
+    why_refused: str | None = None
+
+
+@given(st.floats(0.2, 5.0), st.floats(0.5, 2.0), st.integers(5, 8))
+def test_the_common_error_of_a_sweep_cancels_in_the_spread(common: float, extra: float, count: int) -> None:
+    """Half of the rows have tp 2, and an error of their own."""
+    rows = [Timed({"tp": 1 + number % 2, "micro": 1}, common * extra ** (number % 2)) for number in range(2 * count)]
+    found = spread({"a": rows, "b": [Timed({"tp": 1, "pp": 2}, 1.0)] * 9})  # type: ignore[arg-type]
+    assert found == {"tp": (pytest.approx(abs(math.log(extra)), abs=1e-9), count * count)}
+
+
+@pytest.mark.slow
+def test_the_search_prints_the_spread_of_the_published_sweeps() -> None:
+    found = spread(sweeps())
+    assert {kind: count for kind, (_, count) in found.items()} == {kind: count for kind, (_, count) in SPREAD.items()}
+    assert all(error == pytest.approx(SPREAD[kind][0], abs=0.0006) for kind, (error, _) in found.items())

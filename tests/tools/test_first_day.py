@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from megapipe.config.load import load_config
-from megapipe.plan.hardware import hardware_of
+from megapipe.plan.hardware import HARDWARE, hardware_of
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.step_time import predict_step
@@ -57,6 +57,15 @@ def test_every_training_run_fits_and_has_an_estimate(first_day: ModuleType, tmp_
     assert [row[0] for row in rows] == list(first_day.RUNS)
     for row in rows:
         assert row[2] == "500.0" and float(row[4]) == pytest.approx(500 / float(row[3]), rel=0.01) and row[5] == "1.00"
+
+
+def test_measured_rates_stand_beside_those_of_the_table(first_day: ModuleType) -> None:
+    h100 = HARDWARE["h100"]
+    rows = {name: texts for name, *texts in first_day.rate_rows(h100, h100, 2)}
+    assert all(found == sheet for found, sheet in rows.values()) and len(rows) == 4
+    reached = float(rows["GEMM of 8192 in bf16, TFLOP/s"][0])
+    assert reached == pytest.approx(989 * h100.gemm_share(8192, 8192, 8192), rel=0.01)
+    assert {texts[1] for _, *texts in first_day.rate_rows(h100, None, 1)} == {first_day.NO_SHEET}
 
 
 def test_parts_need_the_gpus_that_there_are(first_day: ModuleType, tmp_path: Path) -> None:

@@ -296,6 +296,16 @@ def test_an_empty_root_is_a_fresh_start_unless_that_is_an_error(rank_pools: Pool
         assert re.search(r"--load .* holds no checkpoint \(--exit-on-missing-checkpoint\)", said)
 
 
+def test_a_folder_to_load_from_that_does_not_exist_is_refused_unless_the_run_saves_there(
+    rank_pools: Pools, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "gpt2")
+    for said in rank_pools(2).run(refusal, missing, {"save": str(tmp_path)}):
+        assert f"--load {missing} does not exist; give the folder of a run or of a Hugging Face model" in said
+    for said in rank_pools(2).run(refusal, missing, {"save": missing + "/"}):
+        assert "gpt2 holds no checkpoint: starting from step 0" in said
+
+
 def test_damage_found_by_one_rank_fails_all_ranks(rank_pools: Pools, tmp_path: Path) -> None:
     rank_pools(1).run(save_scrambled, str(tmp_path), {})
     (path,) = tmp_path.glob("step_*")

@@ -264,7 +264,7 @@ def rate_rows(found: Hardware, sheet: Hardware | None, num_ranks: int) -> Iterat
     """Yield the rates that calibrate measured beside those the planner assumes."""
     ways: dict[str, Callable[[Hardware], float]] = {
         "memory, TB/s": lambda h: h.pointwise_share * h.memory_bytes_per_second / 1e12,
-        "GEMM of 8192 in bf16, TFLOP/s": lambda h: h.gemm_share(8192) * h.peak("bf16") / 1e12,
+        "GEMM of 8192 in bf16, TFLOP/s": lambda h: h.gemm_share(8192, 8192, 8192) * h.peak("bf16") / 1e12,
         "fused attention in bf16, TFLOP/s": lambda h: h.attention_share * h.peak("bf16") / 1e12,
     }
     if num_ranks > 1:

@@ -20,7 +20,7 @@ from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.calibrate.rates import NETWORK, NODE, Found, MeasuredLink, MeasuredRates
 from megapipe.extras.doctor.host import resources
-from megapipe.plan.hardware import GIB, GIGA, Hardware, Link, hardware_of, read_hardware
+from megapipe.plan.hardware import GIB, GIGA, NOT_IN_FILES, Hardware, Link, hardware_of, read_hardware
 
 # used if a link was not measured and the device is in no table: gloo within a host, and over 10 Gbit/s Ethernet
 ASSUMED_LINKS = {NODE: Link(1.0 * GIGA, 100e-6), NETWORK: Link(1.0 * GIGA, 100e-6)}
@@ -189,6 +189,7 @@ def as_data(hardware: Hardware, machine: Machine, found: Found) -> dict[str, Any
         for link in found.links
     }
     values = {"node": vars(hardware.node), "network": vars(hardware.network), "flops": dict(hardware.flops)}
-    keys = {name: value for name, value in vars(hardware).items() if name != "attention_rates"}  # not a key of the file
+    left_out = {*NOT_IN_FILES, "gemm_highest", "num_sms"}  # gemm_shares are measured in place of the last two
+    keys = {name: value for name, value in vars(hardware).items() if name not in left_out}
     measured = {"how": machine.header, "dtype": machine.dtype, "links": links, "seconds": found.seconds}
     return keys | values | {"measured": measured}

@@ -313,13 +313,13 @@ def _median_link(samples: Sequence[Sample]) -> Link:
 
 
 def fitted(sample: Sample) -> Link:
-    """Return the link with the latency of the smallest size, and the rate from the extra time of the largest."""
+    """Return the link: latency of a hop from the smallest size, rate from the extra time of the largest."""
     seconds = {num_bytes: median(times) for num_bytes, times in sample.times.items()}
     small, large = min(seconds), max(seconds)
     longer = seconds[large] - seconds[small]
     if longer <= 0:  # noise is larger than the cost of the size
         longer = seconds[large]
-    return Link(sample.trial.sent_bytes(large) / longer, seconds[small] / LEGS)
+    return Link(sample.trial.sent_bytes(large) / longer, seconds[small] / LEGS / (len(sample.trial.ranks) - 1))
 
 
 # ---------------------------------------------------------------------------------------------------- parts of a model

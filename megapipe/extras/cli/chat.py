@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import itertools
 import queue
 import signal
@@ -175,9 +176,12 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
             listener = socket.create_server(
                 (own.host, own.port), family=socket.AF_INET6 if ":" in own.host else socket.AF_INET
             )
-        except (OSError, OverflowError) as error:
-            rule = f"{str(error).partition(' (')[0]}; choose another port, or 0 for a free one"
-            raise ConfigError(f"--host {own.host} --port {own.port}: {rule}") from None
+        except OverflowError:
+            raise ConfigError(f"--port {own.port}: a port is at most 65535; 0 takes a free one") from None
+        except OSError as error:
+            of_port, rule = error.errno in (errno.EADDRINUSE, errno.EACCES), str(error.strerror).partition(" (")[0]
+            way = "choose another port, or 0 for a free one" if of_port else "give an address of this machine"
+            raise ConfigError(f"--host {own.host} --port {own.port}: {rule}; {way}") from None
     stopping = threading.Event()
 
     def stop(number: int, frame: object) -> None:

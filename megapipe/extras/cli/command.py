@@ -86,7 +86,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         from megapipe.config.fields import nearest
 
         guess = nearest(words[0], list(SUBCOMMANDS))
-        print(f"megapipe {words[0]}: unknown subcommand{guess}; see megapipe --help", file=sys.stderr)
+        print(f"megapipe {words[0]}: unknown subcommand{guess} (megapipe --help lists all)", file=sys.stderr)
         return 2
     from megapipe.monitor.signals import ended_by_signals
 

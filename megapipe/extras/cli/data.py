@@ -120,9 +120,8 @@ def train_tokenizer(own: argparse.Namespace) -> None:
     texts = _documents_of_each(own, files, unit, counts)
     first = next(texts, None)
     if first is None:
-        raise ConfigError(
-            f"--input {' '.join(own.input)} holds no text ({counts['bad']:,} documents are not UTF-8 text)"
-        )
+        bad = f" ({counts['bad']:,} documents are not UTF-8 text)" if counts["bad"] else ""
+        raise ConfigError(f"--input {' '.join(own.input)} holds no text{bad}; give files with text in them")
     train(chain([first], texts), own.output, own.vocab_size)
     left_out = f"; {counts['bad']:,} that are no text were left out" if counts["bad"] else ""
     read = f"{counts['documents']:,} documents ({counts['bytes'] / 1e6:.2f} MB) of {counts['files']:,} files"

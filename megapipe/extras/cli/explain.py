@@ -27,7 +27,7 @@ from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, SUPPORTED, me
 from megapipe.config.options import TAKES_VALUE, ConfigField
 from megapipe.config.yaml_file import SUPPLIED
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option
+from megapipe.extras.cli.frame import PREDICTION_OPTIONS, command, hardware_given, option
 from megapipe.formatting import bytes_text, text_table
 from megapipe.plan.hardware import Hardware, hardware_named
 from megapipe.plan.memory import all_rank_memory
@@ -38,7 +38,7 @@ from megapipe.plan.step_time import expected_bubble, predict_step
 MOST_COLUMNS = 100
 
 
-@command("megapipe explain", HARDWARE_OPTIONS, takes_config=True)
+@command("megapipe explain", PREDICTION_OPTIONS, takes_config=True)
 def main(own: argparse.Namespace) -> None:
     """Explain a flag: megapipe explain FLAG [--gpu NAME | --hardware FILE] [--config FILE.yaml] [flags of
     pretrain_gpt.py]

@@ -10,6 +10,7 @@ import argparse
 import inspect
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from megapipe.environment import Environment, allows_colour, read_environment, read_meeting_place
 from megapipe.errors import CommunicationError, ConfigError, DisagreementError, MegapipeError
+from megapipe.formatting import one_of
 from megapipe.monitor.process import wait_for_end
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ TITLES = {  # exception -> first words of its message; "error" for all others
     "NoProgressError": "no progress",
 }
 STYLES = {"bold": 1, "red": 31}  # codes of ANSI terminals
+INVALID = re.compile(r"argument (\S+): invalid (int|float|choice)(?: value)?: '(.*?)'(?: \(choose from (.*)\))?")
+NUMBERS = {"int": "a whole number", "float": "a number"}
 METAVARS = {int: "N", float: "X", Path: "FILE"}  # type of an option -> name of its value in the help
 
 
@@ -81,24 +85,49 @@ HARDWARE_OPTIONS = (
     option("--gpu", "the accelerator, by its name in the hardware table (docs/planner.md)", metavar="NAME"),
     option("--hardware", "the accelerator and its links, as a YAML file", type=Path),
 )
+PREDICTION_OPTIONS = (
+    *HARDWARE_OPTIONS,
+    option(
+        "--stack",
+        "the software that seconds are predicted for (default: megapipe; docs/time_model.md has the others)",
+        metavar="NAME",
+    ),
+)
 
 
 def hardware_given(own: argparse.Namespace) -> Hardware | None:
-    """Return the hardware of HARDWARE_OPTIONS, None if neither is given. Raises ConfigError."""
+    """Return the hardware of HARDWARE_OPTIONS or PREDICTION_OPTIONS, None if none is given. Raises ConfigError."""
+    stack = getattr(own, "stack", None)
     if own.gpu is None and own.hardware is None:
+        if stack is not None:
+            raise ConfigError(f"--stack {stack} predicts seconds: add --gpu NAME or --hardware FILE")
         return None
     if own.gpu is not None and own.hardware is not None:
         raise ConfigError("--gpu and --hardware both give the accelerator; give one of the two")
     from megapipe.plan.hardware import hardware_named, read_hardware  # here, since most commands start without plans
+    from megapipe.plan.stacks import stack_named
 
-    return hardware_named(own.gpu) if own.hardware is None else read_hardware(own.hardware)
+    hardware = hardware_named(own.gpu) if own.hardware is None else read_hardware(own.hardware)
+    return stack_named("megapipe" if stack is None else stack).applied_to(hardware)
 
 
 class Parser(argparse.ArgumentParser):
     """A parser that raises ConfigError where argparse prints its usage and exits."""
 
     def error(self, message: str) -> NoReturn:
+        if found := INVALID.fullmatch(message):
+            flag, kind, value, choices = found.groups()
+            raise ConfigError(
+                f"{flag} {value}: " + (_choose(value, choices) if choices else f"expected {NUMBERS[kind]}")
+            )
         raise ConfigError(f"{message}; see --help")
+
+
+def _choose(value: str, choices: str) -> str:
+    from megapipe.config.fields import nearest  # here, since most commands start without the configuration
+
+    names = [name.strip("' ") for name in choices.split(",")]
+    return f"choose {one_of(names)}{nearest(value, names)}"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megapipe.assembly.datasets import tokenizer_of
 from megapipe.checkpoint.changes import check_tokenizer
 from megapipe.checkpoint.folder import STEP_FOLDER, find_checkpoint, saved_config, saved_tokenizer, step_of_folder
 from megapipe.config.config import Config
-from megapipe.config.files import TOKENIZER_TYPES, DataConfig
+from megapipe.config.files import TOKENIZER_TYPES, DataConfig, is_hugging_face
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import DEVICES, TrainingConfig
@@ -142,7 +142,10 @@ def open_model(
     """
     found = find_checkpoint(*located(Path(own.load), own.ckpt_step))
     if found is None:
-        raise CheckpointError(f"{own.load} holds no checkpoint; give the folder that --save wrote checkpoints to")
+        what = "holds no checkpoint" if Path(own.load).exists() else "does not exist"
+        if is_hugging_face(own.load):
+            raise CheckpointError(f"{own.load} is a Hugging Face folder; first megapipe convert {own.load} NEW_FOLDER")
+        raise CheckpointError(f"{own.load} {what}; give the folder that --save wrote checkpoints to")
     saved = saved_config(found)
     model = saved.model
     if seq_length is not None:

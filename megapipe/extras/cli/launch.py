@@ -97,6 +97,8 @@ def check_script(script: str) -> None:
     if script not in ON_RANKS and not Path(script).is_file():
         commands = f"{', '.join(ON_RANKS)}{nearest(script, ON_RANKS)}"
         raise ConfigError(f"no such script {script}; give a file, or one of {commands}")
+    if Path(script).suffix in (".yaml", ".yml"):
+        raise ConfigError(f"{script} is a configuration, not a script; use pretrain --config {script}")
 
 
 def threads_of_a_rank(num_ranks: int) -> int:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Sequence, Set
 from pathlib import Path
+from typing import Any
 
 from megapipe.assembly.datasets import planned, with_vocabulary
 from megapipe.checkpoint.folder import find_checkpoint
@@ -17,19 +18,30 @@ from megapipe.config.parallel import strategy_of
 from megapipe.config.rules.gpu import own_kernels
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, write_file
+from megapipe.extras.cli.frame import PREDICTION_OPTIONS, command, hardware_given, option, write_file
 from megapipe.extras.report.folder import logged_load
 from megapipe.extras.report.grid import context_svg, grid_svg
+from megapipe.extras.search.experiments import experiments
 from megapipe.extras.search.layout import Context, Layout
 from megapipe.extras.search.search import OBJECTIVES, Candidate, Objective, choose, predict_plan
 from megapipe.extras.search.search_report import SearchReport, megatron_text
 from megapipe.extras.streams.roofline import roofline_text
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
+from megapipe.plan.goodput import HOUR, MOST, Failures, checkpoint_bytes, days_text, parse_tokens, run_days
 from megapipe.plan.hardware import Hardware
-from megapipe.plan.report import plan_text, step_text
+from megapipe.plan.report import plan_text, step_text, terms_text
 from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import predict_step
 from megapipe.plan.world_rules import rules_of_world
 
+DAYS_OPTIONS = (
+    option("--gpu-hours-per-failure", "of the job: GPUs x hours over its failures", type=float, above=0),
+    option("--restart-seconds", "from a failure to the first step after it", type=float, above=0),
+    option("--save-seconds", "of writing a checkpoint", type=float, above=0),
+    option("--storage-bytes-per-second", "of all ranks, in place of --save-seconds", type=float, above=0),
+    option("--watts", "of an accelerator with its part of node and cooling, for MWh", type=float, above=0),
+)
 OPTIONS = (
     option("--svg", "write a drawing of the grid: every rank with the part of the model that it holds", type=Path),
     option(
@@ -50,6 +62,11 @@ OPTIONS = (
         action="store_true",
     ),
     option(
+        "--explain",
+        "with --gpu or --hardware: print the seconds of each term of the predicted step, and where they come from",
+        action="store_true",
+    ),
+    option(
         "--expert-imbalance",
         "give memory and time where the fullest expert-parallel rank gets N times the mean of rows (default: 1, "
         "balanced), or for the load that a run logged: its metrics file or folder",
@@ -57,17 +74,20 @@ OPTIONS = (
     ),
     "search, with --gpus N and one of --gpu and --hardware",
     option("--gpus", "search for a layout on N accelerators", type=int, above=0),
-    *HARDWARE_OPTIONS,
+    *PREDICTION_OPTIONS,
     option(
         "--objective",
         "time: the fastest step on N accelerators (default); gpus: the fewest up to N that fit, or that reach "
         "--tokens-per-second; cost: the cheapest tokens on N, N / 2, ...",
         choices=OBJECTIVES,
     ),
-    option("--price", "of an accelerator and hour, for the objective cost", type=float, above=0),
+    option("--price", "of an accelerator and hour, for the objective cost and for --days", type=float, above=0),
     option("--tokens-per-second", "to reach, for the objectives gpus and cost", type=float, above=0),
     option("--output", "write the best layout as a configuration", type=Path),
     option("--json", "print everything as JSON", action="store_true"),
+    "days of a run with failures, with --world-size N or --gpus N",
+    option("--days", "of TOKENS (15.6T), or of --train-iters or -samples", nargs="?", const="", metavar="TOKENS"),
+    *DAYS_OPTIONS,
 )
 
 
@@ -88,17 +108,23 @@ def main(own: argparse.Namespace) -> int:
     searches for a layout and predicts its step time and memory; see docs/planner.md. Parallel sizes (those of experts
     too), the kind of context parallelism, schedule, microbatch, recompute, sequence parallelism, distributed optimizer
     and partition that are given as flags are kept, those in a YAML file are not.
+
+    --days 15.6T prints how long a run of so many tokens takes with failures, checkpoints and restarts, what it costs,
+    and the best --save-interval; see docs/days.md. The rate of failures has no default. Published: a failure in 50,700
+    GPU hours of Llama 3 on H100 (arXiv:2407.21783), in 29,500 and 82,100 of two clusters of A100 (arXiv:2410.21680).
     """
     hardware = hardware_given(own)
-    if own.roofline and (hardware is None or own.gpus is not None):
-        raise ConfigError("--roofline is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
+    _check_days(own, hardware)
+    if (own.roofline or own.explain) and (hardware is None or own.gpus is not None):
+        flag = "--roofline" if own.roofline else "--explain"
+        raise ConfigError(f"{flag} is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
     if own.gpus is not None or (hardware is not None and not own.roofline and "--world-size" not in _names(own.flags)):
         if own.svg is not None or own.context_svg is not None:
             flag = "--svg" if own.svg is not None else "--context-svg"
             raise ConfigError(f"{flag} draws a grid of --world-size N; leave it out of a search")
         return _search(own)
-    search = {"--objective": own.objective, "--price": own.price, "--tokens-per-second": own.tokens_per_second}
-    search |= {"--output": own.output, "--json": own.json or None}
+    search = {"--objective": own.objective, "--tokens-per-second": own.tokens_per_second, "--output": own.output}
+    search |= {"--price": own.price if own.days is None else None, "--json": own.json or None}
     if idle := [flag for flag, value in search.items() if value is not None]:
         raise ConfigError(f"{idle[0]} belongs to the search for a layout: add --gpus N and --gpu NAME")
     loaded = load_config(["--plan", *own.flags], is_job=False, more=rules_of_world)
@@ -112,7 +138,9 @@ def main(own: argparse.Namespace) -> int:
     plan = dataclasses.replace(plan, expert_load=load)
     print("\n".join([*own_kernels(loaded.config), plan_text(plan)]))
     if hardware is not None:
-        print(step_text(plan, hardware))
+        print("\n".join([step_text(plan, hardware), *([terms_text(plan, hardware)] if own.explain else [])]))
+    if hardware is not None and own.days is not None:
+        print(days_text(_days(own, plan, hardware, predict_step(plan, hardware).seconds)))
     if hardware is not None and own.roofline:
         nodes = [] if per_node is None else ["--ranks-per-node", str(per_node)]
         print(roofline_text([*own.flags, *nodes], hardware))
@@ -149,8 +177,12 @@ def _search(own: argparse.Namespace) -> int:
     )
     configured = as_configured(config, found.num_gpus, hardware, load)
     here = hardware.on(found.num_gpus)
-    report = SearchReport(found, tried, objective, here, configured, own.estimator == "megatron")
-    print(json.dumps(report.data(), indent=2) if own.json else report.text())
+    to_run = tuple(experiments(found, loaded.config, own.flags, here))
+    report = SearchReport(found, tried, objective, here, configured, own.estimator == "megatron", to_run)
+    wanted = found.best[:1] if own.days is not None else ()
+    days = [_days(own, best.plan, here, best.time.seconds) for best in wanted]
+    more = {"days": days[0]} if days else {}
+    print(json.dumps(report.data() | more, indent=2) if own.json else "\n".join([report.text(), *map(days_text, days)]))
     if not found.best:
         return 1
     if own.output is not None:
@@ -186,6 +218,9 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
         "parallel.data_parallel_sharding_strategy": strategy == strategy_of(parallel),
         "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
+        "parallel.overlap_moe_expert_parallel_comm": layout.overlap == parallel.overlap_moe_expert_parallel_comm,
+        "parallel.delay_wgrad_compute": layout.overlap or not parallel.delay_wgrad_compute,
+        "model.moe_token_dispatcher_type": layout.flex == (config.model.moe_token_dispatcher_type == "flex"),
         "parallel.pipe_sp_splits": layout.pp == 1 or layout.slices == parallel.pipe_sp_splits,
         "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
         "recompute.recompute_granularity": layout.recompute.recompute_granularity == recompute.recompute_granularity,
@@ -194,15 +229,49 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
     return all(has_value[key] for key in has_value.keys() & keys)
 
 
+def _check_days(own: argparse.Namespace, hardware: Hardware | None) -> None:
+    """Raise ConfigError unless --days has all options that it needs, and these have --days."""
+    names = [each.names[0] for each in DAYS_OPTIONS]
+    values = {name: getattr(own, name[2:].replace("-", "_")) for name in [*names, "--price"]}
+    given = [name for name in names if values[name] is not None]
+    if own.days is None:
+        if given:
+            raise ConfigError(f"{given[0]} belongs to --days; add --days TOKENS, or leave it out")
+        return
+    missing = [name for name in names[:2] if name not in given]
+    missing += ["one of " + " and ".join(names[2:4])] if len({*names[2:4]} & {*given}) != 1 else []
+    missing += ["--gpu or --hardware"] if hardware is None else []
+    if missing:
+        raise ConfigError(f"--days needs {', '.join(missing)}; see docs/days.md")
+    for name, value in values.items():
+        if value is not None and not 1 / MOST <= value <= MOST:
+            raise ConfigError(f"{name} {value:g}: expected {1 / MOST:g} to {MOST:g}")
+    parse_tokens(own.days or "0")
+
+
+def _days(own: argparse.Namespace, plan: RunPlan, hardware: Hardware, step_seconds: float) -> dict[str, Any]:
+    """Return the days of a run of the plan. Raises ConfigError."""
+    size, of_rank = checkpoint_bytes(plan)
+    saving, copying = own.save_seconds or size / own.storage_bytes_per_second, of_rank / hardware.host_bytes_per_second
+    between = own.gpu_hours_per_failure * HOUR / plan.topology.world_size
+    # with --async-save training waits for the copy to the host only
+    save = (copying, saving) if plan.config.checkpoint.async_save else (saving, 0.0)
+    failures = Failures(between, own.restart_seconds, *save)
+    tokens = parse_tokens(own.days) if own.days else plan.config.training.train_samples * plan.config.model.seq_length
+    return run_days(plan, step_seconds, tokens, failures, _price(own, hardware), own.watts)
+
+
+def _price(own: argparse.Namespace, hardware: Hardware) -> float | None:
+    """Return the price of an accelerator and hour, None if there is none."""
+    return hardware.price_per_hour if own.price is None else own.price  # type: ignore[no-any-return]
+
+
 def _objective(own: argparse.Namespace, hardware: Hardware) -> Objective:
-    kind = own.objective or OBJECTIVES[0]
-    price = hardware.price_per_hour if own.price is None else own.price
-    if price is not None and not price > 0:
-        raise ConfigError(f"--hardware {own.hardware}: price_per_hour {price:g} must be above 0")
+    kind, price = own.objective or OBJECTIVES[0], _price(own, hardware)
     if kind == "cost" and price is None:
         raise ConfigError("--objective cost needs the price: give --price P, or price_per_hour in a --hardware file")
-    if kind == "time" and (own.price is not None or own.tokens_per_second is not None):
-        raise ConfigError("--price and --tokens-per-second belong to --objective gpus or cost; time ignores them")
+    if kind == "time" and ((own.price is not None and own.days is None) or own.tokens_per_second is not None):
+        raise ConfigError("--price and --tokens-per-second belong to --objective gpus or cost, --price also to --days")
     return Objective(kind, own.tokens_per_second, price)
 
 
@@ -249,6 +318,8 @@ def as_configured(config: Config, world_size: int, hardware: Hardware, load: Exp
         "" if plan.sharding is None else strategy_of(parallel),
         parallel.data_parallel_sharding_units,
         plan.num_slices,
+        parallel.overlap_moe_expert_parallel_comm and plan.model.has_experts,
+        config.model.moe_token_dispatcher_type == "flex",
     )
     return predict_plan(layout, plan, hardware)
 

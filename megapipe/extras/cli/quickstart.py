@@ -23,10 +23,10 @@ from megapipe.config.load import load_config
 from megapipe.config.yaml_file import SUPPLIED
 from megapipe.data.build_datasets import parse_split, sequence_range
 from megapipe.data.dataset import unigram_entropy
-from megapipe.data.indexed_file import IndexedFile
-from megapipe.data.partial_output import output_prefix
+from megapipe.data.indexed_file import IndexedFile, token_dtype
+from megapipe.data.partial_output import PartialOutput, output_prefix
 from megapipe.data.preprocess import Progress, preprocess
-from megapipe.data.text_source import corpus_documents, read_records, write_jsonl
+from megapipe.data.text_source import TEXT_KEY, corpus_documents, read_records, write_jsonl
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option, write_file
 from megapipe.extras.cli.quickstart_chat import finetune_and_export, say
@@ -35,7 +35,7 @@ from megapipe.extras.report.folder import read_run
 from megapipe.formatting import count_text
 from megapipe.plan.resolve import resolve
 from megapipe.tokenizers.hugging_face import optional_package
-from megapipe.tokenizers.tokenizer import build_tokenizer
+from megapipe.tokenizers.tokenizer import build_tokenizer, tokenizer_fingerprint
 from megapipe.tokenizers.training import train_tokenizer
 
 CPU_FLAGS = ("--config", str(SUPPLIED / "quickstart.yaml"))
@@ -47,7 +47,7 @@ SPLIT = "90,10,0"
 TOKENIZER = "HuggingFaceTokenizer"
 TOKENIZER_CHARACTERS = 1_000_000  # of text to train it on; more takes longer and hardly improves it
 STDLIB_NAME, STDLIB_PROMPTS = "python-stdlib", ("def __init__(self", "import ", "    for i in ")
-PROMPT_WORDS, NUM_PROMPTS = 4, 3
+PROMPT_WORDS, NUM_PROMPTS, SAMPLE_TOKENS = 4, 3, 40
 SET_HERE = {  # fields that the quickstart sets itself -> what to use instead
     "data.data_path": "--corpus",
     "data.tokenizer_type": "--corpus and --vocab-size",
@@ -220,12 +220,16 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
     sample = [text for text, end in zip(documents, ends, strict=True) if end <= TOKENIZER_CHARACTERS]
     train_tokenizer(sample or documents, tokenizer, vocab_size)
     say("tokenizer", f"{vocab_size:,} tokens (byte-level BPE), {time.monotonic() - began:.1f} s")
+    factory = functools.partial(build_tokenizer, TOKENIZER, str(tokenizer))
+    made = tokenizer_fingerprint(factory(), str(tokenizer))
+    target, dtype = str(folder / "tokens"), token_dtype(vocab_size)
     counts = preprocess(
         read_records([folder / "corpus.jsonl"]),
-        str(folder / "tokens"),
-        functools.partial(build_tokenizer, TOKENIZER, str(tokenizer)),
+        target,
+        factory,
         append_eod=True,
         num_workers=min(4, os.cpu_count() or 1),
+        output=PartialOutput(target, [TEXT_KEY], dtype, overwrite=True, tokenizer=made),
         progress=Progress(),
     )
     tokens = sum(counts.tokens.values())
@@ -273,7 +277,13 @@ def pretrain_arguments(
         "--keep-last": "2",
     }
     words = [*tokenizer_arguments(prepared), *(word for setting in settings.items() for word in setting)]
-    words += ["--override-opt_param-scheduler", "--sample-prompts", *prepared.prompts]
+    words += [
+        "--override-opt_param-scheduler",
+        "--sample-tokens",
+        str(SAMPLE_TOKENS),
+        "--sample-prompts",
+        *prepared.prompts,
+    ]
     if is_profiled:
         start = done + max(0, min(PROFILE_STEP, steps - 2))
         end = min(start + 2, total)

@@ -14,17 +14,23 @@ from megapipe.extras.cli.frame import command, option, painted, write_file
 from megapipe.extras.report.charts import loss_svg
 from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import read_run
+from megapipe.extras.report.live import ADDRESS, ReportServer
 from megapipe.extras.report.page import compare_page, compare_text, named, page
 from megapipe.monitor.diagnosis import doing, summary, table, waits_for
 from megapipe.monitor.roster import newest_run, read_folder
 from megapipe.profile.difference import summarize
 
 FILE_NAME = "report.html"
+PORT = 8020
 OPTIONS = (
     option("run", "the run's folder", type=Path, metavar="RUN"),
     option("--output", f"where to write it (default: RUN/{FILE_NAME})", type=Path),
     option("--loss-svg", "also write only the chart of losses, as SVG", type=Path),
     option("--svg", "also write only the drawing of plan and measurement, as SVG", type=Path),
+    option(
+        "--serve", "show it at an address of this machine and keep it up to date, until Ctrl-C", action="store_true"
+    ),
+    option("--port", f"port of --serve (default: {PORT})", type=int),
 )
 COMPARE_OPTIONS = (
     option("runs", "the runs' folders", type=Path, nargs="+", metavar="RUN"),
@@ -46,6 +52,11 @@ def main(own: argparse.Namespace) -> None:
     RUN is the folder given as --save (or that of --metrics-file). Works during the run, and after a crash. Needs no
     torch.
     """
+    if own.serve:
+        serve(own)
+        return
+    if own.port is not None:
+        raise ConfigError(f"--port {own.port} is for --serve; add --serve or leave it out")
     path = write_report(own.run, own.output)
     if own.loss_svg is not None:
         drawn = loss_svg(read_run(own.run))
@@ -61,9 +72,28 @@ def main(own: argparse.Namespace) -> None:
     print(f"{path} ({path.stat().st_size / 2**10:,.0f} KiB): open it in any browser")
 
 
+def serve(own: argparse.Namespace) -> None:
+    """Serve the report until Ctrl-C. Raises ConfigError."""
+    port = PORT if own.port is None else own.port
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"--port {port} is out of range; give a number from 1 to 65535")
+    for flag, value in (("--output", own.output), ("--loss-svg", own.loss_svg), ("--svg", own.svg)):
+        if value is not None:
+            raise ConfigError(f"{flag} {value} is for a report that is written; leave out {flag} or --serve")
+    with ReportServer(own.run, port) as server:
+        print(
+            f"{own.run}: http://{ADDRESS}:{port}/ shows its report and keeps it up to date; Ctrl-C ends this",
+            flush=True,
+        )
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("\nstopped")
+
+
 @command("megapipe compare", COMPARE_OPTIONS)
 def compare(own: argparse.Namespace) -> None:
-    """Compare runs: print the settings that differ and the results, and write an HTML page with their curves.
+    """Compare runs: print their results and the settings that differ, and write an HTML page, also with their curves.
 
     RUN is the folder given as --save (or that of --metrics-file). Works during the runs. Needs no torch.
     """

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -125,6 +126,8 @@ class Server:
         """Return the ASGI application."""
 
         def refused(http: HttpRequest, error: Exception) -> Response:
+            if isinstance(error, HTTPException):  # an unknown path or method
+                error = ApiError(f"{http.method} {http.url.path}: {error.detail}", error.status_code)
             assert isinstance(error, ApiError)
             return JSONResponse(error.body(), error.status)
 
@@ -134,7 +137,7 @@ class Server:
             Route("/v1/chat/completions", partial(self._complete, is_chat=True), methods=["POST"]),
             Route("/v1/completions", partial(self._complete, is_chat=False), methods=["POST"]),
         ]
-        return Starlette(routes=routes, exception_handlers={ApiError: refused})
+        return Starlette(routes=routes, exception_handlers={ApiError: refused, HTTPException: refused})
 
     async def _page(self, http: HttpRequest) -> Response:
         return FileResponse(PAGE, headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")

@@ -119,7 +119,8 @@ def parse_refusing(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
 
     def refuse(message: str) -> NoReturn:
         if "training_script" not in message:
-            raise ConfigError(message)
+            order = "; flags of the script follow its name, as in megapipe launch pretrain --config FILE"
+            raise ConfigError(message + order * message.startswith("unrecognized"))
         unknown = next((word for word in arguments if word.startswith("-") and word.partition("=")[0] not in known), "")
         hint = f"{unknown} is not a flag of torchrun{nearest(unknown, known)}" if unknown else "the script is missing"
         raise ConfigError(f"megapipe launch [flags of torchrun] SCRIPT [flags of the script]: {hint}")

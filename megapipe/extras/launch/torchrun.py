@@ -71,8 +71,10 @@ def ranks_here(arguments: argparse.Namespace) -> int:
     """Return the number of ranks on this node. Raises ConfigError."""
     try:
         count = determine_local_world_size(arguments.nproc_per_node)
-    except ValueError as error:
-        raise ConfigError(f"--nproc-per-node {arguments.nproc_per_node}: {error}") from None
+    except ValueError:
+        raise ConfigError(
+            f"--nproc-per-node {arguments.nproc_per_node}: expected a number of ranks, gpu or cpu"
+        ) from None
     if count < 1:
         raise ConfigError(f"--nproc-per-node {count}: expected at least 1 rank")
     return count

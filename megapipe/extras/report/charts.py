@@ -1,8 +1,8 @@
 """SVG charts of a quantity over the steps: loss, speed, memory, learning rate, gradient norm, bubble; and heat maps of
 the load of every expert, layer by layer, at some of the logged steps (--moe-per-layer-logging).
 
-Colours come from the report's style sheet. Ticks are at round numbers. Each chart carries its points as JSON in
-<metadata>, from which the report's script shows the values under the pointer.
+Colours come from the report's style sheet. Ticks are at round numbers. Each drawing carries its values as JSON in
+<metadata>, from which the report's script shows the one under the pointer; titles show some of them without the script.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from megapipe.config.model import ModelConfig
-from megapipe.extras.report.drawing import XMLNS, element, line, merged, round_step, text
+from megapipe.config.config import Config
+from megapipe.extras.report.drawing import XMLNS, element, line, merged, rect, round_step, text, titled
 from megapipe.extras.report.folder import Record, Run
 from megapipe.plan.expert_load import expected_load
 
@@ -25,7 +25,7 @@ NUM_COLOURS = 8  # of the style sheet
 MOST_TICKS = 8  # of a y axis
 SIZES = {"large": (1120, 320), "medium": (540, 220), "small": (350, 220)}  # class in the style sheet -> width, height
 MOST_MAPS, MOST_CELLS = 6, 30_000
-MAP_WIDTH, ROW, MAP_LEFT, MAP_TOP = 860, 10, 64, 22  # px
+MAP_WIDTH, CELL, ROW, MAP_LEFT, MAP_TOP = 1100, 20, 13, 30, 18  # px: all cells, the widest cell, margins
 LEVELS = 9  # colours from no load over the mean, in the middle, to twice the mean and more
 LITTLE, MEAN, MUCH = (43, 108, 176), (245, 245, 245), (192, 57, 43)
 
@@ -153,17 +153,24 @@ def chart_svg(chart: Chart, size: tuple[int, int] = SIZES["medium"], before: str
         if kept:
             places = [(f"{frame.x(step):.1f}", f"{frame.y(value):.1f}") for step, value in kept]
             path = "M" + "L".join(f"{left} {top}" for left, top in places)
-            parts.append(element("path", class_=f"curve c{curve.colour} {curve.kind}", d=path))
+            parts.append(element("path", titled(curve.name), class_=f"curve c{curve.colour} {curve.kind}", d=path))
             if curve.kind == "dots" or len(places) == 1:
                 dot = {"class_": f"dot c{curve.colour}", "r": "3.8"}
-                parts += [element("circle", cx=left, cy=top, **dot) for left, top in places]
-    parts.append('<g class="hover" visibility="hidden"><line/></g>')
+                for (step, value), (left, top) in zip(kept, places, strict=True):
+                    title = titled(f"{curve.name}, {chart.axis} {number(step)}: {number(value)}")
+                    parts.append(element("circle", title, cx=left, cy=top, **dot))
+    parts.append(element("line", class_="hover", visibility="hidden"))
     if not attributes:
-        parts.append(element("metadata", escape(json.dumps(data, separators=(",", ":")), quote=False)))
+        parts.append(_data(data))
     words = {"role": "img", "aria_label": chart.title, "data_unit": chart.unit, "data_axis": chart.axis}
     scale = f"{frame.x(0):.4f} {frame.x(1) - frame.x(0):.9g} {TOP} {bottom}"
     view = f"0 0 {width} {height}"
     return element("svg", "".join(parts), class_="chart", viewBox=view, data_frame=scale, **words, **attributes)
+
+
+def _data(values: object) -> str:
+    """Return the values of a drawing for the report's script."""
+    return element("metadata", escape(json.dumps(values, separators=(",", ":")), quote=False))
 
 
 def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
@@ -264,36 +271,35 @@ def figure_html(chart: Chart) -> str:
             last = f"{value:.4f}" if 0.1 <= abs(value) < 100 and chart.unit != "%" else number(value)
             caption += f'<span><i class="c{curve.colour}"></i>{escape(curve.name)}, last {last}</span>'
     caption += element("span", escape(chart.note)) if chart.note else ""
-    parts = [element("figcaption", caption + element("span", "", class_="readout"))]
-    parts += (element("div", svg, class_=name) for name, svg in drawn.items())
-    return element("figure", "".join(parts), class_="wide" if chart.is_wide else "half")
+    drawings = "".join(element("div", svg, class_=name) for name, svg in drawn.items())
+    return element("figure", element("figcaption", caption) + drawings, class_="wide" if chart.is_wide else "half")
 
 
-def expert_maps_html(steps: Sequence[Record], model: ModelConfig | None = None) -> str:
+def expert_maps_html(steps: Sequence[Record], config: Config | None = None) -> str:
     """Return the heat maps of a run's step records; '' if none has the load of its experts.
 
-    model: that of the run, if known: with it, the load that chance alone gives at balanced routing is shown.
+    config: that of the run, if known: with it, the expert-parallel ranks are marked, and the load that chance alone
+    gives at balanced routing is shown.
     """
     found = [record for record in steps if record.get("expert_load")]
     if not found:
         return ""
     cells = sum(map(len, found[-1]["expert_load"].values()))
     count = max(1, min(MOST_MAPS, MOST_CELLS // cells, len(found)))
-    chosen = [found[round(index * (len(found) - 1) / max(count - 1, 1))] for index in range(count)]
-    if count == 1:
-        chosen = found[-1:]
-    legend = " ".join(
-        f'<i style="display:inline-block;width:14px;height:10px;border:0;background:{heat(level)}"></i>'
-        for level in range(LEVELS)
-    )
-    note = f'<p class="soft">Tokens of each expert over the mean of its layer: 0 {legend} 2 and more.</p>'
-    return note + (_chance(found[-1], model) if model is not None else "") + "".join(map(_map, chosen))
+    chosen = [found[-1 - round(index * (len(found) - 1) / max(count - 1, 1))] for index in reversed(range(count))]
+    legend = " ".join(element("i", "", style=f"background:{heat(level)}") for level in range(LEVELS))
+    ep = 1 if config is None else config.parallel.expert_model_parallel_size
+    axes = "Rows: layers; columns: experts" + (f" of {ep} expert-parallel ranks." if ep > 1 else ".")
+    note = f"Load of each expert over the mean of its layer: <span>0 {legend} 2 and more.</span> {axes}"
+    maps = "".join(_map(record, ep) for record in chosen)
+    chance = "" if config is None else _chance(found[-1], config)
+    return f'<p class="soft key">{note}</p>{chance}<div class="maps">{maps}</div>'
 
 
-def _chance(record: Record, model: ModelConfig) -> str:
+def _chance(record: Record, config: Config) -> str:
     """Return a paragraph with the largest load that a step's tokens give at balanced routing, and the measured one."""
-    loads, topk = list(record["expert_load"].values()), model.moe_router_topk
-    experts, tokens = len(loads[0]), record["global_batch_size"] * model.seq_length
+    loads, topk = list(record["expert_load"].values()), config.model.moe_router_topk
+    experts, tokens = len(loads[0]), record["global_batch_size"] * config.model.seq_length
     if not 0 < topk <= experts or tokens < 1:
         return ""
     largest, mean = expected_load([1 / experts] * experts, tokens, topk)
@@ -313,20 +319,33 @@ def heat(level: int) -> str:
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-def _map(record: Record) -> str:
+def _map(record: Record, ep: int) -> str:
+    """Return the heat map of a step: a row per layer, a column per expert, lines between expert-parallel ranks."""
     load: dict[str, list[float]] = record["expert_load"]
     columns = max(map(len, load.values()))
-    width, largest = (MAP_WIDTH - MAP_LEFT) / columns, max(map(max, load.values()))
-    heading = f"step {record['step']:,}: layers x {columns} experts, at most {largest:.2f} times the mean"
-    parts, cells = [text(MAP_LEFT, 14, heading, class_="tick")], []
+    cell, per_rank, bottom = min(CELL, MAP_WIDTH / columns), max(1, columns // ep), MAP_TOP + ROW * len(load)
+    parts = [*_numbers(columns, cell, bottom + 12, ""), rect(0, 0, cell, ROW, class_="hover", visibility="hidden")]
     for row, (layer, loads) in enumerate(load.items()):
         y, worst = MAP_TOP + row * ROW, max(range(len(loads)), key=loads.__getitem__)
-        title = f"layer {layer}: expert {worst} has {loads[worst]:.2f} times the mean"
-        parts.append(text(MAP_LEFT - 6, y + ROW - 2, layer, title, text_anchor="end", class_="tick"))
-        for expert, value in enumerate(loads):
-            level = min(LEVELS - 1, round(value * (LEVELS - 1) / 2))
-            cells.append((level, MAP_LEFT + expert * width, y))
-    cells.sort(key=lambda cell: cell[0])
-    parts += merged((heat(level), x, y, width, ROW) for level, x, y in cells)
-    view = f"0 0 {MAP_WIDTH} {MAP_TOP + ROW * len(load)}"
-    return element("svg", "".join(parts), class_="chart", viewBox=view, xmlns=XMLNS)
+        levels = sorted((min(LEVELS - 1, round(value * (LEVELS - 1) / 2)), x) for x, value in enumerate(loads))
+        cells = merged((heat(level), MAP_LEFT + x * cell, y, cell, ROW) for level, x in levels)
+        label = text(MAP_LEFT - 5, y + ROW - 3, layer, text_anchor="end", class_="tick")
+        title = titled(f"layer {layer}: expert {worst} has {loads[worst]:.2f} times the mean")
+        parts.append(element("g", title + label + "".join(cells)))
+    if ep > 1:
+        parts += _numbers(columns // per_rank, per_rank * cell, MAP_TOP - 5, "ep ")
+        borders = (MAP_LEFT + at * cell for at in range(per_rank, columns, per_rank))
+        parts += (line(x, 4, x, bottom, class_="border") for x in borders)
+    parts.append(_data({"layers": list(load), "load": list(load.values()), "per_rank": per_rank, "ep": ep}))
+    width, height, name = MAP_LEFT + math.ceil(columns * cell) + 8, bottom + 16, f"step {record['step']:,}"
+    size = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}", "role": "img", "aria_label": name}
+    drawn = element("svg", "".join(parts), class_="heat", data_frame=f"{MAP_LEFT} {cell:.4f} {MAP_TOP} {ROW}", **size)
+    caption = name + element("span", f"at most {max(map(max, load.values())):.2f} times the mean")
+    return element("figure", element("figcaption", caption) + element("div", drawn, class_="scroll", tabindex=0))
+
+
+def _numbers(count: int, width: float, y: float, before: str) -> Iterator[str]:
+    """Yield the numbers of columns, of all or of every so many for which there is room. width: of a column in px."""
+    step = max(1, int(round_step((7 * len(f"{before}{count - 1}") + 4) / width)))
+    for index in range(0, count, step):
+        yield text(MAP_LEFT + (index + 0.5) * width, y, f"{before}{index}", text_anchor="middle", class_="tick")

@@ -230,7 +230,7 @@ def _ends(drawing: _Drawing) -> Iterator[str]:
         yield text(x + shift, y, f"{name} ends, {milliseconds(seconds)}", class_="endtext", text_anchor=anchor)
 
 
-def pipeline_html(profile: Profile, path: Path, num_profiles: int) -> str:
+def pipeline_html(profile: Profile, path: Path, num_profiles: int, is_served: bool) -> str:
     """Return the section for one profile: figures, drawing, causes, times of the stages."""
     summary = summarize(profile)
     ranks = summary.pipeline.global_ranks
@@ -239,6 +239,7 @@ def pipeline_html(profile: Profile, path: Path, num_profiles: int) -> str:
     parts = [
         _tiles(summary),
         element("p", " ".join(_notes(profile, summary, path, num_profiles)), class_="soft"),
+        _trace(trace_path(path).name, is_served),
         f'<div class="timeline"><div class="ranks">{labels(ranks)}</div>'
         f'<div class="scroll" tabindex="0">{drawn}</div></div>',
         '<p class="soft">Scroll sideways to see the whole drawing.</p>' if is_wide else "",
@@ -290,8 +291,17 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
         latency = f", including {milliseconds(link.latency_seconds)} of latency" if has_latency else ""
         yield f"Between idle ranks a message of {size} takes {milliseconds(seconds)}{latency}."
     more = f" (the newest of {num_profiles} profiles)" if num_profiles > 1 else ""
-    data, trace = escape(path.name), escape(trace_path(path).name)
-    yield f"Data: <code>{data}</code>{more}; trace for ui.perfetto.dev: <code>{trace}</code>."
+    yield f"Data: <code>{escape(path.name)}</code>{more}."
+
+
+def _trace(name: str, is_served: bool) -> str:
+    """Return how to see the trace in Perfetto: by a button of the served page, or the name of the file to open."""
+    if not is_served:
+        return f'<p class="soft">All actions of all ranks: open <code>{escape(name)}</code> at ui.perfetto.dev.</p>'
+    button = element("button", "Open the trace in Perfetto", type="button", data_trace=name)
+    saved = element("a", "save the trace", href="/trace", download=name)
+    about = f"It goes from this window to that of ui.perfetto.dev in your browser; nothing is uploaded. Or {saved}."
+    return f'<p>{button} <span class="soft" role="status"></span></p><p class="soft">{about}</p>'
 
 
 def _causes(summary: Summary) -> str:

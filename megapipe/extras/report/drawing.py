@@ -27,19 +27,19 @@ def element(name: str, content: str | None = None, /, **attributes: object) -> s
 
 
 def rect(x: Number, y: Number, width: Number, height: Number, title: str | None = None, **attributes: object) -> str:
-    return element("rect", _title(title) or None, x=x, y=y, width=width, height=height, **attributes)
+    return element("rect", titled(title) or None, x=x, y=y, width=width, height=height, **attributes)
 
 
 def text(x: Number, y: Number, words: str, title: str | None = None, **attributes: object) -> str:
-    return element("text", escape(words) + _title(title), x=x, y=y, **attributes)
+    return element("text", escape(words) + titled(title), x=x, y=y, **attributes)
 
 
 def line(x1: Number, y1: Number, x2: Number, y2: Number, title: str | None = None, **attributes: object) -> str:
-    return element("line", _title(title) or None, x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
+    return element("line", titled(title) or None, x1=x1, y1=y1, x2=x2, y2=y2, **attributes)
 
 
-def _title(words: str | None) -> str:
-    """Return a title, which is shown under the pointer."""
+def titled(words: str | None) -> str:
+    """Return the title of an element, which browsers show under the pointer; '' for None."""
     return "" if words is None else element("title", escape(words))
 
 

@@ -276,6 +276,21 @@ class Setting(NamedTuple):
     origin: str  # 'flag --x', 'yaml FILE line N', or '' if unknown
 
 
+def _remarks(text: str) -> dict[str, tuple[str, str]]:
+    """Return the origin of each value in a run's YAML, and what was derived in place of null, by the key of the field.
+
+    `to_yaml` has written both as a comment.
+    """
+    section, found = "", {}
+    for line in text.splitlines():
+        if match := re.match(r"(\w+):\s*$", line):
+            section = match[1]
+        elif match := re.match(r"  (\w+): .*?# (.*)$", line):
+            origin, _, derived = match[2].partition("; derived: ")
+            found[f"{section}.{match[1]}"] = (origin, derived)
+    return found
+
+
 def changed_settings(text: str) -> tuple[list[Setting], str]:
     """Return the fields of a run's YAML that differ from their defaults, and the reason if the list is empty."""
     if not text:
@@ -284,16 +299,44 @@ def changed_settings(text: str) -> tuple[list[Setting], str]:
         config = from_yaml(text)
     except ConfigError as error:
         return [], f"this version of megapipe cannot read the run's configuration: {error}"
-    section, origins = "", {}  # to_yaml writes the origin of each value as a comment
-    for line in text.splitlines():
-        if match := re.match(r"(\w+):\s*$", line):
-            section = match[1]
-        elif match := re.match(r"  (\w+): .*?# (.*)$", line):
-            origins[f"{section}.{match[1]}"] = match[2].split("; derived")[0]
-    found = []
+    found, written = [], _remarks(text)
     for key, field in fields_by_key().items():
-        value, origin = value_of(config, field), origins.get(key, "")
+        value, origin = value_of(config, field), written.get(key, ("", ""))[0]
         if value != field.default and origin != "default":  # of the version that ran
             default = default_text(field).removeprefix("default: ")
             found.append(Setting(field.section, field.main_flag, value_text(value), default, origin))
     return found, "" if found else "all settings have their default values"
+
+
+class Used(NamedTuple):
+    """The value of a field with which a run ran.
+
+    follows: it was not given, so that of another field decided. has_effect: the option that it needs was given.
+    """
+
+    text: str
+    follows: bool = False
+    has_effect: bool = True
+
+
+def values_used(text: str) -> dict[str, Used]:
+    """Return the values with which a run ran, by the key of the field. text: its YAML. Raises ConfigError.
+
+    Where a field was not given: the recorded value that was derived, else that of the field it takes over, else
+    'automatic' if a rule decided, 'none' if nothing did.
+    """
+    config, derived, fields = from_yaml(text), _remarks(text), fields_by_key()
+    keys = {field.main_flag: key for key, field in fields.items()}
+
+    def used(key: str) -> Used:
+        option, value, needs = fields[key].option, value_of(config, fields[key]), fields[key].option.needs
+        has_effect = needs is None or needs.is_met(value_of(config, fields[needs.key]))
+        if value is not None:
+            return Used(value_text(value).strip("[]") or "none", has_effect=has_effect)
+        rule, source = option.derived, keys.get(f"--{option.derived}")
+        found = derived.get(key, ("", ""))[1] or rule
+        if found == rule and not re.fullmatch(r"[\d,]+", rule):  # the value was not recorded
+            found = used(source).text if source else "automatic" if rule else "none"
+        return Used(found.strip("[]"), source is not None or not rule, has_effect)
+
+    return {key: used(key) for key in fields}

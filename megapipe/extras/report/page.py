@@ -1,10 +1,12 @@
 """The HTML report of a run: a single file that loads nothing over the network and is readable without JavaScript.
 
-And the comparison of several runs: settings in which they differ, results, curves over each other.
+And the comparison of several runs: results, curves over each other, settings in which they differ.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,11 +17,8 @@ from itertools import count
 from statistics import fmean, median
 from typing import Any
 
-from megapipe.config.config import Config, fields_by_key, value_of
-from megapipe.config.fields import value_text
+from megapipe.config.config import Config, fields_by_key
 from megapipe.config.load import from_yaml
-from megapipe.config.model import ModelConfig
-from megapipe.config.options import ConfigField
 from megapipe.errors import ConfigError
 from megapipe.extras.report.charts import (
     NUM_COLOURS,
@@ -34,7 +33,7 @@ from megapipe.extras.report.charts import (
 )
 from megapipe.extras.report.comparison import pipeline_html
 from megapipe.extras.report.drawing import element, table_html, table_row, tiles_html
-from megapipe.extras.report.folder import METRICS, RUN, Record, Run, Segment, changed_settings
+from megapipe.extras.report.folder import METRICS, RUN, Record, Run, Segment, Used, changed_settings, values_used
 from megapipe.formatting import bytes_text, count_text, duration_text, seconds_text, text_table
 from megapipe.topology import Topology
 from megapipe.version import __version__
@@ -44,16 +43,16 @@ MACHINE = ("device", "cores", "threads_per_rank", "backend", "system")  # keys o
 MAX_RANKS_SHOWN = 64
 
 
-def page(run: Run) -> str:
-    """Return the report as HTML."""
+def page(run: Run, is_served: bool = False) -> str:
+    """Return the report as HTML. is_served: by `ReportServer`, so it updates itself and hands its trace to Perfetto."""
     now = time.time()
     title = f"{run.folder.resolve().parent.name}/{run.folder.resolve().name}"
     problems = _problems(run)
     sections = {
         "Warnings": problems,
         "Training curves": charts_html(run),
-        "Load of experts": expert_maps_html(run.steps, _model(run)),
-        "Pipeline: plan and measurement": _pipeline(run),
+        "Load of experts": expert_maps_html(run.steps, _config(run)),
+        "Pipeline: plan and measurement": _pipeline(run, is_served),
         "Grid and stages": _grid(run),
         "Configuration": _configuration(run),
         "Starts of the run": _starts(run) + ("" if problems else '<p class="soft">No warnings.</p>'),
@@ -70,16 +69,27 @@ def page(run: Run) -> str:
     about += [line.strip()[len("model") :].strip() for line in _plan(run) if line.strip().startswith("model ")][:1]
     lines = " \N{MIDDLE DOT} ".join(map(escape, filter(None, about)))
     below = f'<div class="soft">{lines}</div>' if lines else ""
-    header = f'<header><h1>{escape(title)}</h1><span class="state {ending}">{state}</span>{below}</header>'
-    return html_page(title, [header, _tiles(run)], sections, footer)
+    live = '<span class="live soft"></span>' if is_served else ""
+    header = f'<header><h1>{escape(title)}</h1><span class="state {ending}">{state}</span>{live}{below}</header>'
+    return html_page(title, [header, _tiles(run)], sections, footer, is_served)
 
 
-def html_page(title: str, top: Sequence[str], sections: Mapping[str, str], footer: str) -> str:
-    """Return a whole HTML file. sections: heading -> content, which is left out if it is empty."""
-    resources = files("megapipe.extras.report")
-    style, script = (resources.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+def html_page(title: str, top: Sequence[str], sections: Mapping[str, str], footer: str, is_served: bool = False) -> str:
+    """Return a whole HTML file. sections: heading -> content, which is left out if it is empty.
+
+    Its policy lets a browser run no other script than its own, and load nothing but, if served, the page itself.
+    """
+    style, script, live = (
+        files("megapipe.extras.report").joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.css", "page.js", "live.js")
+    )
+    script += live if is_served else ""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    policy += "; connect-src 'self'" if is_served else ""
     head = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)} - megapipe</title><style>{style}</style></head>"
     )
@@ -142,17 +152,17 @@ def _problems(run: Run) -> str:
     return _list(dict.fromkeys(items), "warnings") if items else ""
 
 
-def _model(run: Run) -> ModelConfig | None:
-    """Return the run's model; None if its configuration was not recorded or cannot be read."""
+def _config(run: Run) -> Config | None:
+    """Return the run's configuration; None if it was not recorded or cannot be read."""
     try:
-        return from_yaml(run.config_text).model if run.config_text else None
+        return from_yaml(run.config_text) if run.config_text else None
     except ConfigError:
         return None
 
 
-def _pipeline(run: Run) -> str:
+def _pipeline(run: Run, is_served: bool) -> str:
     if run.profile is not None and run.profile_path is not None:
-        return pipeline_html(run.profile, run.profile_path, run.num_profiles)
+        return pipeline_html(run.profile, run.profile_path, run.num_profiles, is_served)
     last = run.steps[-1]["step"] if run.steps else 0
     start = last if run.last.ending != "running" else last + 50
     return (
@@ -179,7 +189,7 @@ def _grid(run: Run) -> str:
         rows += [
             table_row([f"<th>pp {pp}</th>", *("<br/>".join(cells[pp, dp]) for dp in range(t.dp))]) for pp in range(t.pp)
         ]
-        parts.append(table_html(rows, "grid"))
+        parts.append(element("div", table_html(rows, "grid"), class_="scroll"))
         if t.tp > 1:
             parts.append('<p class="soft">Global ranks; the ranks in one cell are a tensor-parallel group.</p>')
     if plan:
@@ -296,40 +306,47 @@ Table = list[list[str]]  # a header, then rows
 
 
 def named(runs: Sequence[Run]) -> dict[str, Run]:
-    """Return the runs by a short name: the last parts of their paths that tell them apart. Raises ConfigError."""
+    """Return the runs by name: the fewest last parts of its path, without checkpoints/, that no other run has.
+
+    Raises ConfigError.
+    """
     folders = [run.folder.resolve() for run in runs]
     for index, folder in enumerate(folders):
         if folder in folders[:index]:
             raise ConfigError(f"{runs[index].folder} is given twice; compare different runs")
     if len(runs) > NUM_COLOURS:
         raise ConfigError(f"{len(runs)} runs are too many for one chart; compare at most {NUM_COLOURS} at a time")
-    parts = [folder.parts for folder in folders]
-    while len(parts) > 1 and len({each[-1] for each in parts}) == 1:  # a/checkpoints and b/checkpoints are a and b
-        parts = [each[:-1] for each in parts]
-    depth = next(depth for depth in count(1) if len({each[-depth:] for each in parts}) == len(parts))
-    return {"/".join(each[-depth:]): run for each, run in zip(parts, runs, strict=True)}
+    trimmed = [(each.parent if each.name == "checkpoints" else each).parts for each in folders]
+    parts = trimmed if len(set(trimmed)) == len(folders) else [folder.parts for folder in folders]
+    ends = (
+        next(each[-depth:] for depth in count(1) if sum(other[-depth:] == each[-depth:] for other in parts) == 1)
+        for each in parts
+    )
+    return {"/".join(end): run for end, run in zip(ends, runs, strict=True)}
 
 
 def differences(runs: Mapping[str, Run]) -> tuple[Table, list[str]]:
     """Return the settings whose values differ, with a column for each run, and the reasons why some are unknown.
 
     Besides the configuration: the grid, the versions and the machine. Fields that only say where a run writes are left
-    out. The table is empty if nothing differs.
+    out, and so are those that every run took over from another setting. The table is empty if nothing differs.
     """
-    configs: dict[str, Config] = {}
+    values: dict[str, dict[str, Used]] = {}
     problems = []
     for name, run in runs.items():
         try:
             if not run.config_text:
                 raise ConfigError("it recorded none")
-            configs[name] = from_yaml(run.config_text)
+            values[name] = values_used(run.config_text)
         except ConfigError as error:
             problems.append(f"the configuration of {name} is unknown: {error}")
     rows = []
     for key, field in fields_by_key().items():
-        texts = [_value(configs[name], field) if name in configs else "unknown" for name in runs]
-        if key not in PLACES and len({texts[index] for index, name in enumerate(runs) if name in configs}) > 1:
-            rows.append([field.main_flag, *texts])
+        used = [each[key] for each in values.values()]
+        chosen = any(each.has_effect and not each.follows for each in used)
+        if key not in PLACES and chosen and len({each.text for each in used}) > 1:
+            shown = {name: each[key].text if each[key].has_effect else "not used" for name, each in values.items()}
+            rows.append([field.main_flag, *(shown.get(name, "unknown") for name in runs)])
     versions = dict.fromkeys(name for run in runs.values() for name in run.started.get("versions", ()))
     recorded = [_recorded(run.started) if run.started else {} for run in runs.values()]
     for label in ("grid", *versions, *(name.replace("_", " ") for name in COMPARED)):
@@ -344,11 +361,6 @@ def _recorded(start: Record) -> dict[str, str]:
     machine = {key.replace("_", " "): str(value) for key, value in start["machine"].items() if key in COMPARED}
     versions = {name: str(version) for name, version in start["versions"].items()}
     return {"grid": grid_text(start["grid"]), **versions, **machine}
-
-
-def _value(config: Config, field: ConfigField) -> str:
-    value = value_of(config, field)
-    return field.option.derived or "none" if value is None else value_text(value)
 
 
 def results(runs: Mapping[str, Run]) -> Table:
@@ -398,23 +410,20 @@ EXPLAINED = (
 
 
 def compare_text(runs: Mapping[str, Run], heading: Callable[[str], str] = str) -> str:
-    """Return the comparison for a terminal: settings that differ, then results. heading: formats the two titles."""
+    """Return the comparison for a terminal: results, then settings that differ. heading: formats the two titles."""
     table, problems = differences(runs)
     half = MOST_COLUMNS // 2 - 2
     shortened = [
         [text if len(text) <= MOST_COLUMNS else f"{text[:half]}...{text[-half:]}" for text in row] for row in table
     ]
-    lines = (
-        [heading("settings that differ"), *text_table(shortened, left=range(len(runs) + 1))]
-        if table
-        else ["no setting differs"]
-    )
-    lines += [*problems, "", heading("results"), *text_table(results(runs), left=(0, -1)), f"  {EXPLAINED}"]
-    return "\n".join(lines)
+    lines = [heading("results"), *text_table(results(runs), left=(0, -1)), f"  {EXPLAINED}", ""]
+    lines.append(heading("settings that differ") if table else "no setting differs")
+    lines += text_table(shortened, left=range(len(runs) + 1)) if table else ()
+    return "\n".join([*lines, *problems])
 
 
 def compare_page(runs: Mapping[str, Run]) -> str:
-    """Return the comparison as HTML: settings that differ, results, curves."""
+    """Return the comparison as HTML: results, curves, settings that differ."""
     table, problems = differences(runs)
     names = [element("span", escape(name), class_=f"run c{index}") for index, name in enumerate(runs)]
     settings = "".join(f"<p>{escape(problem)}.</p>" for problem in problems)
@@ -429,9 +438,9 @@ def compare_page(runs: Mapping[str, Run]) -> str:
     rows += (table_row([name, *map(escape, values)]) for name, (_, *values) in zip(names, shown, strict=True))
     charts = "".join(map(figure_html, charts_of(runs)))
     sections = {
-        "Settings that differ": settings,
-        "Results": f'<div class="scroll">{table_html(rows)}</div><p class="soft">{EXPLAINED}</p>',
+        "Results": f'<div class="scroll">{table_html(rows, "results")}</div><p class="soft">{EXPLAINED}</p>',
         "Curves": f'<div class="charts">{charts}</div>' if charts else "<p>No step has been logged yet.</p>",
+        "Settings that differ": settings,
     }
     title = " and ".join(runs) if len(runs) == 2 else f"{len(runs)} runs"
     folders = ", ".join(str(run.folder) for run in runs.values())
@@ -478,8 +487,5 @@ def charts_of(runs: Mapping[str, Run]) -> list[Chart]:
 
 def averaged(points: Sequence[Point], span: int) -> list[Point]:
     """Return the running mean of `span` points, each at the last of its points; fewer at the beginning."""
-    kept = []
-    for index, (x, _) in enumerate(points):
-        values = [y for _, y in points[max(0, index - span + 1) : index + 1]]
-        kept.append((x, math.fsum(values) / len(values)))
-    return kept
+    means = (fmean(y for _, y in points[max(0, index - span + 1) : index + 1]) for index in range(len(points)))
+    return [(x, mean) for (x, _), mean in zip(points, means, strict=True)]

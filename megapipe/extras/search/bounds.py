@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +17,7 @@ from megapipe.config.parallel import SHARDED_PARAMS, RecomputeConfig
 from megapipe.config.rules.gpu import with_compiled
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
-from megapipe.extras.search.layout import Context, Layout, keeps_all
+from megapipe.extras.search.layout import Context, Layout, keeps_all, with_dispatcher
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape
 from megapipe.layers.table import Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
@@ -37,15 +37,17 @@ from megapipe.plan.layer_time import (
 from megapipe.plan.recompute_choice import FULL, choices
 from megapipe.plan.schedule_choice import cut_layers
 from megapipe.plan.step_time import update_bytes
-from megapipe.schedule.action import Op
+from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.spec import Owner
-from megapipe.sharding.state_dtypes import state_dtypes
+from megapipe.sharding.state_dtypes import StateDtypes, state_dtypes
 from megapipe.topology import Topology
 
 Sizes = TypeVar("Sizes", bound=tuple[int | tuple[int, ...], ...])
+NEAR_MISS = 1.25  # layouts that need more than this times the usable memory are not reported
+SPLITTING = frozenset(family.name for family in SCHEDULES.values() if family.splits_backward)
 FILLS = 2  # after this many times pp microbatches a schedule has nearly reached its peak memory
 
 
@@ -81,23 +83,32 @@ class _Holds(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """Parameters of one layer of each kind, without its experts, and of these; of the embedding and of the head."""
+    """Parameters of one layer of each kind, without its experts, and of these; of the embedding and of the head.
 
+    numbers: the layers of each kind.
+    """
+
+    numbers: Counts
     layers: Counts
     experts: Counts
     embedding: int
     head: int
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Cut:
     """The stages of each pipeline rank, in model order, and each stage's layers of each kind.
 
-    With two directions every stage is on two ranks, each of which runs half of the microbatches.
+    With two directions every stage is on two ranks, each of which runs half of the microbatches. `_cut_of` makes one
+    for each value, so that cuts compare and hash by identity.
     """
 
     stages: tuple[tuple[int, ...], ...]
     directions: int
     counts: tuple[Counts, ...]
+
+
+_cut_of = cache(Cut)
 
 
 class _Part(NamedTuple):
@@ -109,7 +120,7 @@ class _Part(NamedTuple):
     exchanged: float = 0.0  # all-to-alls of experts beside all of these, where computation hides them
 
 
-class _Times(NamedTuple):
+class Times(NamedTuple):
     """The costs of one microbatch and of its first slice, which passes a pipeline first and last.
 
     Without slices both are the same.
@@ -123,6 +134,15 @@ class _Times(NamedTuple):
     head_bytes: int  # of the slice that keeps the fewest
 
 
+class _Measured(NamedTuple):
+    """Seconds of a microbatch, by slice: of each kind of layer and of the head; and the last three fields of Times."""
+
+    of_slices: tuple[list[OpSeconds], ...]
+    message: float
+    kept_bytes: tuple[int, ...]
+    head_bytes: int
+
+
 def _over(counts: Counts, parts: tuple[_Part, ...], field: str) -> float:
     """Return the sum of a field over layers. parts: a layer of each kind."""
     return sum(count * getattr(part, field) for count, part in zip(counts, parts, strict=True))
@@ -133,11 +153,12 @@ class _Sizes(NamedTuple):
 
     tp: int
     is_sliced: bool
-    is_split: bool
     ep: int
     etp: int
     context: Context
     slices: int
+    flex: bool
+    overlap: bool
 
 
 # the links of the messages of experts, and of those over cp
@@ -151,7 +172,7 @@ class Bounds:
     def __init__(self, config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> None:
         self._config, self._world_size, self._hardware, self._load = with_compiled(config), world_size, hardware, load
         self._model, self._cut, self._times = cache(self._make_model), cache(self._make_cut), cache(self._make_times)
-        self._links = cache(self._make_links)
+        self._links, self._measured = cache(self._make_links), cache(self._measure)
 
     def at(self, world_size: int) -> Bounds:
         """Return the bounds for another number of accelerators, which share what does not depend on it."""
@@ -159,35 +180,57 @@ class Bounds:
         other._world_size, other._links = world_size, cache(other._make_links)
         return other
 
-    def of(self, layout: Layout) -> Bound | None:
-        """Return the bounds; None for an illegal model or cut, or a cut that equals the one by cost.
+    def of(self, layout: Layout, times: Callable[[bool], Times] | None = None) -> Bound | None:
+        """Return the bounds; None for an illegal model or cut, or a cut that equals the one by cost. No seconds of what
+        does not nearly fit. times: those of `times_of`, if known.
 
         Time: a rank starts when the first microbatch has passed the stages before it, then computes all its
         microbatches, and the last gradient passes the stages before it afterwards. With slices both are of the first
         one: on every stage forwards begin with it and backwards end with it.
         Memory: the state of a rank, and the activations that its first forwards keep until a backward.
         """
-        found, etp, shared = self._model(layout.tp), layout.etp or layout.tp, layout.context
+        found = self._model(layout.tp)
         if found is None:
             return None
-        grid = layout.tp, layout.pp, layout.chunks, layout.schedule
-        cut = self._cut(*grid, layout.cut)
-        if cut is None or (layout.cut != "cost" and cut == self._cut(*grid, "cost")):
+        cut = self._cut(layout.tp, layout.pp, layout.chunks, layout.schedule, layout.cut)
+        if cut is None:
             return None
-        count = layout.num_microbatches(self._config, self._world_size)
-        is_sliced, is_split = layout.sequence_parallel and layout.tp > 1, SCHEDULES[layout.schedule].splits_backward
-        links = _NO_LINKS
-        if found[0].num_experts is not None or shared.ranks > 1:
-            links = self._links(layout.tp, shared, layout.pp, layout.ep, etp)
-        sizes = _Sizes(layout.tp, is_sliced, is_split, layout.ep, etp, shared, layout.slices)
-        times = self._times(sizes, layout.micro_batch_size, layout.recompute, links)
-        waits, holds = _waits(cut), _holds(cut, layout.schedule, _held(layout, count), layout.slices)
-        _, elements = found
-        least, optimizer = self._bytes(elements, layout, holds, times, cut.directions)
-        return Bound(self._seconds(layout, waits, times, count, cut.directions) + optimizer, least)
+        count, is_split = layout.num_microbatches(self._config, self._world_size), layout.schedule in SPLITTING
+        costs = self.times_of(layout, is_split) if times is None else times(is_split)
+        holds = _holds(cut, layout.schedule, _held(layout, count), layout.slices)
+        least, optimizer = self._bytes(found[1], layout, holds, costs, cut.directions)
+        if least > NEAR_MISS * self._hardware.usable_bytes:
+            return Bound(0.0, least)
+        return Bound(self._seconds(layout, _waits(cut), costs, count, cut.directions) + optimizer, least)
+
+    def of_group(self, first: Layout) -> Bound | None:
+        """Return bounds for every schedule, cut and kind of optimizer with the sizes and the recompute of a layout: of
+        its mean rank. None for an illegal model.
+        """
+        found = self._model(first.tp)
+        if found is None:
+            return None
+        layers, experts = (sum(map(operator.mul, found[1].numbers, each)) for each in found[1][1:3])
+        held = (layers + found[1].embedding + found[1].head) / first.tp / first.pp
+        least, _, _ = self._state(first, held, experts / first.ep / (first.etp or first.tp) / first.pp, 1)
+        if least > NEAR_MISS * self._hardware.usable_bytes:
+            return Bound(0.0, least)
+        times, numbers = self.times_of(first, False), found[1].numbers
+        work = sum(_over(numbers, times.layers, part) + getattr(times.head, part) for part in ("forward", "both"))
+        longest = max(work, _over(numbers, times.layers, "exchanged")) / first.pp
+        return Bound(first.num_microbatches(self._config, self._world_size) * longest, least)
+
+    def times_of(self, layout: Layout, is_split: bool) -> Times:
+        """Return the costs of a microbatch of a layout. is_split: backwards are, into I and W."""
+        shared, etp, links = layout.context, layout.etp or layout.tp, _NO_LINKS
+        if self._config.model.num_experts is not None or shared.ranks > 1:
+            links = self._links(layout.tp, shared, layout.pp, layout.ep, etp, layout.flex)
+        is_sliced = layout.sequence_parallel and layout.tp > 1
+        sizes = _Sizes(layout.tp, is_sliced, layout.ep, etp, shared, layout.slices, layout.flex, layout.overlap)
+        return self._times(sizes, layout.micro_batch_size, layout.recompute, links, is_split)
 
     def _seconds(
-        self, layout: Layout, ranks: tuple[_Waits, ...], times: _Times, microbatches: int, directions: int
+        self, layout: Layout, ranks: tuple[_Waits, ...], times: Times, microbatches: int, directions: int
     ) -> float:
         """Return the least seconds until the last backward ends."""
         count = microbatches / directions
@@ -211,35 +254,42 @@ class Bounds:
         return longest
 
     def _bytes(
-        self, elements: Elements, layout: Layout, ranks: tuple[_Holds, ...], times: _Times, directions: int
+        self, elements: Elements, layout: Layout, ranks: tuple[_Holds, ...], times: Times, directions: int
     ) -> tuple[float, float]:
         """Return (bytes of the fullest rank, seconds of the optimizer)."""
-        replicas, cut = self._world_size // layout.tp // layout.pp, layout.ep * (layout.etp or layout.tp)
-        replicas *= directions
-        shards, expert_shards = (replicas, replicas * layout.tp // cut) if layout.distributed_optimizer else (1, 1)
-        element = ELEMENT_BYTES[self._config.precision.dtype]
-        dtypes = state_dtypes(self._config.optimizer, self._config.precision)
-        state = dtypes.state_bytes(True)
         least = most = most_held = 0.0
         for rank in ranks:
             layers = sum(map(operator.mul, rank.layers, elements.layers))
             held = (layers + rank.embeddings * elements.embedding + rank.heads * elements.head) / layout.tp
-            experts = sum(map(operator.mul, rank.layers, elements.experts)) / cut
-            sharded = held / shards + experts / expert_shards
+            experts = sum(map(operator.mul, rank.layers, elements.experts)) / layout.ep / (layout.etp or layout.tp)
             # with several stages on a rank the head may keep nothing at the moment when most layers are kept
             kept = sum(map(operator.mul, rank.live_layers, times.kept_bytes))
             if layout.chunks == 1:
                 kept += rank.heads * times.head_bytes
-            weights, gradients = (
-                (sharded if layout.sharding == SHARDED_PARAMS else held + experts),
-                (sharded if layout.sharding else held + experts),
-            )
-            of_buffers = weights * element + gradients * dtypes.gradient_bytes
-            least = max(least, of_buffers + sharded * state + kept)
-            most, most_held = max(most, sharded), max(most_held, held + experts)
-        is_compiled = self._config.kernels.optimizer_impl == "compiled"
-        moved = most * update_bytes(dtypes, element, is_compiled) + most_held * dtypes.gradient_bytes
-        return least, moved / self._hardware.memory_bytes_per_second
+            state, sharded, moved = self._state(layout, held, experts, directions)
+            least = max(least, state + kept)
+            most, most_held = max(most, sharded), max(most_held, moved)
+        return least, (most + most_held) / self._hardware.memory_bytes_per_second
+
+    def _state(self, layout: Layout, held: float, experts: float, directions: int) -> tuple[float, float, float]:
+        """Return the bytes of the state of a rank with so many parameters and those of experts, and what its optimizer
+        moves of its shard and of all of them.
+        """
+        replicas, cut = self._world_size // layout.tp // layout.pp * directions, layout.ep * (layout.etp or layout.tp)
+        shards, expert_shards = (replicas, replicas * layout.tp // cut) if layout.distributed_optimizer else (1, 1)
+        element, dtypes, moved = self._of_state
+        sharded, whole = held / shards + experts / expert_shards, held + experts
+        weights = sharded if layout.sharding == SHARDED_PARAMS else whole
+        gradients = sharded if layout.sharding else whole
+        of_buffers = weights * element + gradients * dtypes.gradient_bytes
+        return of_buffers + sharded * dtypes.state_bytes(True), sharded * moved, whole * dtypes.gradient_bytes
+
+    @cached_property
+    def _of_state(self) -> tuple[int, StateDtypes, int]:
+        """Bytes of a weight, the types of its state, and the bytes that an update of it moves."""
+        element = ELEMENT_BYTES[self._config.precision.dtype]
+        dtypes = state_dtypes(self._config.optimizer, self._config.precision)
+        return element, dtypes, update_bytes(dtypes, element, self._config.kernels.optimizer_impl == "compiled")
 
     def _make_model(self, tp: int) -> tuple[ResolvedModelConfig, Elements] | None:
         try:
@@ -254,10 +304,13 @@ class Bounds:
             tuple(elements[layers.index(kind), is_expert] for kind in dict.fromkeys(layers))
             for is_expert in (False, True)
         )
-        return model, Elements(dense, experts, elements["embedding", False], elements["head", False])
+        numbers = tuple(Counter(layers).values())
+        return model, Elements(numbers, dense, experts, elements["embedding", False], elements["head", False])
 
     def _make_cut(self, tp: int, pp: int, chunks: int, schedule: str, how: str) -> Cut | None:
-        """Return the cut of the layers, None if it is illegal. The head's cost includes the padding for tp."""
+        """Return the cut of the layers, None if it is illegal or equals the one by cost. The head's cost includes the
+        padding for tp.
+        """
         found = self._model(tp)
         assert found is not None
         model, _ = found
@@ -271,9 +324,10 @@ class Bounds:
         held = [Counter(layers_of(spec, stage)) for stage in partition.stages]
         stages = tuple(map(placement.stages_of, range(pp)))
         counts = tuple(tuple(each[kind] for kind in spec.kinds) for each in held)
-        return Cut(stages, len(placement.directions), counts)
+        cut = _cut_of(stages, len(placement.directions), counts)
+        return None if how != "cost" and cut is self._cut(tp, pp, chunks, schedule, "cost") else cut
 
-    def _make_links(self, tp: int, shared: Context, pp: int, ep: int, etp: int) -> _Links:
+    def _make_links(self, tp: int, shared: Context, pp: int, ep: int, etp: int, flex: bool) -> _Links:
         """Return the links of the messages of experts and over cp; none for a grid that is refused."""
         hardware, parallel = self._hardware, self._config.parallel
         try:
@@ -288,20 +342,21 @@ class Bounds:
                 allow_tp_across_nodes=True,
                 ep=ep,
                 expert_tp=etp,
-                divides_ep=self._config.model.moe_token_dispatcher_type == "flex",
+                divides_ep=flex,
             )
         except ConfigError:
             return _NO_LINKS
         links = hardware.node, hardware.network
-        return expert_links_of(topology, *links), context_links(topology, *links)
+        return expert_links_of(topology, *links, hardware.pipelined_exchanges), context_links(topology, *links)
 
-    def _make_times(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links) -> _Times:
-        """Return the costs of a microbatch of so many sequences."""
+    def _measure(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links) -> _Measured:
+        """Return the seconds and bytes of a microbatch of so many sequences."""
         hardware, found, (expert_links, shared) = self._hardware, self._model(sizes.tp), over
         assert found is not None
-        model, _ = found
+        model = with_dispatcher(found[0], sizes.flex)
         links = hardware.node, hardware.network
-        tp_link = Link(max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links))
+        rate, latency = max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links)
+        tp_link = Link(rate, (sizes.tp - 1) * latency)
         spec = model_spec(model, self._config.precision, sizes.context.kinds)
         if self._load != BALANCED:  # the least of any layer in all of them, so that kinds stay alike
             imbalance = self._load.of(model, sizes.ep)
@@ -311,7 +366,8 @@ class Bounds:
         config = replace(self._config, parallel=parallel)
         shape = rank_shape(config, sizes.tp, sizes.is_sliced, size)
         shape = replace(shape, recompute=recompute, documents=Documents(), ep=sizes.ep, etp=sizes.etp)
-        if expert_links is not None and model.moe_token_dispatcher_type == "flex":
+        shape = replace(shape, in_parts=sizes.overlap)
+        if expert_links is not None and sizes.flex:
             shape = replace(shape, ep_inner=expert_links.inside)
         pairs = [_around_budget(spec, each) for each in self._slice_shapes(spec, shape, sizes.slices)]
         numbers = [spec.layers.index(kind) for kind in spec.kinds]
@@ -320,7 +376,6 @@ class Bounds:
             kept += [sum(stage_bytes(spec, fewest, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
             with_head = sum(stage_bytes(spec, fewest, StageLayers(0, 1, False, True)).values())
             of_head.append(with_head - kept[-len(numbers)])
-        hides = self._config.parallel.overlap_moe_expert_parallel_comm
         of_slices = []
         for _, shape in pairs:
             head = head_seconds(spec, shape, hardware, tp_link)
@@ -330,19 +385,24 @@ class Bounds:
             seconds = (layer_seconds(kind, shape, hardware, tp_link, shared, expert_links) for kind in spec.kinds)
             of_slices.append([*seconds, head])
 
-        def part(each: OpSeconds) -> _Part:
-            there, back = (half.get("ep", 0.0) if hides else 0.0 for half in (each.forward, each.inputs))
-            both = each.of(Op.I) + each.of(Op.W) if sizes.is_split else each.of(Op.B)
-            return _Part(each.of(Op.F) - there, each.of(Op.I) - back, both - back, there + back)
-
-        *layers, head_part = (part(sum(each[1:], each[0])) for each in zip(*of_slices, strict=True))
-        first = tuple(map(part, of_slices[0][:-1]))
         _, shape = pairs[0]
         message = shape.hidden_bytes(model.hidden_size)
         if self._config.parallel.pipeline_message_dtype is not None:
             message = shape.own_tokens * model.hidden_size
-        sent = message / tp_link.bytes_per_second + tp_link.latency_seconds
-        return _Times(tuple(layers), head_part, first, sent, tuple(kept), min(of_head))
+        sent = message / rate + latency
+        return _Measured(tuple(of_slices), sent, tuple(kept), min(of_head))
+
+    def _make_times(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links, is_split: bool) -> Times:
+        """Return the costs of a microbatch of so many sequences."""
+        of_slices, message, kept, of_head = self._measured(sizes, size, recompute, over)
+
+        def part(each: OpSeconds) -> _Part:
+            there, back = (half.get("ep", 0.0) if sizes.overlap else 0.0 for half in (each.forward, each.inputs))
+            both = each.of(Op.I) + each.of(Op.W) if is_split else each.of(Op.B)
+            return _Part(each.of(Op.F) - there, each.of(Op.I) - back, both - back, there + back)
+
+        *layers, head = (part(sum(each[1:], each[0])) for each in zip(*of_slices, strict=True))
+        return Times(tuple(layers), head, tuple(map(part, of_slices[0][:-1])), message, kept, of_head)
 
     def _slice_shapes(self, spec: ModelSpec, shape: RankShape, count: int) -> tuple[RankShape, ...]:
         """Return the slices of a microbatch, as `RunPlan.slice_shapes` does."""
@@ -407,7 +467,7 @@ def _holds(cut: Cut, schedule: str, count: int, slices: int) -> tuple[_Holds, ..
     for held, row in zip(of_ranks, SCHEDULES[schedule].generate(shape), strict=True):
         # layers x microbatches by slice and kind, and these numbers in every forward
         live, seen = [0] * (kinds * slices), set[Counts]()
-        for stage, op, number in row:
+        for stage, op, number in _backward_first(row):
             sign = 1 if op is Op.F else -1 if op in (Op.B, Op.I) else 0
             if sign:
                 start = (number or 0) % slices * kinds
@@ -420,6 +480,13 @@ def _holds(cut: Cut, schedule: str, count: int, slices: int) -> tuple[_Holds, ..
             seen = {each for each in seen if sum(each) == most}
         found += [_Holds(*held, each) for each in seen]
     return _undominated(found)
+
+
+def _backward_first(row: Iterable[Action]) -> Iterator[Action]:
+    """Yield the actions of a row, of a pair the backward first: its parts free what those of the forward keep."""
+    actions = iter(row)
+    for action in actions:
+        yield from reversed([next(actions), next(actions)]) if action.op is Op.OVERLAP else (action,)
 
 
 def _undominated(sizes: Iterable[Sizes]) -> tuple[Sizes, ...]:

@@ -8,8 +8,10 @@ Not varied:
 - weights are sharded with the schedules for which that is made: breadth-first, which gathers each chunk twice a step,
   1f1b in units of one layer, which gathers them for every microbatch, and interleaved between the two; with layers
   divided by cost. Gradients alone are not: they save less, and their reductions are as many
-- DualPipe is faster only by the overlap of its pairs: it is tried with --overlap-moe-expert-parallel-comm, and if it is
+- DualPipe is faster only by the overlap of its pairs: it is tried with overlapped all-to-alls of experts, and if it is
   the configured schedule
+- tokens are sent once to a node (the dispatcher flex) where the ranks of ep are on several nodes; results are added
+  there only if the configuration does
 - cuts by hand
 - context parallelism with fewer than LEAST_TOKENS tokens of a sequence on a rank, but the configured one; its kinds are
   p2p, a2a, a2a within nodes with p2p between them, and the configured kinds. all_gather sends what p2p does, not under
@@ -24,13 +26,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
 from megapipe.config.config import Config
 from megapipe.config.layers import is_explicit, layer_kinds
+from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import SHARDED_PARAMS, ParallelConfig, RecomputeConfig
 from megapipe.config.problems import divisors
 from megapipe.config.rules import context, experts
@@ -54,10 +57,22 @@ RECOMPUTES = (
     RecomputeConfig("selective", recompute_modules=("moe_act",)),
     RecomputeConfig("selective", recompute_modules=("layernorm", "moe")),
     RecomputeConfig("full", "uniform", 1),
+    RecomputeConfig("selective", recompute_modules=("layernorm", "moe_act")),
 )
 PAIRED = (*sorted(MERGED), "dualpipe", "dualpipe-v")  # with pairs, in which all-to-alls of experts overlap
 # by cost; in equal numbers; in equal numbers with embedding and head counted as a layer each
 CUTS = ("cost", "even", "ends")
+
+# what two layouts may differ in: the fields of a layout. A table of `spread` names some of them
+ASPECTS = {
+    "tp": ("tp", "sequence_parallel"),
+    "the pipeline": ("pp", "chunks", "schedule", "cut", "slices"),
+    "microbatch": ("micro_batch_size",),
+    "recompute": ("recompute",),
+    "sharding": ("sharding", "units", "distributed_optimizer"),
+    "cp": ("context",),
+    "experts": ("ep", "etp", "overlap", "flex"),
+}
 
 
 class Context(NamedTuple):
@@ -109,6 +124,8 @@ class Layout:
     sharding: str = ""  # optim_grads or optim_grads_params, with the distributed optimizer
     units: int = 1  # of each stage, gathered and reduced one by one
     slices: int = 1  # of every sequence
+    overlap: bool = False  # all-to-alls of experts under computation, in pairs
+    flex: bool = False  # tokens once to a node with several of their experts
 
     def dp(self, world_size: int) -> int:
         """Return the data-parallel size on so many accelerators."""
@@ -122,8 +139,9 @@ class Layout:
 
     def applied_to(self, config: Config) -> Config:
         """Return the configuration with this layout; its manual cuts and group sizes are dropped."""
+        own = config.parallel
         parallel = dataclasses.replace(
-            self.context.applied_to(config.parallel),
+            self.context.applied_to(own),
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
             expert_model_parallel_size=self.ep,
@@ -145,12 +163,16 @@ class Layout:
             data_parallel_sharding_strategy=self.sharding or None,
             data_parallel_sharding_units=self.units,
             pipe_sp_splits=self.slices,
+            overlap_moe_expert_parallel_comm=self.overlap,
+            # as configured, if the configuration overlaps
+            delay_wgrad_compute=self.overlap and (own.delay_wgrad_compute or not own.overlap_moe_expert_parallel_comm),
             overlap_grad_reduce=True,
             overlap_param_gather=self.distributed_optimizer,
             overlap_p2p_comm=True,
         )
-        training = dataclasses.replace(config.training, micro_batch_size=self.micro_batch_size)
-        return dataclasses.replace(config, parallel=parallel, training=training, recompute=self.recompute)
+        training, model = dataclasses.replace(config.training, micro_batch_size=self.micro_batch_size), config.model
+        model = with_dispatcher(model, self.flex)
+        return dataclasses.replace(config, model=model, parallel=parallel, training=training, recompute=self.recompute)
 
     def __str__(self) -> str:
         return f"{self.grid}, {self.schedule}, microbatch {self.micro_batch_size}, {', '.join(self.options)}"
@@ -172,58 +194,130 @@ class Layout:
             *({"optim_grads": ["gradients sharded"], SHARDED_PARAMS: ["weights sharded"]}.get(self.sharding, [])),
             *([f"{self.units} units a stage"] if self.units > 1 else []),
             *([f"slices {self.slices}"] if self.slices > 1 else []),
+            *(["all-to-alls overlap"] if self.overlap else []),
+            *(["flex"] if self.flex else []),
             *({"even": ["layers cut evenly"], "ends": ["cut evenly, both ends counted as layers"]}.get(self.cut, [])),
         )
 
 
+def difference(a: Layout, b: Layout) -> str:
+    """Return what two layouts differ in: one of ASPECTS, or several."""
+    found = [
+        aspect for aspect, fields in ASPECTS.items() if any(getattr(a, name) != getattr(b, name) for name in fields)
+    ]
+    return found[0] if len(found) == 1 else "several"
+
+
+class Group(NamedTuple):
+    """Layouts that differ in the schedule, the cut, the distributed optimizer and the recompute alone."""
+
+    first: Layout  # without recompute
+    schedules: Sequence[tuple[str, int, int]]  # name, chunks per rank, units of a stage
+    cuts: Sequence[str]
+    shards: Sequence[bool]
+    recomputes: Sequence[RecomputeConfig]
+
+    @property
+    def size(self) -> int:
+        return math.prod(map(len, self[1:]))
+
+    def members(self, recomputes: Sequence[RecomputeConfig]) -> Iterator[Layout]:
+        """Yield the layouts with these settings of recompute; `resolve` may still refuse some of them."""
+        for (name, chunks, units), cut, is_sharded, recompute in product(
+            self.schedules, self.cuts, self.shards, recomputes
+        ):
+            changes = {"schedule": name, "chunks": chunks, "units": units, "cut": cut, "recompute": recompute}
+            yield Layout(**{**vars(self.first), **changes, "distributed_optimizer": is_sharded})
+
+
 def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Layout]:
-    """Yield every layout that the sizes allow; `resolve` may still refuse some of them."""
+    """Yield every layout that the sizes allow."""
+    for group in groups(config, world_size, hardware):
+        yield from group.members(group.recomputes)
+
+
+def groups(config: Config, world_size: int, hardware: Hardware) -> Iterator[Group]:
+    """Yield every layout that the sizes allow, in groups."""
     model, batch = config.model, config.training.global_batch_size
     assert batch is not None
-    kinds, recomputes = layer_kinds(model), _recomputes(config)
+    ranks_per_node, is_alike = hardware.ranks_per_node, len(layer_kinds(model)) == 1
+    options = {each: _recomputes(_with_exchanges(config, *each)) for each in _exchanges(config)}
     parallel = dataclasses.replace(config.parallel, data_parallel_sharding_strategy=SHARDED_PARAMS)
     # with experts, a layout for each ep and etp would double the search
     sharded = dataclasses.replace(config, parallel=parallel)
     shards_weights = model.num_experts is None and _allows((combinations,), sharded)
     # tp within a node unless --allow-tp-across-nodes is given
-    widest = world_size if config.parallel.allow_tp_across_nodes else min(hardware.ranks_per_node, world_size)
+    widest = world_size if config.parallel.allow_tp_across_nodes else min(ranks_per_node, world_size)
     for tp in divisors(widest):
         if world_size % tp or model.num_attention_heads % tp:
             continue
-        contexts = list(_contexts(config, tp, world_size // tp, hardware.ranks_per_node))
+        contexts = list(_contexts(config, tp, world_size // tp, ranks_per_node))
         numbers = {(shared, sp): list(_slices(config, tp, shared, sp)) for shared in contexts for sp in (True, False)}
         for shared, pp in product(contexts, divisors(world_size // tp)):
             dp, rest = divmod(world_size // tp // pp, shared.ranks)
             if rest or pp > model.num_layers or batch % dp:
                 continue
             sizes = [size for size in MICRO_BATCH_SIZES if batch // dp % size == 0]
-            schedules = list(_schedules(config, pp, len(kinds) == 1))
-            choices = product(
-                schedules,
-                CUTS if pp > 1 else CUTS[:1],
-                # experts need sequence parallelism
-                (True, False)[: 1 if model.num_experts else 2] if tp > 1 else (False,),
-                _expert_grids(config, tp, dp * shared.ranks),
-                sizes,
-                recomputes,
-            )
-            for (schedule, chunks), cut, is_sliced, (ep, etp, is_sharded), size, recompute in choices:
-                whole = Layout(tp, pp, chunks, schedule, size, recompute, is_sliced, is_sharded, cut, ep, etp, shared)
-                yield whole
-                if pp > 1 and SCHEDULES[schedule].takes_slices and recompute.recompute_memory_budget is None:
-                    for count in numbers[shared, is_sliced]:
-                        if size == 1 or count == config.parallel.pipe_sp_splits:
-                            yield dataclasses.replace(whole, slices=count)
+            schedules = {overlap: list(_schedules(config, pp, is_alike, overlap)) for overlap in (False, True)}
+            cuts = CUTS if pp > 1 else CUTS[:1]
+            # experts need sequence parallelism
+            is_sliced = (True, False)[: 1 if model.num_experts else 2] if tp > 1 else (False,)
+            for sp, (ep, etp, shards), size, each in product(
+                is_sliced, _expert_grids(config, tp, dp * shared.ranks), sizes, options
+            ):
+                overlap, flex = each
+                is_own = flex == (model.moe_token_dispatcher_type == "flex")
+                if (overlap and ep == 1) or not (is_own or ep * (etp or 1) > ranks_per_node):
+                    continue
+                whole = Layout(tp, pp, 1, "1f1b", size, RecomputeConfig(), sp, True, "cost", ep, etp, shared)
+                whole = dataclasses.replace(whole, overlap=overlap, flex=flex)
+                yield Group(whole, schedules[overlap], cuts, shards, options[each])
+                for count in numbers[shared, sp] if pp > 1 and not overlap else ():
+                    if size == 1 or count == config.parallel.pipe_sp_splits:
+                        taking = [one for one in schedules[overlap] if SCHEDULES[one[0]].takes_slices]
+                        unbudgeted = [one for one in options[each] if one.recompute_memory_budget is None]
+                        yield Group(dataclasses.replace(whole, slices=count), taking, cuts, shards, unbudgeted)
             if dp * shared.ranks > 1 and shards_weights:
-                in_units: list[tuple[str, int, int]] = []  # schedule, chunks per rank, units of a stage
-                for schedule, chunks in schedules:
+                in_units: list[tuple[str, int, int]] = []
+                for schedule, chunks, _ in schedules[False]:
                     if schedule == "1f1b":
                         in_units.append((schedule, chunks, -(-model.num_layers // pp)))
                     elif takes_any_chunks(schedule):
                         in_units += [(schedule, chunks, 1), ("breadth-first", chunks, 1)]
-                for (schedule, chunks, units), size, recompute in product(in_units, sizes, recomputes):
-                    options = {"context": shared, "sharding": SHARDED_PARAMS, "units": units}
-                    yield Layout(tp, pp, chunks, schedule, size, recompute, tp > 1, **options)  # type: ignore[arg-type]
+                for size, recomputes in product(sizes, options.values()):
+                    whole = Layout(tp, pp, 1, "1f1b", size, RecomputeConfig(), tp > 1, context=shared)
+                    whole = dataclasses.replace(whole, sharding=SHARDED_PARAMS)
+                    yield Group(whole, in_units, CUTS[:1], (True,), recomputes)
+
+
+def with_dispatcher(model: ModelConfig, flex: bool) -> ModelConfig:
+    """Return the model with the dispatcher flex, or with the configured one, alltoall if that is flex."""
+    if model.num_experts is None or flex == (model.moe_token_dispatcher_type == "flex"):
+        return model
+    if flex:
+        return dataclasses.replace(model, moe_token_dispatcher_type="flex")
+    without = {"moe_combine_in_node": False, "moe_flex_dispatcher_backend": None}
+    return dataclasses.replace(model, moe_token_dispatcher_type="alltoall", **without)  # type: ignore[arg-type]
+
+
+def _with_exchanges(config: Config, overlap: bool, flex: bool) -> Config:
+    parallel = dataclasses.replace(config.parallel, overlap_moe_expert_parallel_comm=overlap)
+    return dataclasses.replace(config, model=with_dispatcher(config.model, flex), parallel=parallel)
+
+
+def _exchanges(config: Config) -> Iterator[tuple[bool, bool]]:
+    """Yield the ways of all-to-alls to compare that the rules allow: whether they overlap, and whether tokens are sent
+    once to a node.
+    """
+    if config.model.num_experts is None:
+        yield False, config.model.moe_token_dispatcher_type == "flex"
+        return
+    for overlap, flex in product((False, True), repeat=2):
+        changed = _with_exchanges(config, overlap, flex)
+        parallel = dataclasses.replace(changed.parallel, expert_model_parallel_size=config.model.num_experts)
+        changed = dataclasses.replace(changed, parallel=parallel, recompute=RecomputeConfig())
+        if _allows((experts.dispatcher, experts.overlap, combinations), changed):
+            yield overlap, flex
 
 
 def _allows(rules: Iterable[Rule], config: Config) -> bool:
@@ -284,44 +378,44 @@ def _recomputes(config: Config) -> list[RecomputeConfig]:
     return [each for each in recomputes if always.issuperset(refused(each))]
 
 
-def _expert_grids(config: Config, tp: int, dp: int) -> list[tuple[int, int | None, bool]]:
-    """Return every ep and etp that divide experts, their widths and ranks, with and without the distributed optimizer
+def _expert_grids(config: Config, tp: int, dp: int) -> list[tuple[int, int | None, tuple[bool, ...]]]:
+    """Return every ep and etp that divide experts, their widths and ranks; with and without the distributed optimizer
     where some parameters have replicas. etp divides tp.
     """
     model, shards = config.model, (True, False) if dp > 1 else (False,)
     if model.num_experts is None:
-        return [(1, None, is_sharded) for is_sharded in shards]
+        return [(1, None, shards)]
     width = model.moe_ffn_hidden_size or model.feed_forward_size()
     return [
-        (ep, etp, is_sharded)
+        (ep, etp, (True, False) if tp * dp > ep * etp else shards)
         for etp in divisors(tp)
         if width % etp == 0
-        for ep in divisors(model.num_experts)[config.parallel.overlap_moe_expert_parallel_comm :]  # without ep 1
+        for ep in divisors(model.num_experts)
         if tp * dp % (ep * etp) == 0
-        for is_sharded in ((True, False) if tp * dp > ep * etp else shards)
     ]
 
 
-def _schedules(config: Config, pp: int, alike: bool) -> Iterator[tuple[str, int]]:
-    """Yield (name, chunks per rank). alike: of any number of chunks, those that divide the layers among all stages."""
+def _schedules(config: Config, pp: int, alike: bool, overlap: bool) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, chunks per rank, 1). alike: of any number of chunks, those that divide the layers among all stages.
+    overlap: schedules with pairs.
+    """
     num_layers, parallel = config.model.num_layers, config.parallel
     if pp == 1:
-        yield default_schedule(1), 1
+        yield default_schedule(1), 1, 1
         return
     for family in SCHEDULES.values():
-        if parallel.overlap_moe_expert_parallel_comm and config.model.num_experts is not None:
+        is_tried = family.is_candidate or family.name == parallel.pipeline_schedule
+        if overlap:
             is_tried = family.name in PAIRED
-        else:
-            is_tried = family.is_candidate or family.name == parallel.pipeline_schedule
         if not is_tried or family.is_automatic or (family.placement is two_directions and pp % 2):
             continue
         if takes_any_chunks(family.name):
             for count in range(2, MOST_CHUNKS + 1):
                 divides = any((num_layers + ends) % (pp * count) == 0 for ends in (0, 2))
                 if pp * count <= num_layers + 2 * divides and (divides or not alike):
-                    yield family.name, count
+                    yield family.name, count, 1
         elif pp * family.num_chunks(1) <= num_layers:
-            yield family.name, family.num_chunks(1)
+            yield family.name, family.num_chunks(1), 1
 
 
 def takes_any_chunks(schedule: str) -> bool:

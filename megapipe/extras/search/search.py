@@ -2,33 +2,39 @@
 
 A candidate is a configuration that training accepts too: nothing is predicted that `resolve` refuses. Candidates are
 tried in order of a lower bound of their time, and the search ends when no remaining bound is below the times of the
-best. The result is therefore the best by the model of `step_time`, not by a heuristic. Recompute memory budgets are not
-candidates; afterwards each of the best layouts with recompute is also tried with the largest budget that fits.
+best. Layouts of a group are bounded one by one only once the bound of the group is the least. The result is therefore
+the best by the model of `step_time`, not by a heuristic. Recompute memory budgets are not candidates; afterwards each
+of the best layouts with recompute is also tried with the largest budget that fits.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import heapq
+import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from megapipe.config.config import Config, resolve_model
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.problems import divisors
 from megapipe.errors import ConfigError
-from megapipe.extras.search.bounds import Bound, Bounds
-from megapipe.extras.search.layout import Layout, keeps_all, layouts
+from megapipe.extras.search.bounds import NEAR_MISS, Bound, Bounds
+from megapipe.extras.search.layout import Group, Layout, groups, keeps_all
 from megapipe.formatting import bytes_text
 from megapipe.layers.model import model_parameters
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
-from megapipe.plan.expert_overlap import fill_seconds, hidden_seconds
+from megapipe.plan.expert_overlap import fill_seconds, hidden_seconds, least_of_rank
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.plan.resolve import resolve, vary
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import StepTime, most_exchanged, predict_step, stage_seconds, without_exchanges
+from megapipe.schedule.action import Op
+from megapipe.schedule.schedule import gc_paused
 
 OBJECTIVES = ("time", "gpus", "cost")
 SECONDS_OF_AN_HOUR = 3600.0
@@ -74,11 +80,12 @@ class Found:
     num_gpus: int
     best: tuple[Candidate, ...]  # the fastest layouts that fit, fastest first
     misses: tuple[Candidate, ...]  # layouts faster than the best, but slightly too large, fastest first
-    num_tried: int  # layouts whose bound was computed
+    num_tried: int  # layouts in all groups
     num_predicted: int  # layouts that were simulated
     rival: Candidate | None  # the fastest layout with a pipeline, if none of `best` has one
     least_bytes: Mapping[int, float]  # for each pp a lower bound of the fullest rank's bytes, over all other choices
     least_bytes_of_cp: Mapping[int, float] = field(default_factory=dict)  # the same for each cp
+    steps: ShortSteps | None = field(default=None, repr=False)
 
     def cost(self, price_per_hour: float | None) -> float | None:
         """Return the price of a billion tokens with the best layout; None without one or a price of an accelerator."""
@@ -89,9 +96,9 @@ class Found:
 
 MOST_MISSES = 3
 FILLS = 4  # a short step has about this many times pp microbatches
-NEAR_MISS = 1.25  # layouts that need more than this times the usable memory are not reported
 SHORT_STEP_ERROR = 1.01  # a short step's prediction for a whole one is at most this factor too long
-BEST_IN_PARTS = 5  # rows of parts, in which all-to-alls of experts overlap, are long
+PARTS_ERROR = 0.99  # of the seconds of stages, to which those of their parts, means of kinds of layers, add up
+ONCE = ("reduce", "gather", "optimizer")  # parts of a step's time that do not grow with its microbatches
 PARTS = 64  # of a recompute memory budget
 LEAST_BYTES = 4  # per parameter, over all ranks: weight and gradient, at 2 bytes each
 
@@ -128,11 +135,8 @@ def choose(
         slowest = tokens / goal * SHORT_STEP_ERROR if goal else math.inf
         here = hardware.on(num_gpus)
         walk = _Walk(ShortSteps(config, num_gpus, here, load), 1, slowest)
-        for pair in _bounded(bounds.at(num_gpus), config, num_gpus, here, pinned):
-            walk.along([pair])
-            if walk.best:
-                return True
-        return False
+        walk.along(Frontier(bounds.at(num_gpus), config, num_gpus, here, pinned), is_any_enough=True)
+        return bool(walk.best)
 
     bounds = Bounds(config, 1, hardware, load)
     elements = sum(math.prod(spec.shape) for spec in model_parameters(resolve_model(config.model, 1), False))
@@ -152,17 +156,74 @@ def choose(
     return best, [tried[number] for number in sorted(tried)]
 
 
-def _bounded(
-    bounds: Bounds, config: Config, world_size: int, hardware: Hardware, pinned: Callable[[Layout], bool]
-) -> list[tuple[Bound, Layout]]:
-    """Return all legal layouts with their bounds, least seconds first. Raises ConfigError without a global batch."""
-    if config.training.global_batch_size is None:
-        raise ConfigError("--global-batch-size is missing; set it: the sequences of a step limit the parallelism")
-    wanted = [(bounds.of(layout), layout) for layout in layouts(config, world_size, hardware) if pinned(layout)]
-    legal = [(bound, layout) for bound, layout in wanted if bound is not None]
-    return sorted(legal, key=lambda pair: pair[0].seconds)
+class Frontier:
+    """The layouts of a search in the order of lower bounds of their times.
+
+    A heap of groups, of groups with one setting of recompute, and of layouts. What has the least bound is opened, or is
+    the next layout; so that layouts of slow groups are never bounded one by one.
+    """
+
+    def __init__(
+        self,
+        bounds: Bounds,
+        config: Config,
+        world_size: int,
+        hardware: Hardware,
+        pinned: Callable[[Layout], bool],
+    ) -> None:
+        """Raises ConfigError without a global batch size."""
+        if config.training.global_batch_size is None:
+            raise ConfigError("--global-batch-size is missing; set it: the sequences of a step limit the parallelism")
+        self._bounds, self._pinned, self._most_bytes = bounds, pinned, NEAR_MISS * hardware.usable_bytes
+        self.num_layouts, self._numbers = 0, itertools.count()
+        self._heap: list[tuple[float, int, Bound, Layout, Group | None]] = []
+        self._least: dict[tuple[int, int], float] = {}  # the least bytes of each pp and cp
+        for group in groups(config, world_size, hardware):
+            if any(map(pinned, group.members(group.recomputes))):
+                self.num_layouts += group.size
+                self._push(bounds.of_group(group.first), group.first, group)
+
+    def _push(self, bound: Bound | None, layout: Layout, group: Group | None) -> None:
+        if bound is not None and bound.least_bytes <= self._most_bytes:
+            heapq.heappush(self._heap, (bound.seconds, next(self._numbers), bound, layout, group))
+        elif bound is not None:
+            self._note(bound, layout)
+
+    def _note(self, bound: Bound, layout: Layout) -> None:
+        sizes = layout.pp, layout.context.ranks
+        self._least[sizes] = min(bound.least_bytes, self._least.get(sizes, math.inf))
+
+    def __iter__(self) -> Iterator[tuple[Bound, Layout]]:
+        """Yield the layouts that may fit, or nearly, least seconds first."""
+        while self._heap:
+            _, _, bound, layout, group = heapq.heappop(self._heap)
+            if group is None:
+                self._note(bound, layout)
+                yield bound, layout
+            elif len(group.recomputes) > 1:
+                for recompute in group.recomputes:
+                    first = dataclasses.replace(layout, recompute=recompute)
+                    self._push(self._bounds.of_group(first), first, group._replace(recomputes=(recompute,)))
+            else:
+                times = cache(partial(self._bounds.times_of, layout))
+                for member in filter(self._pinned, group.members(group.recomputes)):
+                    self._push(self._bounds.of(member, times), member, None)
+
+    def again(self, bound: Bound, layout: Layout) -> None:
+        """Put a layout back with a larger bound."""
+        self._push(bound, layout, None)
+
+    def least_bytes(self, axis: int) -> dict[int, float]:
+        """Return for each pp (axis 0) or cp (axis 1) a lower bound of the bytes of the fullest rank."""
+        for _, _, bound, layout, _ in self._heap:
+            self._note(bound, layout)
+        least: dict[int, float] = {}
+        for sizes, num_bytes in self._least.items():
+            least[sizes[axis]] = min(num_bytes, least.get(sizes[axis], math.inf))
+        return least
 
 
+@gc_paused()  # plans and schedules are many objects, and none is a cycle
 def search(
     config: Config,
     world_size: int,
@@ -179,38 +240,42 @@ def search(
     Raises ConfigError without a global batch size, if no layout is legal, and if none nearly fits.
     """
     hardware = hardware.on(world_size)
-    bounded = _bounded(Bounds(config, world_size, hardware, load), config, world_size, hardware, pinned)
-    steps = ShortSteps(config, world_size, hardware, load)
-    in_parts = config.parallel.overlap_moe_expert_parallel_comm
-    num_best = min(num_best, BEST_IN_PARTS) if in_parts else num_best
-    walk = _Walk(steps, num_best)
-    walk.along(bounded)
+    bounds, steps = Bounds(config, world_size, hardware, load), ShortSteps(config, world_size, hardware, load)
+    walk, frontier = _Walk(steps, num_best), Frontier(bounds, config, world_size, hardware, pinned)
+    walk.along(frontier)
+    least_bytes = frontier.least_bytes(0)
     if not walk.best and not walk.too_large:
-        raise ConfigError(_nothing_found(config, world_size, hardware, walk.refused, [bound for bound, _ in bounded]))
-    no_recompute = RecomputeConfig()
-    recomputing = {  # the first of those that differ in recompute alone
-        dataclasses.replace(layout, recompute=no_recompute): layout
-        for _, layout in reversed(walk.best)
-        # not with an imbalance: a run chooses by the memory of balanced routing; nor in parts, where plans take longer
-        if layout.recompute != no_recompute and load == BALANCED and not in_parts
-    }
-    refined = map(steps.least_recompute, recomputing.values())
+        raise ConfigError(_nothing_found(config, world_size, hardware, walk.refused, least_bytes))
+    recomputing = [
+        layout
+        for _, layout in walk.best
+        # not with an imbalance: a run chooses by the memory of balanced routing; nor in parts, which have no budgets
+        if layout.recompute != RecomputeConfig() and load == BALANCED and not layout.overlap
+    ]
+    refined = map(steps.least_recompute, recomputing)
     distinct = dict.fromkeys([*(layout for _, layout in walk.best), *filter(pinned, refined)])
-    best = sorted(map(steps.in_full, distinct), key=lambda each: each.time.seconds)[:num_best]
-    misses = () if in_parts and best else walk.misses(best[0].time.seconds if best else math.inf)
+    slowest_first = sorted(map(steps.in_full, distinct), key=lambda each: -each.time.seconds)
+    best = list({family(each.layout): each for each in slowest_first}.values())
+    best = sorted(best, key=lambda each: each.time.seconds)[:num_best]
+    misses = walk.misses(best[0].time.seconds if best else math.inf)
     rival = None
     if best and all(each.layout.pp == 1 for each in best):
         piped = _Walk(steps, 1)
-        piped.along([(bound, layout) for bound, layout in bounded if layout.pp > 1])
+        piped.along(Frontier(bounds, config, world_size, hardware, lambda each: each.pp > 1 and pinned(each)))
         rival = next((steps.in_full(layout) for _, layout in piped.best), None)
-    least_bytes: dict[int, float] = {}
-    least_bytes_of_cp: dict[int, float] = {}
-    for bound, layout in bounded:
-        for least, size in ((least_bytes, layout.pp), (least_bytes_of_cp, layout.context.ranks)):
-            least[size] = min(bound.least_bytes, least.get(size, math.inf))
-    return Found(
-        world_size, tuple(best), misses, len(bounded), walk.num_predicted, rival, least_bytes, least_bytes_of_cp
-    )
+    counts = frontier.num_layouts, walk.num_predicted
+    return Found(world_size, tuple(best), misses, *counts, rival, least_bytes, frontier.least_bytes(1), steps)
+
+
+def without_recompute(layout: Layout) -> Layout:
+    return dataclasses.replace(layout, recompute=RecomputeConfig())
+
+
+def family(layout: Layout) -> Layout:
+    """Return the layout without recompute, with the distributed optimizer. Of layouts that are equal then only the
+    fastest is reported: recompute takes time and saves memory, the other saves memory and takes as much time.
+    """
+    return dataclasses.replace(layout, recompute=RecomputeConfig(), distributed_optimizer=True)
 
 
 class _Walk:
@@ -222,36 +287,50 @@ class _Walk:
         self.too_large: list[tuple[float, Layout]] = []  # seconds, or a lower bound of them
         self.num_predicted, self.refused = 0, ""
 
-    def along(self, bounded: Sequence[tuple[Bound, Layout]]) -> None:
-        """Look at the layouts in the order of their bounds, until no bound beats the best."""
+    def along(self, frontier: Frontier, is_any_enough: bool = False) -> None:
+        """Look at the layouts in the order of their bounds, until no bound beats the best, or one is found."""
         usable = self._steps.hardware.usable_bytes
         slowest = self._most_seconds  # the seconds that a layout has to beat
-        for bound, layout in bounded:
-            if bound.seconds >= slowest:
+        is_bounded_again, fit, too_large = set[Layout](), set[Layout](), set[Layout]()
+        for bound, layout in frontier:
+            if bound.seconds >= slowest or (is_any_enough and self.best):
                 break
+            sharded = dataclasses.replace(layout, distributed_optimizer=True)
+            if {without_recompute(layout), sharded} & fit or sharded in too_large:  # only slower, or larger
+                continue
             if bound.least_bytes > usable:
-                if bound.least_bytes <= NEAR_MISS * usable:
-                    self.too_large.append((bound.seconds, layout))
+                self.too_large.append((bound.seconds, layout))
                 continue
             try:
+                if layout.overlap and layout not in is_bounded_again:
+                    is_bounded_again.add(layout)
+                    least = self._steps.least_of_overlap(sharded)
+                    frontier.again(bound._replace(seconds=max(bound.seconds, least)), layout)
+                    continue
                 seconds, need = self._steps.of(layout, slowest, usable)
             except ConfigError as error:
                 self.refused = f"{layout}: {error}"
                 continue
             self.num_predicted += 1
             if need > usable:
+                too_large.add(layout)
                 if need <= NEAR_MISS * usable:
                     self.too_large.append((seconds if seconds < math.inf else bound.seconds, layout))
-            elif seconds < slowest:
-                bisect.insort(self.best, (seconds, layout), key=lambda pair: pair[0])
-                del self.best[self._num_best :]
+                continue
+            fit.add(layout)
+            if seconds < slowest:
+                every = sorted([*self.best, (seconds, layout)], key=lambda pair: -pair[0])
+                fastest = {family(each): (least, each) for least, each in every}
+                self.best = sorted(fastest.values(), key=lambda pair: pair[0])[: self._num_best]
                 if len(self.best) == self._num_best:
                     slowest = self.best[-1][0]
 
     def misses(self, fastest: float) -> tuple[Candidate, ...]:
         """Return the fastest of the layouts that are slightly too large, if faster than `fastest`."""
         most, found = int(NEAR_MISS * self._steps.hardware.usable_bytes), list[tuple[float, Layout]]()
-        for bound, layout in sorted(self.too_large, key=lambda pair: pair[0]):
+        # rows of parts are long: their layouts only if nothing fits
+        slow = [pair for pair in self.too_large if not (self.best and pair[1].overlap)]
+        for bound, layout in sorted(slow, key=lambda pair: pair[0]):
             slowest = min(fastest, found[MOST_MISSES - 1][0] if len(found) >= MOST_MISSES else math.inf)
             if bound >= slowest:
                 break
@@ -275,36 +354,66 @@ class ShortSteps:
     def __init__(self, config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> None:
         self._config, self._world_size, self.hardware, self._load = config, world_size, hardware, load
         self._plans: dict[Hashable, RunPlan] = {}
+        self._hidden: dict[Layout, float] = {}
+        self.least_of_overlap = cache(self._least_of_overlap)
 
     def of(self, layout: Layout, slowest: float, most_bytes: float) -> tuple[float, int]:
         """Return (seconds of a step, bytes of the fullest rank). Raises ConfigError.
 
-        If the first rank already needs more than `most_bytes`: (inf, its bytes). If the step takes `slowest` seconds or
-        more, the bytes are only a lower bound.
+        If the first rank already needs more than `most_bytes`: (inf, its bytes). Bytes above these, or of a step that
+        takes `slowest` seconds or more, are only a lower bound.
         """
         count, few, plan = self._short(layout)
 
-        def in_a_whole_step(rank: RankMemory) -> int:
-            return _bytes_in_full(rank, few, count)
+        def need_of(pp_rank: int) -> int:
+            return _in_full(rank_memory(plan, pp_rank, self.hardware.nccl_bytes), few, count).device_bytes
 
-        need = 0
-        if plan.parts is not None:  # no overlap does better than all-to-alls that take no time
+        need = need_of(0)
+        if need > most_bytes:
+            return math.inf, need
+        seconds = self._whole(layout, count, few, plan).seconds
+        for pp_rank in reversed(range(1, layout.pp)) if seconds < slowest else ():
+            need = max(need, need_of(pp_rank))
+            if need > most_bytes:
+                break
+        return seconds, need
+
+    def _least_of_overlap(self, layout: Layout) -> float:
+        """Return a lower bound of a step in which all-to-alls overlap, from one rank alone. Raises ConfigError."""
+        count, few, plan = self._short(dataclasses.replace(layout, overlap=False))
+        # stages in pairs, not in parts: those take long to resolve
+        delays = layout.applied_to(self._config).parallel.delay_wgrad_compute
+        parallel = dataclasses.replace(
+            plan.config.parallel, overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=delays
+        )
+        plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, parallel=parallel))
+        stages = stage_seconds(plan, self.hardware)
+        held = [[stages[stage] for stage in plan.placement.stages_of(rank)] for rank in range(layout.pp)]
+        work = [sum(each.of(Op.F) + each.of(Op.B) for each in of_rank) for of_rank in held]
+        busiest = max(range(layout.pp), key=lambda rank: (work[rank], rank))  # the last one waits longest
+        # whole backwards hide messages of tp that halves do not
+        hidden = max(sum(each.hidden for each in of_rank) for of_rank in held) * (count + 2 * layout.pp)
+        return PARTS_ERROR * (least_of_rank(plan, self.hardware, busiest, (count - few) // layout.pp) - hidden)
+
+    def _whole(self, layout: Layout, count: int, few: int, plan: RunPlan) -> StepTime:
+        """Return the time of a step of `count` microbatches. plan: of a step of `few`."""
+        time = predict_step(plan, self.hardware, hides=False)
+        parts = {part: seconds if part in ONCE else seconds * count / few for part, seconds in time.parts.items()}
+        seconds = time.seconds + (count - few) // layout.pp * fill_seconds(time.timeline)
+        if layout.overlap:
+            # at best as long as the computation alone, or as the all-to-alls alone
             stages = stage_seconds(plan, self.hardware)
             free = predict_step(plan, self.hardware, tuple(map(without_exchanges, stages)), hides=False)
             least = free.seconds + (count - few) // layout.pp * fill_seconds(free.timeline)
             least = max(least, most_exchanged(free.timeline, stages) * count / few)
-            if least >= slowest:
-                return least, need
-        need = in_a_whole_step(rank_memory(plan, 0, self.hardware.nccl_bytes))
-        if need > most_bytes:
-            return math.inf, need
-        time = predict_step(plan, self.hardware, hides=False)
-        seconds = time.seconds + (count - few) // layout.pp * fill_seconds(time.timeline)
-        if plan.parts is not None:
-            seconds = max(least, seconds - hidden_seconds(plan, self.hardware, count, FILLS))
-        if seconds < slowest:
-            need = max(map(in_a_whole_step, all_rank_memory(plan, self.hardware.nccl_bytes)))
-        return seconds, need
+            alike = dataclasses.replace(layout, distributed_optimizer=True)
+            if alike not in self._hidden:
+                self._hidden[alike] = hidden_seconds(plan, self.hardware, count, FILLS)
+            hidden = min(self._hidden[alike], seconds - least)
+            seconds, parts["ep"] = seconds - max(0.0, hidden), max(0.0, parts["ep"] - max(0.0, hidden))
+        parts["bubble"] += seconds - sum(parts.values())
+        tokens, flops = time.tokens * count // few, time.model_flops * count / few
+        return dataclasses.replace(time, seconds=seconds, parts=parts, tokens=tokens, model_flops=flops)
 
     def least_recompute(self, layout: Layout) -> Layout:
         """Return the layout with the largest --recompute-memory-budget with which it fits, in steps of 1 / PARTS; the
@@ -317,7 +426,8 @@ class ShortSteps:
                 count, few, plan = self._short(_with_budget(layout, part))
             except ConfigError:
                 return layout
-            need = max(_bytes_in_full(rank, few, count) for rank in all_rank_memory(plan, self.hardware.nccl_bytes))
+            every = all_rank_memory(plan, self.hardware.nccl_bytes)
+            need = max(_in_full(rank, few, count).device_bytes for rank in every)
             fits, too_large = (part, too_large) if need <= self.hardware.usable_bytes else (fits, part)
         return _with_budget(layout, fits) if fits else layout
 
@@ -329,7 +439,16 @@ class ShortSteps:
         return count, few, self._plan(layout, few * layout.dp(self._world_size) * layout.micro_batch_size)
 
     def in_full(self, layout: Layout) -> Candidate:
-        return predict(self._config, layout, self._world_size, self.hardware, self._load)
+        """Predict a whole step. Raises ConfigError."""
+        if not layout.overlap:
+            return predict(self._config, layout, self._world_size, self.hardware, self._load)
+        # rows of parts are long: those of a short step stand for them
+        count, few, plan = self._short(layout)
+        memory = tuple(_in_full(rank, few, count) for rank in all_rank_memory(plan, self.hardware.nccl_bytes))
+        time, full = self._whole(layout, count, few, plan), plan.batch.full // few * count
+        training = dataclasses.replace(plan.config.training, global_batch_size=full)
+        config, batch = dataclasses.replace(plan.config, training=training), dataclasses.replace(plan.batch, full=full)
+        return Candidate(layout, dataclasses.replace(plan, config=config, batch=batch), time, memory)
 
     def _plan(self, layout: Layout, batch: int) -> RunPlan:
         training = dataclasses.replace(self._config.training, global_batch_size=batch, rampup_batch_size=None)
@@ -346,9 +465,10 @@ def _with_budget(layout: Layout, part: int) -> Layout:
     return dataclasses.replace(layout, recompute=RecomputeConfig(recompute_memory_budget=part / PARTS))
 
 
-def _bytes_in_full(rank: RankMemory, few: int, count: int) -> int:
-    """Return a rank's bytes in a whole step, which holds the inputs of all `count` microbatches instead of `few`."""
-    return rank.device_bytes + rank.items["microbatches"] // few * (count - few)
+def _in_full(rank: RankMemory, few: int, count: int) -> RankMemory:
+    """Return a rank's memory in a whole step, which holds the inputs of all `count` microbatches instead of `few`."""
+    items = {**rank.items, "microbatches": rank.items["microbatches"] // few * count}
+    return dataclasses.replace(rank, items=items)
 
 
 def predict(
@@ -359,18 +479,19 @@ def predict(
     return predict_plan(layout, dataclasses.replace(plan, expert_load=load), hardware)
 
 
-def _nothing_found(config: Config, world_size: int, hardware: Hardware, refused: str, bounds: Sequence[Bound]) -> str:
+def _nothing_found(
+    config: Config, world_size: int, hardware: Hardware, refused: str, least: Mapping[int, float]
+) -> str:
     where = f"{world_size} {hardware.name}"
     if refused:
         return f"no layout on {where} is legal; the last one tried: {refused}"
-    if not bounds:
+    if not least:
         return (
             f"no layout on {where}: --global-batch-size {config.training.global_batch_size} must be a multiple of the "
             "data-parallel size for some tensor- and pipeline-parallel size that the flags allow; change the batch "
             "size, the number of accelerators or the flags"
         )
-    least = bytes_text(min(bound.least_bytes for bound in bounds))
     return (
-        f"the model does not fit on {where}: any layout needs {least} or more of the "
+        f"the model does not fit on {where}: any layout needs {bytes_text(min(least.values()))} or more of the "
         f"{bytes_text(hardware.usable_bytes)} of each that can be used; use more accelerators, or another kind"
     )

@@ -13,7 +13,10 @@ from megapipe.config.config import Config, ResolvedModelConfig, convert
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.search.search import Candidate, Found, Objective, predict_plan
+from megapipe.extras.search.experiments import Experiment
+from megapipe.extras.search.layout import difference
+from megapipe.extras.search.search import Candidate, Found, Objective, predict_plan, without_recompute
+from megapipe.extras.search.spread import SPREAD
 from megapipe.formatting import bytes_text, text_table
 from megapipe.layers.model import model_parameters
 from megapipe.plan.expert_load import BALANCED
@@ -42,6 +45,7 @@ class SearchReport:
     hardware: Hardware
     configured: Candidate | str  # the layout of the configuration itself, or why it cannot run
     by_megatron: bool  # adds Megatron's memory estimate
+    experiments: Sequence[Experiment] = ()
 
     def warnings(self) -> Iterator[str]:
         """Yield the warnings about the layout as configured."""
@@ -67,6 +71,8 @@ class SearchReport:
     def text(self) -> str:
         lines = [*self._headline(), *self._sizes(), *self._layouts(), *self._winner()]
         lines += [f"  why      {reason}" for reason in self.reasons()]
+        lines += [f"  sure     {line}" for line in certainty(self.found.best)]
+        lines += [f"  try      {each.text}" for each in self.experiments]
         for miss in self.found.misses:
             lines.append(f"  miss     {miss.layout}, {miss.time.seconds:.3g} s: {lack_of_memory(miss, self.hardware)}")
         lines += [f"  warning  as configured: {warning}" for warning in self.warnings()]
@@ -93,6 +99,8 @@ class SearchReport:
             "num_predicted": found.num_predicted,
             "best": [self._data(candidate) for candidate in found.best],
             "why": list(self.reasons()),
+            "certainty": list(certainty(found.best)),
+            "experiments": [each._asdict() for each in self.experiments],
             "misses": [{**self._data(miss), "why": lack_of_memory(miss, self.hardware)} for miss in found.misses],
             "as_configured": {"refused": configured} if isinstance(configured, str) else self._data(configured),
             "warnings": list(self.warnings()),
@@ -115,11 +123,13 @@ class SearchReport:
             "distributed_optimizer": parallel.use_distributed_optimizer,
             **({"sharding": layout.sharding, "units": layout.units} if layout.sharding else {}),
             **({"slices": layout.slices} if layout.slices > 1 else {}),
+            **({} if layout.etp is None else {"overlap": layout.overlap, "flex": layout.flex}),
             **({} if layout.etp is None else {"expert_imbalance": candidate.plan.expert_imbalance}),
             "layers_of_stages": list(candidate.plan.partition.layer_counts),
             "step_seconds": time.seconds,
             "tokens_per_second": time.tokens_per_second,
             **utilisation(candidate),
+            **({} if self.found.best[:1] in ((), (candidate,)) else {"behind": behind(self.found.best[0], candidate)}),
             "seconds_by_part": dict(time.parts),
             "memory": [
                 {"pp_rank": rank.pp_rank, "total_bytes": rank.device_bytes, **rank.items, "NCCL": rank.nccl_bytes}
@@ -134,7 +144,7 @@ class SearchReport:
             f"{found.num_tried:,} layouts on {found.num_gpus:,} {hardware.name}, {found.num_predicted:,} simulated; "
             f"usable memory {bytes_text(hardware.usable_bytes)} each"
         )
-        yield "predicted with efficiencies fitted to published step times (docs/time_model.md)"
+        yield "seconds are predicted from published benchmarks and steps, none of megapipe's (docs/time_model.md)"
         for best in (*found.best, *found.misses)[:1]:
             if best.plan.expert_load != BALANCED:
                 yield f"experts, in the best layout: {load_text(best.plan)}"
@@ -192,6 +202,7 @@ class SearchReport:
             "dp": str(candidate.plan.topology.dp),
             "microbatch": str(layout.micro_batch_size),
             "step": f"{time.seconds:.3g} s",
+            "slower": behind_text(self.found.best, candidate),
             "tokens/s": f"{time.tokens_per_second:,.0f}",
             "MFU": f"{share['mfu_causal']:.1%} | {share['mfu_full_attention']:.1%}",
             "memory": bytes_text(candidate.peak_bytes),
@@ -233,6 +244,35 @@ class SearchReport:
         yield f"           the fullest rank, pp {fullest.pp_rank}: {items}"
         if self.by_megatron:
             yield megatron_text(winner.plan)
+
+
+def behind(best: Candidate, other: Candidate) -> dict[str, Any]:
+    """Return how much slower a layout is than the best, what the two differ in, and the error of such differences."""
+    kind = difference(best.layout, other.layout)
+    error, _ = SPREAD.get(kind, SPREAD["several"])
+    return {"slower": other.time.seconds / best.time.seconds - 1, "differs_in": kind, "error": error}
+
+
+def behind_text(best: Sequence[Candidate], other: Candidate) -> str:
+    if other in best[:1] or not best:
+        return ""
+    found = behind(best[0], other)
+    return f"{found['slower']:.1%} ± {found['error']:.0%}"
+
+
+def certainty(best: Sequence[Candidate]) -> Iterator[str]:
+    """Yield what the errors of the differences are from, and how many layouts are within them."""
+    others = [behind(best[0], each) for each in best[1:]]
+    if not others:
+        return
+    near = sum(each["slower"] <= each["error"] for each in others)
+    kinds = dict.fromkeys(each["differs_in"] if each["differs_in"] in SPREAD else "several" for each in others)
+    errors = [f"{SPREAD[kind][0]:.1%} in {kind} ({SPREAD[kind][1]:,} pairs)" for kind in kinds]
+    yield (
+        f"± is the error of predicted differences of layouts that differ as these do, rms over published pairs: "
+        f"{', '.join(errors)}"
+    )
+    yield f"{near} of the {len(others)} next best layouts are within that spread of the best"
 
 
 def megatron_text(plan: RunPlan) -> str:
@@ -286,7 +326,7 @@ def reasons(found: Found, hardware: Hardware) -> Iterator[str]:
     winner = found.best[0]
     yield from _pipeline(found, hardware)
     yield from _context(found, hardware)
-    yield from _recompute(winner, hardware)
+    yield from _recompute(found, hardware)
     yield from _sharding(winner, hardware)
     yield from _slices(winner, hardware)
     yield from fill_the_pipeline(winner)
@@ -355,14 +395,13 @@ def _context(found: Found, hardware: Hardware) -> Iterator[str]:
         yield "cp 1: layouts with context parallelism are slower than the ten best, or do not fit"
 
 
-def _recompute(winner: Candidate, hardware: Hardware) -> Iterator[str]:
+def _recompute(found: Found, hardware: Hardware) -> Iterator[str]:
     """Yield the time and memory of the winner without recompute, if that does not fit."""
-    layout, plan = winner.layout, winner.plan
-    if layout.recompute == RecomputeConfig():
+    layout = found.best[0].layout
+    if layout.recompute == RecomputeConfig() or found.steps is None:
         return
-    bare = dataclasses.replace(plan, config=dataclasses.replace(plan.config, recompute=RecomputeConfig()))
     try:
-        without = predict_plan(layout, bare, hardware)
+        without = found.steps.in_full(without_recompute(layout))
     except ConfigError:
         return
     if without.peak_bytes > hardware.usable_bytes:

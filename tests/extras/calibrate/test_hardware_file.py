@@ -30,7 +30,7 @@ from megapipe.extras.calibrate.rates import (
 from megapipe.extras.cli.calibrate import calibrate_machine as main
 from megapipe.extras.cli.command import main as megapipe
 from megapipe.extras.doctor.examination import SEND, Sample, Trial
-from megapipe.plan.hardware import HARDWARE, Hardware, Link, read_hardware
+from megapipe.plan.hardware import HARDWARE, NOT_IN_FILES, Hardware, Link, read_hardware
 from megapipe.topology import Topology
 from tests.harness import RankPool
 
@@ -114,7 +114,8 @@ def test_a_link_is_recovered_from_its_times(operation: str, sent: float) -> None
     link = Link(2e9, 3e-5)
     ranks = (0, 1, 2, 3) if operation == "all_reduce" else (0, 1)
     times = {
-        size: [2 * link.latency_seconds + sent * size / link.bytes_per_second] * 3 for size in (8, 1 << 18, 1 << 22)
+        size: [2 * (len(ranks) - 1) * link.latency_seconds + sent * size / link.bytes_per_second] * 3
+        for size in (8, 1 << 18, 1 << 22)
     }
     found = fitted(Sample(Trial("node", "tp", operation, ranks), times))
     assert found.bytes_per_second == pytest.approx(link.bytes_per_second, rel=1e-3)
@@ -135,7 +136,7 @@ def test_json_has_the_files_keys_and_both_figures_of_each_link() -> None:
     data = json.loads(
         json.dumps(as_data(hardware, MACHINE, Found(torch.device("cpu"), "fp32", RATES, tuple(links), ("a", "a"), 3.0)))
     )
-    fields = {field.name for field in dataclasses.fields(Hardware)} - {"attention_rates"}  # not a key of the file
+    fields = {field.name for field in dataclasses.fields(Hardware)} - {*NOT_IN_FILES, "gemm_highest", "num_sms"}
     assert set(data) == fields | {"measured"}
     assert (
         data["node"]
@@ -168,7 +169,7 @@ def test_the_slowest_rank_counts_for_what_all_have_measured() -> None:
         (["--output", "nowhere/x.yaml"], "nowhere does not exist"),
         (["--seconds", "0"], "--seconds 0 must be above 0"),
         (["--seconds", "nan"], "--seconds nan must be above 0"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--dtype", "int8"], "--dtype int8: choose"),
         (["--second", "3"], "--second is not a flag of megapipe calibrate"),
     ],
     ids=["taken", "folder", "nowhere", "no time", "nan", "dtype", "flag"],

@@ -157,9 +157,12 @@ def test_a_model_of_text_says_so_and_continues_lines(
 
 
 def test_a_folder_without_a_checkpoint_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for given in (tmp_path, tmp_path / "nothing"):
+    for given, what in ((tmp_path, "holds no checkpoint"), (tmp_path / "nothing", "does not exist")):
         assert main(["chat", str(given)]) == 1
-        assert f"checkpoint error: {given} holds no checkpoint" in capsys.readouterr().err
+        assert f"checkpoint error: {given} {what}; give the folder" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["chat", str(tmp_path)]) == 1
+    assert f"is a Hugging Face folder; first megapipe convert {tmp_path} NEW_FOLDER" in capsys.readouterr().err
 
 
 def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:

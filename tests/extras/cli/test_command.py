@@ -135,6 +135,27 @@ def test_train_tokenizer_takes_what_preprocess_takes(tmp_path: Path, capsys: pyt
     assert "--vocab-size 420: the text supports at most" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "--load", "x", "--seed", "two"], "--seed two: expected a whole number"),
+        (["generate", "--load", "x", "--top-p", "most"], "--top-p most: expected a number"),
+        (
+            ["convert", "x", "--to", "huggingface"],
+            "--to huggingface: choose hugging-face, megapipe, megatron or dcp; did",
+        ),
+        (["generate", "--prompt", "x"], "the following arguments are required: --load; see --help"),
+        (["convert", "x", "y", "z"], "unrecognized arguments: z; see --help"),
+    ],
+    ids=["whole number", "number", "choice", "missing", "too many"],
+)
+def test_a_wrong_value_is_named_with_its_flag_and_the_rule(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
 @pytest.mark.parametrize("seconds", ["-1", "0", "nan"])
 def test_status_repeats_only_after_a_positive_time(
     seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -21,7 +21,7 @@ def test_doctor_reports_one_process(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "h100", "--hardware", "x.yaml"], "give one of the two"),
         (["--hardware", "missing.yaml"], "--hardware missing.yaml cannot be read"),
         (["--slow-factor", "1"], "--slow-factor 1 must be above 1"),
-        (["--slow-factor", "much"], "invalid float value: 'much'"),
+        (["--slow-factor", "much"], "--slow-factor much: expected a number"),
         (["--seconds", "0"], "--seconds 0 must be above 0"),
         (["--tensor-model-parallel-sise", "2"], "--tensor-model-parallel-sise"),
         (["--tensor-model-parallel-size", "2"], "a world of 1 ranks cannot hold tensor 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from megapipe.assembly.datasets import with_vocabulary
 from megapipe.config.load import load_config
 from megapipe.extras.cli.plan import main
+from megapipe.extras.launch.flags import read_launch
 from megapipe.extras.search.layout import PAIRED, layouts
+from megapipe.extras.search.spread import SPREAD
 from megapipe.plan.hardware import HARDWARE
 
 MODEL = (
@@ -96,12 +99,12 @@ def test_objectives_gpus_and_cost_try_fewer_gpus(capsys: pytest.CaptureFixture[s
         (["--gpu", "h100"], "--gpus N"),
         (["--gpus", "4", "--gpu", "h100", "--world-size", "4"], "give one of the two"),
         (["--gpus", "4", "--gpu", "h100", *MODEL.split()], "--global-batch-size is missing"),
-        ([*WORDS, "--objective", "speed"], "invalid choice: 'speed'"),
+        ([*WORDS, "--objective", "speed"], "--objective speed: choose time, gpus or cost"),
         ([*WORDS, "--objective", "cost"], "needs the price"),
         ([*WORDS, "--objective", "cost", "--price", "-1"], "--price -1 must be above 0"),
-        ([*WORDS, "--objective", "cost", "--price", "cheap"], "invalid float value: 'cheap'"),
+        ([*WORDS, "--objective", "cost", "--price", "cheap"], "--price cheap: expected a number"),
         ([*WORDS, "--price", "2"], "belong to --objective gpus or cost"),
-        ([*WORDS, "--estimator", "nvidia"], "invalid choice: 'nvidia'"),
+        ([*WORDS, "--estimator", "nvidia"], "--estimator nvidia: choose megapipe or megatron"),
         (["--world-size", "4", *MODEL.split(), "--objective", "time"], "--objective belongs to the search"),
         (["--world-size", "4", *MODEL.split(), "--json"], "--json belongs to the search"),
     ],
@@ -132,7 +135,7 @@ def test_a_price_in_a_hardware_file_is_above_zero(tmp_path: Path, capsys: pytest
     file = tmp_path / "hardware.yaml"
     file.write_text("like: h100\nprice_per_hour: 0\n")
     assert main(["--gpus", "4", "--hardware", str(file), *MODEL.split(), "--global-batch-size", "8"]) == 2
-    assert "price_per_hour 0 must be above 0" in capsys.readouterr().err
+    assert "price_per_hour 0 is not what the key holds, with numbers above 0" in capsys.readouterr().err
 
 
 def test_it_imports_no_torch() -> None:
@@ -241,15 +244,59 @@ def test_overlapped_all_to_alls_of_experts_can_be_pinned(
     assert len(slower) == ("refused" not in own and own["step_seconds"] > best[0]["step_seconds"])
     assert best and all(row["pp"] == row["ep"] == 2 and row["schedule"] in PAIRED for row in best)
     assert all(row[key] == value for row in best for key, value in values.items())
-    assert main([*words, "--json"]) == (0 if "--delay-wgrad-compute" not in pinned else 2)
+    assert main([*words, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert all(row["overlap"] for row in best) == ("--delay-wgrad-compute" in pinned)
 
 
 def test_published_layouts_of_experts_are_among_those_tried() -> None:
-    words = ["--plan", "--config", "configs/deepseek_v3.yaml", "--overlap-moe-expert-parallel-comm"]
+    words = ["--plan", "--config", "configs/deepseek_v3.yaml"]
     config = load_config(words, is_job=False).config
     tried = layouts(with_vocabulary(config), 2048, HARDWARE["h800"])
-    assert any((each.tp, each.pp, each.ep, each.schedule) == (1, 16, 64, "dualpipe") for each in tried)
-    words = ["--plan", *QWEN3_235B.split(), "--overlap-moe-expert-parallel-comm"]
+    wanted = 1, 16, 64, "dualpipe", True
+    assert any((each.tp, each.pp, each.ep, each.schedule, each.overlap) == wanted for each in tried)
+    words = ["--plan", *QWEN3_235B.split()]
     tried = layouts(load_config(words, is_job=False).config, 256, HARDWARE["h100"])
-    wanted = (2, 8, 32, "interleaved", 4, "ends")
-    assert any((each.tp, each.pp, each.ep, each.schedule, each.chunks, each.cut) == wanted for each in tried)
+    sizes = 2, 8, 32, "interleaved", 4, "ends"
+    tried = [each for each in tried if (each.tp, each.pp, each.ep, each.schedule, each.chunks, each.cut) == sizes]
+    assert {(each.overlap, each.flex) for each in tried} == {(a, b) for a in (True, False) for b in (True, False)}
+
+
+def test_the_spread_of_errors_stands_beside_the_next_best(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    best, *others = report["best"]
+    assert "behind" not in best
+    for row in others:
+        assert row["behind"]["slower"] == pytest.approx(row["step_seconds"] / best["step_seconds"] - 1)
+        assert row["behind"]["error"] == SPREAD.get(row["behind"]["differs_in"], SPREAD["several"])[0]
+    near = sum(row["behind"]["slower"] <= row["behind"]["error"] for row in others)
+    assert report["certainty"][-1].startswith(f"{near} of the {len(others)} next best layouts")
+    assert main(WORDS) == 0
+    printed = capsys.readouterr().out
+    assert f"{others[0]['behind']['slower']:.1%} ± " in printed and "rms over published pairs" in printed
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_the_experiments_are_commands_that_run_the_layouts(
+    experts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megapipe.extras.cli.pretrain import main as pretrain
+
+    config = tmp_path / "given.yaml"
+    config.write_text("optimizer: {lr: 1.0e-4, lr_warmup_iters: 90}\nparallel: {use_distributed_optimizer: true}\n")
+    words = ["--gpus", "16", *WORDS[2:], "--config", str(config), "--pipeline-model-parallel-size", "2"]
+    words += [*EXPERTS, "--overlap-moe-expert-parallel-comm", "--disable-bias-linear"] if experts else []
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    calibrates, *runs = (shlex.split(each["command"]) for each in report["experiments"])
+    assert len(runs) == 2 and calibrates[-4:] == ["megapipe", "calibrate", "--output", "here.yaml"]
+    for run, row in zip(runs, report["best"], strict=False):
+        launch = read_launch([{"R": "0", "HOST": "alpha"}.get(word, word) for word in run[2:]])
+        flags, num_ranks = launch.script_arguments, launch.num_nodes * launch.ranks_per_node
+        assert pretrain(["--plan", "--world-size", str(num_ranks), *flags]) == 0
+        printed = capsys.readouterr().out
+        assert f"tp {row['tp']} x pp {row['pp']}" in printed and f"schedule {row['schedule']}" in printed
+        loaded = load_config(["--plan", *flags]).config
+        assert loaded.training.micro_batch_size == row["micro_batch_size"]
+        assert loaded.parallel.overlap_moe_expert_parallel_comm == row.get("overlap", False)

@@ -76,7 +76,7 @@ def test_every_number_of_gpus_gets_a_grid_that_divides_it(monkeypatch: pytest.Mo
     ("arguments", "message"),
     [
         (["--steps", "0"], "--steps 0 must be above 0"),
-        (["--steps", "many"], "invalid int value: 'many'"),
+        (["--steps", "many"], "--steps many: expected a whole number"),
         (["--data-path", "x"], "--data-path is set by the quickstart itself; use --corpus"),
         (["--train-iters", "5"], "--train-iters is set by the quickstart itself; use --steps"),
         (["--hiden-size", "64"], "did you mean --hidden-size"),

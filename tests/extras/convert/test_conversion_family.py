@@ -30,11 +30,10 @@ def extension() -> Iterator[str]:
     FAMILIES.forget(PYTHON_CODE)
 
 
-def test_the_page_shows_the_example() -> None:
+def test_the_page_shows_the_tables_of_the_example() -> None:
     page = (ROOT / "docs" / "conversion_family.md").read_text()
-    example, mixture = (part.split("```")[0] for part in page.split("```python\n")[1:])
-    assert example == EXAMPLE.read_text()
-    assert mixture == (MIXTURES / "afmoe.py").read_text()
+    (tables,) = (part.split("```")[0] for part in page.split("```python\n")[1:])
+    assert "ROWS =" in tables and "RULES =" in tables and tables in EXAMPLE.read_text()
 
 
 def test_a_mixture_takes_at_most_120_lines_and_is_listed() -> None:

@@ -106,7 +106,7 @@ LONG = LLAMA | {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_step_of_32768_tokens_on_two_ranks_takes_the_planned_bytes(rank_pools: Callable[[int], RankPool]) -> None:
-    """The example of docs/long_context.md."""
+    """A step of a small Llama with two ranks to a sequence."""
     counted = rank_pools(2).run(counted_on_a_rank, LONG, timeout=500)
     check_ranks(make_plan(2, LONG | {"device": "cpu"}), counted)
     assert counted[0].peak == pytest.approx(counted[1].peak, rel=0.01), "both ranks have as many tokens"

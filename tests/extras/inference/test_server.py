@@ -157,6 +157,12 @@ def test_wrong_requests_get_one_message(body: Any, status: int, message: str, ad
     assert found == status and message in answer["error"]["message"] and answer["error"]["type"]
 
 
+def test_an_unknown_path_or_method_gets_a_message(address: str) -> None:
+    for path, body, status in (("/v1/embeddings", {}, 404), ("/v1/completions", None, 405)):
+        found, answer = post(address + path, body)
+        assert found == status and f"{path}: " in answer["error"]["message"]
+
+
 def test_other_sites_cannot_use_a_server_without_a_token(address: str) -> None:
     assert post(f"{address}/v1/chat/completions", {"messages": MESSAGES}, content_type="text/plain")[0] == 415
     request = urllib.request.Request(f"{address}/v1/models", headers={"Host": "evil.example"})
@@ -218,9 +224,10 @@ def test_mistakes_at_the_start_are_one_message(
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"--port {port}: [Errno 98] Address already in use; choose another port" in refused(
-            str(run), "--port", port
-        )
+        assert f"--port {port}: Address already in use; choose another port" in refused(str(run), "--port", port)
+    assert "--port 99999: a port is at most 65535; 0 takes" in refused(str(run), "--port", "99999")
+    for host in ("no.such.invalid", "192.0.2.1"):  # unknown, and of another machine
+        assert refused(str(run), "--host", host, "--token", "x").endswith("; give an address of this machine\n")
     assert "give a --token that they must send" in refused(str(run), "--host", "0.0.0.0")
     assert "--token is empty" in refused(str(run), "--host", "0.0.0.0", "--token", "")
     assert "holds no checkpoint" in refused(str(tmp_path), code=1)

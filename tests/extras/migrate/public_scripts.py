@@ -9,7 +9,9 @@ by variables. No script is copied here.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from megapipe.extras.cli.migrate import reported
@@ -111,29 +113,44 @@ def functional_tests_of_experts() -> dict[str, FunctionalTest]:
     return found
 
 
-def to_change(migration: Migration) -> str:
-    """Return the flags of a script that must be changed, or else the rules that they break."""
+def to_change(migration: Migration) -> list[str]:
+    """Return the flags of a script that must be changed, or else the first flag of each rule that it breaks."""
     flags = [row.flag for row in migration.judgement.rows if row.outcome in TO_CHANGE]
-    return ", ".join(f"`{flag}`" for flag in dict.fromkeys(flags)) or "; ".join(migration.to_change)
+    return flags or [found[0] for rule in migration.to_change if (found := re.findall(r"--[\w-]+", rule))]
 
 
-def table(folder: str = "scripts") -> str:
-    """Return a table of docs/migrate.md."""
-    rows = ["| script | flags | runs here |", "|---|---|---|"]
+def table(folder: str = "scripts", shown: int = 1) -> str:
+    """Return a part of docs/migrate.md: repositories whose scripts run, and a table of the others."""
+    repositories: dict[str, list[Migration]] = {}
     for script in public_scripts(folder):
-        migration = script.migration()
-        verdict = "as it is" if migration.runs else f"without {to_change(migration)}"
-        repository, _, path = script.source.partition(" ")
-        name = Path(path).name if Path(path).name != "model_config.yaml" else Path(path).parent.name
-        rows.append(f"| {repository} `{name}` | {len(script.flags)} | {verdict} |")
+        repositories.setdefault(script.source.partition(" ")[0], []).append(script.migration())
+    run = {repository: found for repository, found in repositories.items() if all(one.runs for one in found)}
+    rows = [f"All {sum(map(len, run.values()))} scripts of {', '.join(run)} run as they are. Other repositories:", ""]
+    rows += ["| repository | scripts | run as they are | change in the others |", "|---|---|---|---|"]
+    for repository, found in repositories.items():
+        if repository in run:
+            continue
+        flags = list(dict.fromkeys(flag for migration in found for flag in to_change(migration)))
+        named = ", ".join(f"`{flag}`" for flag in flags[:shown])
+        more = f" and {len(flags) - shown} more" if len(flags) > shown else ""
+        rows.append(f"| {repository} | {len(found)} | {sum(one.runs for one in found)} | {named}{more} |")
     return "\n".join(rows) + "\n"
+
+
+def shortened(report: Iterable[str]) -> Iterator[str]:
+    """Yield the lines of a report, of many flags in a row that stay as they are the first two."""
+    for same, lines in groupby(
+        "\n".join(report).splitlines(), lambda line: line.endswith("the same here") or line.startswith("    --")
+    ):
+        block = list(lines)
+        yield from [*block[:2], "  ..."] if same and len(block) > 3 else block
 
 
 def example(page: str) -> str:
     """Return the page with the output of `megapipe migrate` for the script that it shows."""
 
     def written(match: re.Match[str]) -> str:
-        report = text_report(reported(f"# train.sh\n{match[2]}", "train.sh"))
+        report = shortened(text_report(reported(f"# train.sh\n{match[2]}", "train.sh")))
         return "".join([*match.groups()[:3], *(f"{line}\n" for line in report), match[5]])
 
     return EXAMPLE.sub(written, page, count=1)

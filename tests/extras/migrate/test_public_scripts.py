@@ -56,7 +56,7 @@ def test_the_share_of_public_scripts_of_mixtures_is_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_the_page_has_the_verdict_on_every_script(folder: str) -> None:
+def test_the_page_has_the_verdict_on_every_repository(folder: str) -> None:
     written = PAGE.read_text(encoding="utf-8").partition(FOLDERS[folder])[2].partition(END)[0]
     assert written == table(folder), "write it again: python -m tests.extras.migrate.public_scripts"
 

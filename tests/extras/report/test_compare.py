@@ -1,4 +1,4 @@
-"""`megapipe compare`: which settings differ, whose losses are shown, and the page of curves over each other."""
+"""`megapipe compare`: how runs are named, whose losses are shown, curves over each other, which settings differ."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megapipe.config.load import load_config
 from megapipe.extras.cli.report import compare as main
-from megapipe.extras.report.folder import read_run
+from megapipe.extras.report.folder import Run, read_run
 from megapipe.extras.report.page import averaged, compare_text, differences, named, results
+from megapipe.plan.resolve import resolve
 from tests.extras.report.test_page import RECORDED, Checked, edited
 
 
@@ -91,11 +93,11 @@ def test_the_page_overlays_the_curves(
 ) -> None:
     assert main([*map(str, pair), "--output", str(tmp_path / "c.html")]) == 0
     printed = capsys.readouterr().out
-    assert printed.index("settings that differ") < printed.index("results") and "--lr" in printed
+    assert printed.index("results") < printed.index("settings that differ") < printed.index("--lr")
     text = (tmp_path / "c.html").read_text()
     found = Checked(text)
     assert found.links == [] and "Training loss over tokens" in found.text
-    assert found.text.index("Settings that differ") < found.text.index("Results") < found.text.index("Curves")
+    assert found.text.index("Results") < found.text.index("Curves") < found.text.index("Settings that differ")
     chart = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
     curves = json.loads(chart.findtext("metadata") or "")
     assert [(curve["name"], curve["points"][-1][0]) for curve in curves] == [("one", 14), ("two", 12)]
@@ -105,6 +107,60 @@ def test_a_run_without_a_configuration_is_named(pair: tuple[Path, Path]) -> None
     (pair[1] / "run.jsonl").unlink()
     text = compare_text(named([read_run(path) for path in pair]))
     assert "the configuration of two is unknown: it recorded none" in text and "no setting differs" in text
+
+
+def recorded_with(folder: Path, *flags: str) -> Run:
+    """Return a run that has only recorded its start, with what these flags gave."""
+    flags += ("--num-attention-heads", "4", "--seq-length", "8", "--vocab-size", "50", "--mock-data", "--lr", "1e-3")
+    loaded = load_config([*flags, "--num-layers", "2", "--micro-batch-size", "2", "--train-iters", "4"])
+    text = loaded.text(resolve(loaded.config, world_size=2).config)
+    start = json.loads((RECORDED / "run.jsonl").read_text().splitlines()[0])
+    folder.mkdir(parents=True)
+    (folder / "run.jsonl").write_text(json.dumps(start | {"config": text}) + "\n")
+    return read_run(folder)
+
+
+def test_values_are_those_that_the_runs_used_also_where_they_were_not_given(tmp_path: Path) -> None:
+    small = recorded_with(tmp_path / "small", "--hidden-size", "32")
+    large = recorded_with(
+        tmp_path / "large", "--hidden-size", "64", "--global-batch-size", "8", "--lr-decay-iters", "3"
+    )
+    rows = {row[0]: row[1:] for row in differences({"small": small, "large": large})[0]}
+    assert rows["--hidden-size"] == ["32", "64"]
+    assert rows["--kv-channels"] == ["8", "16"] and rows["--ffn-hidden-size"] == ["128", "256"]  # derived in both
+    assert rows["--global-batch-size"] == ["4", "8"]  # micro-batch-size x dp
+    assert rows["--lr-decay-iters"] == ["4", "3"]  # that of --train-iters
+    assert not set(rows) & {"--train-samples", "--lr-decay-samples", "--max-position-embeddings"}  # follow in both
+    assert {value for row in rows.values() for value in row}.isdisjoint({"", "unknown", "automatic"})
+
+
+def test_a_setting_without_effect_is_shown_as_such(tmp_path: Path) -> None:
+    experts = ("--num-experts", "4", "--moe-ffn-hidden-size", "16", "--moe-aux-loss-coeff", "0.01")
+    runs = {
+        "dense": recorded_with(tmp_path / "dense", "--hidden-size", "32"),
+        "sparse": recorded_with(tmp_path / "sparse", "--hidden-size", "32", *experts),
+    }
+    rows = {row[0]: row[1:] for row in differences(runs)[0]}
+    assert rows["--num-experts"] == ["none", "4"] and rows["--moe-ffn-hidden-size"] == ["not used", "16"]
+    assert rows["--moe-aux-loss-coeff"] == ["not used", "0.01"]
+    assert "--moe-router-topk" not in rows  # the default where it has an effect
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["a/x", "b/x", "c/y"], ["a/x", "b/x", "y"]),
+        (["lr1/checkpoints", "lr2/checkpoints", "c"], ["lr1", "lr2", "c"]),
+        (["a", "a/checkpoints"], ["a", "checkpoints"]),
+        (["s/a/out", "s/b/out", "t/b/out"], ["a/out", "s/b/out", "t/b/out"]),
+    ],
+    ids=["suffixes", "checkpoints", "inside", "three parts"],
+)
+def test_runs_are_named_by_the_shortest_ends_of_their_paths(tmp_path: Path, paths: list[str], names: list[str]) -> None:
+    for path in paths:
+        (tmp_path / path).mkdir(parents=True, exist_ok=True)
+        shutil.copy(RECORDED / "metrics.jsonl", tmp_path / path)
+    assert list(named([read_run(tmp_path / path) for path in paths])) == names
 
 
 def test_one_run_or_the_same_twice_is_refused(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import platform
@@ -10,13 +12,15 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from megapipe.config.load import from_yaml
+from megapipe.config.load import from_yaml, load_config
+from megapipe.extras import report
 from megapipe.extras.cli.report import main
 from megapipe.extras.report.charts import (
     LEVELS,
@@ -392,10 +396,10 @@ def test_loads_of_experts_are_drawn_by_layer_at_some_steps(recorded: Path) -> No
         "Load of experts",
         "Busiest expert",
         "Dropped rows",
-        "layers x 3 experts, at most 1.50 times the mean",
+        "at most 1.50 times the mean",
     ):
         assert words in text
-    assert f"step {steps[-1]['step']:,}: layers x 3 experts, at most {0.5 + len(steps):.2f} times the mean" in text
+    assert f"step {steps[-1]['step']:,} at most {0.5 + len(steps):.2f} times the mean" in text
     assert "layer 1: expert 1 has" in text
     drawn = expert_maps_html(steps)
     assert drawn.count("<svg") == min(MOST_MAPS, len(steps))
@@ -408,3 +412,61 @@ def test_loads_of_experts_are_drawn_by_layer_at_some_steps(recorded: Path) -> No
         assert "Load of experts" in shown(recorded)
     many = [steps[0] | {"expert_load": {str(layer): [1.0] * 512 for layer in range(70)}}] * 3
     assert expert_maps_html(many).count("<svg") == 1
+
+
+def test_a_heat_map_numbers_experts_and_marks_the_ranks_that_hold_them() -> None:
+    flags = "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --vocab-size 50 --num-experts 8"
+    flags += " --moe-ffn-hidden-size 8 --expert-model-parallel-size 4"
+    flags += " --micro-batch-size 2 --train-iters 4 --lr 1 --mock-data"
+    config = load_config(flags.split()).config
+    record = {"step": 3, "global_batch_size": 2, "expert_load": {"0": [1.0] * 8, "1": [0.5] * 7 + [4.5]}}
+    text = expert_maps_html([record], config)
+    drawn = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    words = [each.text for each in drawn.iter("text")]
+    assert [word for word in words if word and word.startswith("ep")] == ["ep 0", "ep 1", "ep 2", "ep 3"]
+    assert words[:8] == [str(expert) for expert in range(8)]  # of the axis; those of layers come after
+    left, cell, *_ = map(float, drawn.attrib["data-frame"].split())
+    borders = [float(line.attrib["x1"]) for line in drawn.iter("line")]
+    assert borders == [left + cell * expert for expert in (2, 4, 6)]
+    data = json.loads(drawn.findtext("metadata") or "")
+    assert data == {"layers": ["0", "1"], "load": list(record["expert_load"].values()), "per_rank": 2, "ep": 4}
+    assert "layer 1: expert 7 has 4.50 times the mean" in [each.text for each in drawn.iter("title")]
+    alone = expert_maps_html([record])
+    assert "<line" not in alone and ">ep 0<" not in alone
+
+
+@pytest.mark.parametrize("columns", [1, 3, 16, 60, 256, 1000])
+def test_numbers_of_experts_do_not_overlap(columns: int) -> None:
+    text = expert_maps_html([{"step": 1, "global_batch_size": 1, "expert_load": {"0": [1.0] * columns}}])
+    drawn = ElementTree.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
+    numbers = [each for each in drawn.iter("text") if each.attrib["text-anchor"] == "middle"]
+    places = [float(each.attrib["x"]) for each in numbers]
+    assert numbers[0].text == "0" and 1 <= len(numbers) <= columns
+    assert all(b - a > 6.5 * len(str(columns - 1)) for a, b in pairwise(places))
+
+
+def test_dots_of_a_curve_have_titles_that_need_no_script() -> None:
+    drawn = ElementTree.fromstring(chart_svg(Chart("t", [Curve("validation", [(5.0, 2.5), (9.0, 2.25)], "dots")])))
+    assert [each.findtext("title") for each in drawn.iter("circle")] == [
+        "validation, step 5: 2.5",
+        "validation, step 9: 2.25",
+    ]
+
+
+def test_a_browser_may_run_no_script_but_the_pages_own_and_load_nothing(recorded: Path) -> None:
+    for is_served in (False, True):
+        text = page(read_run(recorded), is_served)
+        (policy,) = re.findall('http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+        (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy
+        assert ("connect-src 'self'" in policy) is is_served and ("perfetto" in script) is is_served
+        assert ("/trace" in text) is is_served
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which parses the scripts")
+@pytest.mark.parametrize("name", ["page.js", "live.js"])
+def test_the_scripts_of_the_page_can_be_parsed(name: str) -> None:
+    path = Path(report.__file__).with_name(name)
+    done = subprocess.run([shutil.which("node") or "", "--check", path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,8 +1,8 @@
 """Published training steps to compare predictions with: the files of published_data/, one a source.
 
 A file has a head (where the figures are from, under which licence, what was guessed; `group`: sources that are held out
-together) and tables. A row's settings are those of the file, of its model, of its table (`all`) and its own, later ones
-first. They are options of megapipe by name, or one of
+together; `planned_as`: the stack of megapipe/plan/stacks.py) and tables. A row's settings are those of the file, of its
+model, of its table (`all`) and its own, later ones first. They are options of megapipe by name, or one of
 
     tp pp vpp cp ep etp seq batch micro    short names; vpp 1: no chunks
     precision   bf16, fp16, fp8 (also -tensorwise, -rowwise, -blockwise), mxfp8, nvfp4
@@ -10,7 +10,7 @@ first. They are options of megapipe by name, or one of
     sharding    ddp, zero1, zero1-late (no overlap), zero2, fsdp, hsdp (over a node); fsdp gathers a layer at a time
     config      a file of configs/ to start from
     gpu, gpus, and a field of the hardware's row to replace: memory_bytes_per_second, network_bytes_per_second
-    attention   flash2 or flash3, in place of the kernel that would run here
+    attention   flash2, flash3 or triton, in place of the kernel that would run here
     ring        unbalanced: the last rank of a ring sees all keys, twice as many as the mean
     seconds     of a step; or tokens, per second and GPU; or tflops, per GPU, with flops: how they are counted
     sweep       name of the sweep that the row belongs to: layouts of one model and batch on the same GPUs
@@ -39,6 +39,7 @@ from megapipe.plan.hardware import HARDWARE, TERA, Hardware, hardware_named
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.stacks import Stack, stack_named
 from megapipe.plan.step_time import predict_step
 
 DATA = Path(__file__).parent / "published_data"
@@ -115,7 +116,8 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "hsdp": WEIGHTS,
 }
 ONE_RANK: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "recompute": "none", "tp_comm_overlap": False}
-UNCOMPILED, IN_BF16, ZERO1 = "pointwise kernels not fused", "bf16", "optimizer sharded, not weights"
+TRITON = 1.8  # flash2's speed over FlashAttention in Triton: between 1.3 and 2.5 (Dao 2023, section 4.1)
+UNCOMPILED, ZERO1 = "pointwise kernels not fused", "optimizer sharded, not weights"
 UNKNOWN_PRECISIONS = {"nvfp4": "nvfp4 is not planned", "fp8-rowwise": "fp8 with scales of rows is not planned"}
 
 
@@ -129,6 +131,7 @@ class Source:
     commit: str  # empty: a paper
     licence: str
     stack: str
+    planned_as: Stack
     guessed: tuple[str, ...]
 
 
@@ -179,12 +182,11 @@ class Row:
         changes: dict[str, Any] = {key: float(s[key]) for key in HARDWARE_FIELDS if key in s}
         if rate := changes.pop("network_bytes_per_second", None):
             row = dataclasses.replace(row, network=dataclasses.replace(row.network, bytes_per_second=rate))
-        rates = {
-            name: row.attention_rates.get(s.get("attention", name), rate) for name, rate in row.attention_rates.items()
-        }
-        if "ring" in s:
-            rates = {name: _slower(rate, 2 - 1 / s.get("cp", 1)) for name, rate in rates.items()}
-        return dataclasses.replace(row, attention_rates=rates, **changes)
+        own = s.get("attention")
+        kernel = row.attention_rates.get("flash2" if own == "triton" else own)
+        times = (TRITON if own == "triton" else 1.0) * (2 - 1 / s.get("cp", 1) if "ring" in s else 1.0)
+        rates = {name: _slower(kernel or rate, times) for name, rate in row.attention_rates.items()}
+        return self.source.planned_as.applied_to(dataclasses.replace(row, attention_rates=rates, **changes))
 
     @property
     def config(self) -> sections.Config:
@@ -216,9 +218,6 @@ class Row:
             options.setdefault(SHORT["etp"], 1)
         if UNCOMPILED in self.approximated:
             options["compile_pointwise"] = False
-        if IN_BF16 in self.approximated:
-            options["fp8_format"] = None
-            options.pop("fp8_recipe", None)
         return options
 
     @property
@@ -228,7 +227,6 @@ class Row:
         is_sharded = s["sharding"] in ("fsdp", "hsdp")
         cases = {
             UNCOMPILED: s.get("compile_pointwise") and (self.is_mixture or s.get("cp", 1) > 1),
-            IN_BF16: self.is_mixture and s["precision"] != "bf16",
             ZERO1: is_sharded and (self.is_mixture or s.get("recompute") == "block" or s.get("vpp", 1) > 1),
         }
         return tuple(name for name, applies in cases.items() if applies)
@@ -317,7 +315,7 @@ def published_rows() -> tuple[Row, ...]:
 
 
 def published_runs() -> tuple[Row, ...]:
-    """Return the rows of papers that tools/fit_efficiency.py fits to or holds out, without context parallelism."""
+    """Return the rows of three papers that test_published.py compares one by one, without context parallelism."""
     rows = published_rows()
     return tuple(
         row
@@ -340,9 +338,8 @@ def _rows(path: Path) -> Iterator[Row]:
     read = yaml.load(path.read_text(), yaml.CSafeLoader)
     where = " ".join(read["where"].split())
     commit = read.get("commit", "")
-    source = Source(
-        read["source"], read["group"], where, commit, read["licence"], read["stack"], tuple(read["guessed"])
-    )
+    guessed, planned_as = tuple(read["guessed"]), stack_named(read["planned_as"])
+    source = Source(read["source"], read["group"], where, commit, read["licence"], read["stack"], planned_as, guessed)
     models = {str(name): settings for name, settings in read.get("models", {}).items()}
     for table in read["tables"]:
         for values in table["rows"]:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from contextlib import suppress
 
 import pytest
@@ -18,8 +19,18 @@ from hypothesis import strategies as st
 from megapipe.config.config import Config
 from megapipe.config.parallel import SHARDED_PARAMS, RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.search.layout import LEAST_TOKENS, NO_CONTEXT, RECOMPUTES, Context, Layout, layouts
-from megapipe.extras.search.search import Objective, choose, predict, search
+from megapipe.extras.search.layout import (
+    ASPECTS,
+    LEAST_TOKENS,
+    NO_CONTEXT,
+    RECOMPUTES,
+    Context,
+    Layout,
+    difference,
+    groups,
+    layouts,
+)
+from megapipe.extras.search.search import Objective, choose, family, predict, search
 from megapipe.extras.search.search_report import reasons
 from megapipe.plan.hardware import GIB, Hardware, Link, hardware_named
 from megapipe.plan.resolve import resolve, vary
@@ -279,7 +290,7 @@ def test_the_best_layout_with_experts_equals_an_exhaustive_search(per_node: int)
         memory = int(usable / H100.memory_share) + 1
         hardware = dataclasses.replace(H100, ranks_per_node=per_node, memory_bytes=memory)
         fitting = [each for each in every if each.peak_bytes <= hardware.usable_bytes]
-        best = search(config, 4, hardware, lambda layout: layout.recompute in RECOMPUTES[::4]).best
+        best = search(config, 4, hardware, lambda each: each.recompute in RECOMPUTES[::4] and not each.overlap).best
         assert best[0].time.seconds == pytest.approx(min(each.time.seconds for each in fitting), rel=1e-3)
         assert all(each.layout.etp is not None for each in best)
 
@@ -425,3 +436,46 @@ def test_layouts_with_context_parallelism_are_accepted_by_training_and_explained
     assert topology.cp == winner.layout.context.ranks > 1
     assert str(winner.layout.context) in winner.layout.grid
     assert any(reason.startswith("cp ") for reason in reasons(found, H100))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4], ids=["all fit", "few fit"])
+def test_the_ten_best_with_overlap_equal_those_of_trying_every_layout(share: float) -> None:
+    """Of layouts that differ in recompute or the distributed optimizer alone, the fastest that fits counts."""
+    config = small(**{**EXPERTS, "num_experts": 8, "num_layers": 4, "moe_router_topk": 4, "global_batch_size": 16})
+    network = dataclasses.replace(H100.network, bytes_per_second=5e9)
+    hardware = dataclasses.replace(H100, ranks_per_node=2, network=network)
+
+    def is_tried(layout: Layout) -> bool:
+        has_size = layout.cut == "cost" and layout.micro_batch_size == 1 and layout.tp == 1 and layout.pp < 4
+        return has_size and layout.recompute in (RECOMPUTES[0], RECOMPUTES[4])
+
+    every = []
+    for layout in filter(is_tried, layouts(config, 8, hardware)):
+        with suppress(ConfigError):
+            every.append(predict(config, layout, 8, hardware))
+    assert {(each.layout.overlap, each.layout.flex) for each in every} == set(itertools.product(BOTH, BOTH))
+    assert {"dualpipe", "dualpipe-v"} <= {each.layout.schedule for each in every}
+    usable = sorted(each.peak_bytes for each in every)[int(share * (len(every) - 1))]
+    hardware = dataclasses.replace(hardware, memory_bytes=int(usable / hardware.memory_share) + 1)
+    fastest: dict[Layout, float] = {}
+    for each in every:
+        if each.peak_bytes <= hardware.usable_bytes:
+            alike = family(each.layout)
+            fastest[alike] = min(each.time.seconds, fastest.get(alike, math.inf))
+    best = search(config, 8, hardware, is_tried).best
+    assert [each.time.seconds for each in best] == pytest.approx(sorted(fastest.values())[:10], rel=2e-3)
+    assert any(each.layout.overlap for each in best)
+
+
+def test_groups_hold_every_layout_once() -> None:
+    config = small(**EXPERTS)
+    every = list(layouts(config, 8, two_a_node(1.0)))
+    assert len(set(every)) == len(every) == sum(group.size for group in groups(config, 8, two_a_node(1.0)))
+
+
+def test_every_field_of_a_layout_belongs_to_one_aspect() -> None:
+    fields = [name for names in ASPECTS.values() for name in names]
+    assert sorted(fields) == sorted(field.name for field in dataclasses.fields(Layout))
+    layout = Layout(1, 2, 1, "1f1b", 1, RecomputeConfig())
+    assert difference(layout, dataclasses.replace(layout, pp=4, chunks=2)) == "the pipeline"
+    assert difference(layout, dataclasses.replace(layout, pp=4, tp=2)) == "several"

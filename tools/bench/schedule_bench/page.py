@@ -50,28 +50,23 @@ def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _emulated_row(result: Result) -> list[str]:
-    case, found = result.case, result.figures
+    found = result.figures
     ours, torch, floor = found["megapipe"], found.get("torch"), found["floor"]
     return [
-        case.schedule,
-        f"{ours.replay_seconds * 1e3:.1f}",
+        result.case.schedule,
         f"{ours.measured_seconds * 1e3:.1f}",
+        "" if torch is None else f"{torch.measured_seconds * 1e3:.1f}",
         f"**{ours.loss:.2%}**",
         "" if torch is None else f"{torch.loss:.2%}",
         f"{floor.loss:.2%}",
         f"{ours.loss / floor.loss:.2f}",
-        "" if torch is None else f"{torch.measured_seconds * 1e3:.1f}",
-        " ".join(map(str, ours.peak)),
-        str(ours.delayed),
-        _microseconds(f"{f.cpu_seconds_an_action * 1e6:.0f}" for f in (ours, torch, floor) if f),
     ]
 
 
 def _zero_row(result: Result) -> list[str]:
     found = [result.figures.get(name) for name in ("megapipe", "torch", "floor")]
     walls = ["" if f is None else f"{f.seconds_an_action * 1e6:.0f}" for f in found]
-    cpu = ["" if f is None else f"{f.cpu_seconds_an_action * 1e6:.0f}" for f in found]
-    return [result.case.schedule, *walls, f"**{_times_floor(result):.2f}**", *cpu]
+    return [result.case.schedule, *walls, f"**{_times_floor(result):.2f}**"]
 
 
 def _times_floor(result: Result) -> float:
@@ -92,10 +87,6 @@ def _real_row(result: Result) -> list[str]:
     ]
 
 
-def _microseconds(values: object) -> str:
-    return " / ".join(values)  # type: ignore[call-overload]
-
-
 def _speed(alone: Figures, other: Figures) -> float:
     """Return the median of the rounds' ratios."""
     ratios = sorted(a.measured_seconds / b.measured_seconds for a, b in zip(alone.steps, other.steps, strict=True))
@@ -108,20 +99,8 @@ def _to_simulated(ours: Figures) -> float:
 
 
 HEADS = {
-    "emulated": (
-        "schedule",
-        "replay ms",
-        "step ms",
-        "loss",
-        "torch's loss",
-        "floor's loss",
-        "to the floor",
-        "torch's step ms",
-        "peak by rank",
-        "W delayed",
-        "CPU us an action (megapipe / torch / floor)",
-    ),
-    "zero": ("schedule", "us an action", "torch", "floor", "to the floor", "CPU us an action", "torch", "floor"),
+    "emulated": ("schedule", "step ms", "torch's step ms", "loss", "torch's loss", "floor's loss", "to the floor"),
+    "zero": ("schedule", "us an action", "torch", "floor", "to the floor"),
     "real": ("schedule", "one process ms", "step ms", "to one process", "torch to one process", "simulated / measured"),
 }
 ROWS = {"emulated": _emulated_row, "zero": _zero_row, "real": _real_row}

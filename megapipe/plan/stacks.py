@@ -1,0 +1,52 @@
+"""Software stacks: how much longer than the sum of its kernels a step takes in each, and what its libraries do.
+
+The overhead is what the model of single kernels leaves out: launches, waits between kernels and between ranks,
+pointwise kernels that are not fused. It is the mean over published sources of a stack (tools/fit_efficiency.py);
+megapipe has not run on a GPU, and is planned as Megatron-Core, whose layers it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megapipe.errors import ConfigError
+from megapipe.plan.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A software stack that a step is predicted for."""
+
+    name: str
+    overhead: float  # of the seconds of a layer's kernels
+    message_times: float = 1.0  # that tensor-parallel messages take what their links allow: waits for the slowest rank
+    pipelined_exchanges: bool = False  # DeepEP: tokens move between nodes and within them at the same time
+    overlapped_instances: bool = False  # sums of HSDP over instances run under the backward
+
+    def applied_to(self, hardware: Hardware) -> Hardware:
+        """Return the hardware as this stack uses it."""
+        return replace(
+            hardware,
+            overhead=self.overhead,
+            message_times=self.message_times,
+            pipelined_exchanges=self.pipelined_exchanges,
+            overlapped_instances=self.overlapped_instances,
+        )
+
+
+STACKS = {
+    stack.name: stack
+    for stack in (
+        Stack("megapipe", 0.0),
+        Stack("megatron-core", 0.0, pipelined_exchanges=True),
+        Stack("megatron-deepspeed", 0.3, message_times=3.0),
+        Stack("pytorch", 0.11, pipelined_exchanges=True, overlapped_instances=True),
+    )
+}
+
+
+def stack_named(name: str) -> Stack:
+    """Return a row of the table. Raises ConfigError for an unknown name."""
+    if name not in STACKS:
+        raise ConfigError(f"--stack {name} is not in the table: there are {', '.join(STACKS)}")
+    return STACKS[name]
