@@ -64,6 +64,10 @@ def with_highest(hardware: Hardware, is_fp8: bool, share: float) -> Hardware:
     return dataclasses.replace(hardware, gemm_highest=(in_16_bits, share) if is_fp8 else (share, in_fp8))
 
 
+def with_overhead(hardware: Hardware, overhead: float) -> Hardware:
+    return dataclasses.replace(hardware, stack=dataclasses.replace(hardware.stack, overhead=overhead))
+
+
 def rms(errors: Sequence[float]) -> float:
     return math.sqrt(fmean(error * error for error in errors))
 
@@ -78,7 +82,7 @@ def fitted_rows(gpu: str, is_fp8: bool) -> list[Row]:
 def fit_highest(gpu: str, is_fp8: bool) -> float:
     """Return the share of the peak of large GEMMs that gives its rows no error in the mean."""
     rows = fitted_rows(gpu, is_fp8)
-    base = STACKS["megatron-core"].applied_to(HARDWARE[gpu])
+    base = dataclasses.replace(HARDWARE[gpu], stack=STACKS["megatron-core"])
     share = base.gemm_highest[is_fp8]
     for _ in range(3):  # what is kept of a step depends a little on its layers
         fast = [Fast(row, with_highest(base, is_fp8, share)) for row in rows]
@@ -91,8 +95,7 @@ def fit_overhead(stack: str, of_source: dict[str, list[Fast]], hardware: dict[in
 
     def mean_error(sources: Sequence[str], overhead: float) -> float:
         return fmean(
-            fmean(f.error(dataclasses.replace(hardware[id(f)], overhead=overhead)) for f in of_source[source])
-            for source in sources
+            fmean(f.error(with_overhead(hardware[id(f)], overhead)) for f in of_source[source]) for source in sources
         )
 
     names = sorted(of_source)
@@ -101,7 +104,7 @@ def fit_overhead(stack: str, of_source: dict[str, list[Fast]], hardware: dict[in
         others = [each for each in names if each != name]
         if others:
             overhead = root(lambda x: mean_error(others, x), -0.3, 1.5)  # noqa: B023
-            errors = [f.error(dataclasses.replace(hardware[id(f)], overhead=overhead)) for f in of_source[name]]
+            errors = [f.error(with_overhead(hardware[id(f)], overhead)) for f in of_source[name]]
             lines.append(
                 f"  without {name}: {overhead:.2f}, and its {len(errors)} rows with that: rms {rms(errors):.1%}"
             )

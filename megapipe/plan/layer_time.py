@@ -197,7 +197,7 @@ def layer_seconds(
     messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows)) + others.forward * clock.collective()
     moved = pointwise + casts_of(Op.F)
     forward = {"gemm": products(Op.F), "attention": attention, "pointwise": moved, "tp": messages}
-    core_backward = sum(core.backward_forwards * clock.attention(core, True) for core in cores)
+    core_backward = sum(clock.attention(core, True) for core in cores)
     if mixture is not None:
         rows_seconds, counts = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
         forward["ep"] = rows_seconds + counts
@@ -221,7 +221,7 @@ def layer_seconds(
     weights = {"gemm": products(Op.W), "pointwise": casts_of(Op.W), "tp": in_w}
     backward = {part: inputs[part] + again.get(part, 0.0) for part in inputs}
     hidden = sum(map(clock.hidden, columns))
-    return OpSeconds(forward, backward, weights, hidden).with_overhead(hardware.overhead)
+    return OpSeconds(forward, backward, weights, hidden).with_overhead(hardware.stack.overhead)
 
 
 def _context_seconds(
@@ -260,7 +260,7 @@ def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link
         },
         {"gemm": clock.gemm(gemm, Op.W), "tp": model.head.table(shape).collectives.weights * clock.collective()},
         clock.hidden(gemm),
-    ).with_overhead(hardware.overhead)
+    ).with_overhead(hardware.stack.overhead)
     if not model.predictions:
         return once
     prediction, _ = model.predictions[0]  # alike
@@ -273,7 +273,7 @@ def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link
         {"gemm": product[Op.F], "pointwise": moved + cast[Op.F], "tp": messages.forward * clock.collective()},
         {"gemm": product[Op.I], "pointwise": 2.0 * moved + cast[Op.I], "tp": messages.inputs * clock.collective()},
         {"gemm": product[Op.W], "pointwise": cast[Op.W], "tp": messages.weights * clock.collective()},
-    ).with_overhead(hardware.overhead)
+    ).with_overhead(hardware.stack.overhead)
     return once + (once + projection) * len(model.predictions)
 
 
@@ -322,12 +322,11 @@ class _Clock:
         return held, max(1, math.ceil(part.imbalance * rows) // held)
 
     def attention(self, core: AttentionWork, is_backward: bool = False) -> float:
-        """Return the seconds of core attention's forward, or what so many FLOPs take in its backward."""
-        hardware = self.hardware
-        return (
-            core.flops / (hardware.peak(self.shape.dtype) * hardware.attention_share_of(core, is_backward))
-            + core.moved_bytes / hardware.pointwise_bytes_per_second
-        )
+        """Return the seconds of core attention's forward, or of its backward."""
+        hardware, times = self.hardware, core.backward_forwards if is_backward else 1.0
+        reached = hardware.peak(self.shape.dtype) * hardware.attention_share_of(core, is_backward)
+        moved = hardware.stack.softmax_share * core.moved_bytes[is_backward]
+        return times * core.flops / reached + moved / hardware.pointwise_bytes_per_second
 
     def casts(self, op: Op, gemms: Iterable[Gemm], tokens: int | None = None) -> float:
         """Return the seconds of the casts to fp8 for these GEMMs, in F, I or W. tokens: of each, if not the rank's."""
@@ -353,7 +352,7 @@ class _Clock:
             return 0.0
         num_bytes = self.shape.collective_bytes(width or self.hidden_size)
         seconds = num_bytes / chunks / self.link.bytes_per_second + self.link.latency_seconds
-        return self.hardware.message_times * seconds
+        return self.hardware.stack.message_times * seconds
 
     def gather(self, gemm: Gemm, op: Op = Op.F) -> float:
         """Return what gathering the tokens of a linear adds to its GEMM; nothing without sequence parallelism."""
@@ -468,7 +467,7 @@ def expert_links(plan: RunPlan, hardware: Hardware) -> ExpertLinks | None:
     """Return the links of the messages of experts; None for a model without."""
     if not plan.model.has_experts:
         return None
-    return expert_links_of(plan.topology, hardware.node, hardware.network, hardware.pipelined_exchanges)
+    return expert_links_of(plan.topology, hardware.node, hardware.network, hardware.stack.pipelined_exchanges)
 
 
 @cache

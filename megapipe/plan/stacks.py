@@ -7,10 +7,12 @@ megapipe has not run on a GPU, and is planned as Megatron-Core, whose layers it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megapipe.errors import ConfigError
-from megapipe.plan.hardware import Hardware
+
+
+FUSED_SOFTMAX = 0.5  # a read and a write in place of those of casts, mask and softmax, and of their backwards
 
 
 @dataclass(frozen=True)
@@ -20,26 +22,17 @@ class Stack:
     name: str
     overhead: float  # of the seconds of a layer's kernels
     message_times: float = 1.0  # that tensor-parallel messages take what their links allow: waits for the slowest rank
+    softmax_share: float = 1.0  # of the bytes of written-out attention: a fused kernel of scale, mask and softmax
     pipelined_exchanges: bool = False  # DeepEP: tokens move between nodes and within them at the same time
     overlapped_instances: bool = False  # sums of HSDP over instances run under the backward
-
-    def applied_to(self, hardware: Hardware) -> Hardware:
-        """Return the hardware as this stack uses it."""
-        return replace(
-            hardware,
-            overhead=self.overhead,
-            message_times=self.message_times,
-            pipelined_exchanges=self.pipelined_exchanges,
-            overlapped_instances=self.overlapped_instances,
-        )
 
 
 STACKS = {
     stack.name: stack
     for stack in (
         Stack("megapipe", 0.0),
-        Stack("megatron-core", 0.0, pipelined_exchanges=True),
-        Stack("megatron-deepspeed", 0.3, message_times=3.0),
+        Stack("megatron-core", 0.0, softmax_share=FUSED_SOFTMAX, pipelined_exchanges=True),
+        Stack("megatron-deepspeed", 0.3, message_times=3.0, softmax_share=FUSED_SOFTMAX),
         Stack("pytorch", 0.11, pipelined_exchanges=True, overlapped_instances=True),
     )
 }

@@ -110,7 +110,7 @@ def predict_step(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...
         timeline = simulate(schedule, replace(costs, seconds={**costs.seconds, **collective_seconds(plan, hardware)}))
         waits, reduce = _exposed_in_row(plan, timeline, span)
     parts["reduce"] = reduce
-    if not hardware.overlapped_instances:
+    if not hardware.stack.overlapped_instances:
         parts["reduce"] += max(_instance_seconds(plan, hardware, stages_of_rank) for stages_of_rank in held)
     # all ranks wait for the norm, and for the next step's first stage
     is_compiled = plan.config.kernels.optimizer_impl == "compiled"

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -108,7 +108,7 @@ def hardware_given(own: argparse.Namespace) -> Hardware | None:
     from megapipe.plan.stacks import stack_named
 
     hardware = hardware_named(own.gpu) if own.hardware is None else read_hardware(own.hardware)
-    return stack_named("megapipe" if stack is None else stack).applied_to(hardware)
+    return hardware if stack is None else replace(hardware, stack=stack_named(stack))
 
 
 class Parser(argparse.ArgumentParser):

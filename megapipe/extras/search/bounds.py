@@ -347,7 +347,7 @@ class Bounds:
         except ConfigError:
             return _NO_LINKS
         links = hardware.node, hardware.network
-        return expert_links_of(topology, *links, hardware.pipelined_exchanges), context_links(topology, *links)
+        return expert_links_of(topology, *links, hardware.stack.pipelined_exchanges), context_links(topology, *links)
 
     def _measure(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links) -> _Measured:
         """Return the seconds and bytes of a microbatch of so many sequences."""
