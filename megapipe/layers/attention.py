@@ -462,7 +462,7 @@ class AttentionTable:
             flops = 4.0 * shape.tokens * keys * heads * channels
             return AttentionWork(flops, (0.0, 0.0), 2.5, kernel, keys / calls, channels)
         squares, channels = float(self._squares(shape)), self.model.kv_channels
-        # casts to fp32 and back, mask, softmax; its backward; scale, tanh and cap; the mask of dropout, and two products
+        # casts to fp32 and back; mask and softmax, with scale, tanh and cap; a mask of dropout, drawn and multiplied
         cast = 2 * (shape.element + shape.wide) if shape.element != shape.wide else 0
         capped, is_dropped = self.model.attn_logit_softcapping is not None, self.model.attention_dropout > 0
         there = cast + shape.wide * (4 + 6 * capped) + (4 * shape.element + 10) * is_dropped

@@ -47,6 +47,7 @@ HIGHEST = {
 HALF_DEPTH = 375.0  # in 16 bits; in fp8 twice that
 ALIGNED = 8  # elements of 16 bits: the matrix units read 16 bytes at a time
 WITHOUT_MATRIX_UNITS = 16  # times slower: the rate of fp32 in A100's data sheet
+MANY = 1 << 14  # rows and columns whose tiles fill their waves
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93))  # rows and columns of a result, relative speed
 ATTENTION_SINCE_H100 = 0.35  # by kernels that `attention_rates` does not know: those that take masks
 # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
@@ -121,9 +122,8 @@ class Hardware:
         """
         if work.head_size % ALIGNED:
             return 1.0 / WITHOUT_MATRIX_UNITS
-        keys, channels = int(work.keys), work.head_size
-        rows = int(work.flops / (4 * keys * channels))
-        of_head, of_keys = self.gemm_share(rows, keys, channels), self.gemm_share(rows, channels, keys)
+        # of all heads together, so that tiles fill the device
+        of_head, of_keys = (self.gemm_share(MANY, MANY, depth) for depth in (work.head_size, int(work.keys)))
         products = 4 if is_backward else 2
         return products / (1 / of_head + (products - 1) / of_keys)
 

@@ -76,6 +76,17 @@ class OpSeconds:
 
         return OpSeconds(slower(self.forward), slower(self.inputs), slower(self.weights), self.hidden)
 
+    def launched(self, host: float, overlaps: bool) -> OpSeconds:
+        """Return it with the waits for a host that takes so many seconds to launch F, I and W.
+
+        overlaps: the all-to-alls of experts run under other kernels, and the host launches both in the meantime.
+        """
+        device = sum(self.seconds[op] for op in (Op.F, Op.I, Op.W))
+        if overlaps:
+            device -= self.forward.get("ep", 0.0) + self.inputs.get("ep", 0.0)
+        wait = max(0.0, host - device)
+        return self + OpSeconds({"host": wait / 3}, {"host": wait * 2 / 3}, {}) if wait else self
+
     def __mul__(self, count: int) -> OpSeconds:
         def times(parts: Mapping[str, float]) -> dict[str, float]:
             return {part: count * seconds for part, seconds in parts.items()}
@@ -196,7 +207,8 @@ def layer_seconds(
     others = sum((operation.collectives for operation in table.operations if operation.gemm is None), Collectives())
     messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows)) + others.forward * clock.collective()
     moved = pointwise + casts_of(Op.F)
-    forward = {"gemm": products(Op.F), "attention": attention, "pointwise": moved, "tp": messages}
+    biases = clock.biases(mixture) if mixture is not None else 0.0
+    forward = {"gemm": products(Op.F), "attention": attention, "pointwise": moved + biases / 3, "tp": messages}
     core_backward = sum(clock.attention(core, True) for core in cores)
     if mixture is not None:
         rows_seconds, counts = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
@@ -205,7 +217,7 @@ def layer_seconds(
     inputs = {
         "gemm": products(Op.I),
         "attention": core_backward,
-        "pointwise": 2.0 * pointwise + casts_of(Op.I),
+        "pointwise": 2.0 * pointwise + casts_of(Op.I) + biases * 2 / 3,
         "tp": sum(clock.gather(each, Op.I) for each in rows)
         + sum(clock.reduction(each, Op.I) for each in columns)
         + others.inputs * clock.collective()
@@ -314,6 +326,11 @@ class _Clock:
         """Return the seconds of the casts to fp8 for the experts of this rank, in F, I or W."""
         held, rows = self._experts(part)
         return held * self.casts(op, part.expert_gemms(self.shape.etp), rows)
+
+    def biases(self, part: MoETable) -> float:
+        """Return the seconds that a stack's kernels for the biases of experts take, forward and backward."""
+        elements = part.model.add_bias_linear * part.imbalance * part.arrived_rows(self.shape) * part.model.hidden_size
+        return self.hardware.stack.bias_bytes * elements / self.hardware.pointwise_bytes_per_second
 
     def _experts(self, part: MoETable) -> tuple[int, int]:
         """Return the number of experts on this rank, and the rows of each."""

@@ -53,7 +53,7 @@ TERMS = {
     "cp": "bytes of keys and values that attention does not hide",
     "ep": "bytes of rows to experts and back",
     "overhead": "{stack.overhead} of the kernels: the stack's mean over published runs",
-    "host": "copies to the host that no computation hides",
+    "host": "waits for copies to the host, or until it has launched the kernels of layers with experts",
     "bubble": "the schedule, simulated with these seconds and its messages",
     "reduce": "bytes and hops of rings over replicas that the last backward does not hide",
     "gather": "bytes and hops of rings over replicas that forwards do not hide",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megapipe.errors import ConfigError
 
-
+OVERLAP_LAUNCHES = 1.4  # as long does the host take where all-to-alls run under the kernels of another microbatch
 FUSED_SOFTMAX = 0.5  # a read and a write in place of those of casts, mask and softmax, and of their backwards
 
 
@@ -23,16 +23,30 @@ class Stack:
     overhead: float  # of the seconds of a layer's kernels
     message_times: float = 1.0  # that tensor-parallel messages take what their links allow: waits for the slowest rank
     softmax_share: float = 1.0  # of the bytes of written-out attention: a fused kernel of scale, mask and softmax
+    # of the host, for a layer with experts and a microbatch, forward and backward, and for each expert of a rank
+    launches: tuple[float, float] = (0.0, 0.0)
+    bias_bytes: float = 0.0  # that biases of experts move, by element of their results, forward and backward
     pipelined_exchanges: bool = False  # DeepEP: tokens move between nodes and within them at the same time
     overlapped_instances: bool = False  # sums of HSDP over instances run under the backward
+
+    def launch_seconds(self, experts: int, overlaps: bool) -> float:
+        """Return the seconds in which the host launches a layer with so many experts on a rank."""
+        return (self.launches[0] + experts * self.launches[1]) * (OVERLAP_LAUNCHES if overlaps else 1.0)
 
 
 STACKS = {
     stack.name: stack
     for stack in (
         Stack("megapipe", 0.0),
-        Stack("megatron-core", 0.0, softmax_share=FUSED_SOFTMAX, pipelined_exchanges=True),
-        Stack("megatron-deepspeed", 0.3, message_times=3.0, softmax_share=FUSED_SOFTMAX),
+        Stack(
+            "megatron-core",
+            0.0,
+            softmax_share=FUSED_SOFTMAX,
+            launches=(6e-3, 0.36e-3),
+            bias_bytes=307.0,
+            pipelined_exchanges=True,
+        ),
+        Stack("megatron-deepspeed", 0.26, message_times=3.0, softmax_share=FUSED_SOFTMAX),
         Stack("pytorch", 0.11, pipelined_exchanges=True, overlapped_instances=True),
     )
 }

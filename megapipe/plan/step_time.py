@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.linear import casts
+from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import ALL_REDUCE, RankShape
 from megapipe.plan.activations import fp8_gemms, layer_groups, layers_of, layers_with_recompute, with_recompute
 from megapipe.plan.expert_overlap import hidden_seconds
@@ -206,11 +208,15 @@ def _slice_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> tuple
     config, model = plan.config, plan.model
     tp_link, experts = ring_link(plan.topology, "tp", hardware.node, hardware.network), expert_links(plan, hardware)
     contexts = context_links(plan.topology, hardware.node, hardware.network)
-    of_layer = cache(
-        lambda layer, recompute: layer_seconds(
-            layer, with_recompute(shape, recompute), hardware, tp_link, contexts, experts
-        )
-    )
+
+    @cache
+    def of_layer(layer: LayerSpec, recompute: RecomputeConfig) -> OpSeconds:
+        seconds = layer_seconds(layer, with_recompute(shape, recompute), hardware, tp_link, contexts, experts)
+        if layer.experts is None:
+            return seconds
+        held, overlaps = layer.experts.num_experts // shape.ep, plan.parts is not None
+        return seconds.launched(hardware.stack.launch_seconds(held, overlaps), overlaps)
+
     nothing = layer_seconds(model.layers[0], shape, hardware, tp_link) * 0
     found: dict[frozenset[Any], OpSeconds] = {}  # by the number of layers of each kind and recompute
     stages = []

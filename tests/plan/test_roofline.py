@@ -158,8 +158,8 @@ WRITTEN_OUT = {
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_written_out_attention_moves_the_planned_bytes(name: str) -> None:
     words = (
-        "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 2048 --vocab-size 512 --hidden-dropout 0 "
-        f"--micro-batch-size 1 --global-batch-size 4 --bf16 {WRITTEN_OUT[name]}"
+        "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 2048 --vocab-size 512 --bf16 "
+        f"--hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 {WRITTEN_OUT[name]}"
     ).split()
     text = roofline_text([*words, "--world-size", "1"], H100)
     counted = re.search(r"^  core_attention +\d+ +[\d.]+ +([\d.]+) ", text, re.M)
