@@ -39,7 +39,8 @@ KERNELS = ("gemm", "attention", "pointwise")  # parts of a stage's seconds that 
 class OpSeconds:
     """Seconds of F, I and W of one layer, head or stage on one rank, by what takes them: 'gemm', 'attention',
     'pointwise', 'tp', with context parallelism 'cp' (messages of attention that its computation does not hide), with
-    experts 'ep', the messages of their rows, and 'overhead', what a software stack adds to kernels.
+    experts 'ep', the messages of their rows, and 'host', waits for the host that launches them; and 'overhead', what a
+    software stack adds to kernels.
 
     hidden: tensor-parallel messages that a whole backward runs under its GEMMs, so that B takes I + W - hidden.
     """

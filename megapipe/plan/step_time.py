@@ -52,8 +52,8 @@ class StepTime:
 
     parts: the seconds of the rank that computes longest, which add up to `seconds`: 'gemm', 'attention', 'pointwise',
     'tp' (tensor-parallel messages that no GEMM hides), 'cp' (messages of attention that it does not hide), 'ep' (with
-    experts: all-to-alls of rows that no computation hides), 'overhead' (of a software stack), 'host' (where layers are
-    offloaded: waits for copies), 'bubble' (idle, and waits for messages), 'reduce' and 'gather' (gradients and
+    experts: all-to-alls of rows that no computation hides), 'overhead' (of a software stack), 'host' (waits for copies
+    of offloaded layers, or for launches), 'bubble' (idle, and waits for messages), 'reduce' and 'gather' (gradients and
     parameters between replicas, what the computation does not hide), 'optimizer' (with fp8 the cast of its new weights,
     too). timeline: of whole stages, whose all-to-alls block the computation.
     """
