@@ -3,9 +3,10 @@
 python -m tools.fit_efficiency
 
 First the share of the peak that large GEMMs reach in training (megapipe/plan/hardware.py: HIGHEST) where it is below
-that of benchmarks: one number for a GPU and precision, by a few rows of the stack megatron-core. Then what
-mixtures in Megatron-Core cost besides their kernels (`FITTED_FIELDS`). Then the overhead of each other stack (megapipe/plan/stacks.py): the mean of its sources, each with equal weight; and for each of its sources
-the overhead that the others give, and the errors with it.
+that of benchmarks: one number for a GPU and precision, by a few rows of the stack megatron-core. Then what mixtures in
+Megatron-Core cost besides their kernels (`FITTED_FIELDS`). Then the overhead of each other stack
+(megapipe/plan/stacks.py): the mean of its sources, each with equal weight; and for each of its sources the overhead
+that the others give, and the errors with it.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ class _Clock:
         """Return the seconds of core attention's forward, or of its backward."""
         hardware, times = self.hardware, core.backward_forwards if is_backward else 1.0
         reached = hardware.peak(self.shape.dtype) * hardware.attention_share_of(core, is_backward)
-        moved = hardware.stack.softmax_share * core.moved_bytes[is_backward]
+        moved = hardware.stack.softmax_shares[is_backward] * core.moved_bytes[is_backward]
         return times * core.flops / reached + moved / hardware.pointwise_bytes_per_second
 
     def casts(self, op: Op, gemms: Iterable[Gemm], tokens: int | None = None) -> float:

@@ -109,7 +109,9 @@ def test_a_fused_softmax_moves_its_share_of_the_bytes() -> None:
     config = small_config(dtype="bf16", attention_dropout=0.1)
     plan = resolve(config, 1, 8)
     whole, half, none = (
-        stage_seconds(plan, replace(H100, stack=replace(H100.stack, softmax_share=share)))[0].forward["attention"]
+        stage_seconds(plan, replace(H100, stack=replace(H100.stack, softmax_shares=(share, 1.0))))[0].forward[
+            "attention"
+        ]
         for share in (1.0, 0.5, 0.0)
     )
     assert whole - half == pytest.approx(half - none) and half > none

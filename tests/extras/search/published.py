@@ -120,7 +120,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "hsdp": WEIGHTS,
 }
 ONE_RANK: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "recompute": "none", "tp_comm_overlap": False}
-SOFTMAX: dict[str, dict[str, float]] = {"torch": {"softmax_share": 1.0}, "xla": {"softmax_share": FUSED_SOFTMAX}}
+SOFTMAX: dict[str, dict[str, Any]] = {"torch": {"softmax_shares": (1.0, 1.0)}, "xla": {"softmax_shares": FUSED_SOFTMAX}}
 GRAPHS: dict[str | None, dict[str, Any]] = {
     None: {},
     "partial": {"launches": (3.0e-3, STACKS["megatron-core"].launches[1])},
