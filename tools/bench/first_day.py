@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench_table import as_markdown
 from gpu_bench.contenders import Options
@@ -124,7 +124,7 @@ class Part:
         return cls(name, tuple(words), code, time.monotonic() - began, (counts or lines or [""])[-1][:200])
 
 
-def _ended(words: Sequence[str], file: io.TextIOBase) -> int:
+def _ended(words: Sequence[str], file: IO[str]) -> int:
     """Run a command to its end, with all of its processes, also when this one is interrupted."""
     process = subprocess.Popen(words, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -214,9 +214,9 @@ def devices(device: str) -> tuple[int, str]:
     return int(count), name
 
 
-def comparison(figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return rows of measured and predicted steps from bench_gpu.py's figures."""
-    rows, hardware = [], hardware_of(figures["device"])
+def comparison(figures: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield rows of measured and predicted steps from bench_gpu.py's figures."""
+    hardware = hardware_of(figures["device"])
     for key, found in figures["shapes"].items():
         shape = Shape(**found["shape"])
         for name, turns in found["turns"].items():
@@ -224,14 +224,13 @@ def comparison(figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 continue
             measured = statistics.median(turn["gradients"] + turn["update"] for turn in turns)
             if hardware is None:
-                rows.append((key, name, f"{1e3 * measured:.1f}", NO_SHEET, "", "", ""))
+                yield key, name, f"{1e3 * measured:.1f}", NO_SHEET, "", "", ""
                 continue
             config = OPTIONS[name].applied_to(configuration(shape, "bf16", "cuda"))
             estimate = predict_step(resolve(config, 1), hardware)
             ratio = measured / estimate.seconds
             shares = f"{estimate.mfu / ratio:.1%}", f"{estimate.mfu:.1%}"
-            rows.append((key, name, f"{1e3 * measured:.1f}", f"{1e3 * estimate.seconds:.1f}", f"{ratio:.3f}", *shares))
-    return rows
+            yield key, name, f"{1e3 * measured:.1f}", f"{1e3 * estimate.seconds:.1f}", f"{ratio:.3f}", *shares
 
 
 def run_rows(device: str, hardware: Hardware | None, folder: Path) -> Iterator[tuple[str, ...]]:

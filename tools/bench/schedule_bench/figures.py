@@ -155,7 +155,8 @@ def critical_path(schedule: Schedule, ranks: Sequence[Spans]) -> Path:
     rows = [[action for action in row if action.op in COMPUTE_OPS] for row in schedule.rows]
     before = {action: earlier for row in rows for earlier, action in itertools.pairwise(row)}
     action = max(times, key=lambda key: times[key][1])
-    local, message = [], []
+    local: list[int] = []
+    message: list[int] = []
     while True:
         previous, maker = before.get(action), _maker(schedule, action, times)
         candidates = [(times[a][1], a is maker, a) for a in (previous, maker) if a is not None]
