@@ -75,15 +75,6 @@ class Figures:
         return statistics.median(step.replay_seconds for step in self.steps)
 
     @property
-    def overhead_seconds(self) -> float:
-        """The seconds of a step beyond its replay."""
-        return lower_quartile([step.measured_seconds - step.replay_seconds for step in self.steps])
-
-    @property
-    def cpu_seconds_an_action(self) -> float:
-        return lower_quartile([step.cpu_seconds for step in self.steps]) / self.all_actions
-
-    @property
     def seconds_an_action(self) -> float:
         """The seconds for each action of a rank, for stages that cost nothing."""
         return self.measured_seconds / self.actions
