@@ -26,7 +26,7 @@ from bench_table import Quartiles
 
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.bootstrap import shutdown, start
+from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.load import load_config
@@ -81,7 +81,7 @@ def stretch(runner: StageRunner, seconds: float) -> None:
 class Contender:
     """One run's runtime, and the times of its verdicts."""
 
-    def __init__(self, schedule: str, is_ahead: bool, arguments: argparse.Namespace, world: Any) -> None:
+    def __init__(self, schedule: str, is_ahead: bool, arguments: argparse.Namespace, world: World) -> None:
         flags = (
             f"{MODEL} --pipeline-model-parallel-size {world.world_size} --global-batch-size {arguments.microbatches}"
         )
