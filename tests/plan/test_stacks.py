@@ -108,12 +108,9 @@ def test_biases_of_experts_move_the_stacks_bytes() -> None:
 def test_a_fused_softmax_moves_its_share_of_the_bytes() -> None:
     config = small_config(dtype="bf16", attention_dropout=0.1)
     plan = resolve(config, 1, 8)
-    whole, half, none = (
-        stage_seconds(plan, replace(H100, stack=replace(H100.stack, softmax_shares=(share, 1.0))))[0].forward[
-            "attention"
-        ]
-        for share in (1.0, 0.5, 0.0)
-    )
+    stacks = (replace(H100.stack, softmax_shares=(share, 1.0)) for share in (1.0, 0.5, 0.0))
+    stages = (stage_seconds(plan, replace(H100, stack=stack)) for stack in stacks)
+    whole, half, none = (stage.forward["attention"] for (stage,) in stages)
     assert whole - half == pytest.approx(half - none) and half > none
 
 

@@ -266,7 +266,7 @@ def attention_share(hardware: Hardware, device: str) -> float:
     """Return the share of the peak, forward and backward together, at the sizes that calibrate measures."""
     seq, _, _, head_size = SIZES_OF_CALIBRATE[device].attention
     # "cudnn": the kernel of --attention-impl sdpa, which calibrate measures too
-    core = AttentionWork(1.0, 0.0, BACKWARD_OF_ATTENTION, "cudnn", seq / 2, head_size)
+    core = AttentionWork(1.0, (0.0, 0.0), BACKWARD_OF_ATTENTION, "cudnn", seq / 2, head_size)
     forward, backward = (hardware.attention_share_of(core, is_backward) for is_backward in (False, True))
     return (1.0 + core.backward_forwards) / (1.0 / forward + core.backward_forwards / backward)
 
