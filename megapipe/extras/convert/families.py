@@ -312,6 +312,8 @@ _BUILT_IN = (
         mlp=experts.all_layers(("num_local_experts", "num_experts"), 4),
         more_rows=experts.GPT_OSS_ROWS,
     ),
+    deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, experts.DEEPSEEK_V3),
+    deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, experts.DEEPSEEK_V2, interleave=None),
 )
 # model types whose own code equals that of a known architecture
 SAME_MODEL_TYPES = {"DeepseekV3ForCausalLM": ("kimi_k2",)}
@@ -324,27 +326,26 @@ def of_files() -> tuple[Family, ...]:
     return tuple(found for each in public for name, found in each if isinstance(found, Family) and name[0] != "_")
 
 
-_DEEPSEEK = (
-    deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, experts.DEEPSEEK_V3),
-    deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, experts.DEEPSEEK_V2, interleave=None),
-)
 FAMILIES: Registry[Family] = Registry(
     "conversion family",
     "--architecture",
-    {family.architecture: family for family in (*_BUILT_IN, *_DEEPSEEK, *of_files()) if not family.is_tower},
+    {family.architecture: family for family in (*_BUILT_IN, *of_files()) if not family.is_tower},
 )
 
 # of models with images that are read with --text-only; an export writes a family that computes the same
 TEXT_TOWERS = {family.model_type: family for family in of_files() if family.is_tower}
 
-REFUSED: dict[str, str] = {
-    "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, a Gemma3ForCausalLM, which "
-    "docs/convert.md shows how to save",
-    "GPTJForCausalLM": "attention and MLP are parallel branches, and rotary positions are interleaved",
-    "FalconForCausalLM": "attention and MLP are parallel branches",
-    "CohereForCausalLM": "attention and MLP are parallel branches",
-    "BloomForCausalLM": "it has ALiBi positions and a norm after the embedding",
-}
+
+# A row of missing.csv: a key of config.json, or a beginning of keys that ends in *, that states a feature where it has
+# a value; a model type with a feature that no key states; or an architecture, with the reason why it is refused.
+@cache
+def missing_table(stated_by: str) -> dict[str, str]:
+    """Return the features that megapipe lacks by what states them: 'key', 'model_type' or 'architecture'."""
+    with Path(__file__).with_name("missing.csv").open(encoding="utf-8", newline="") as file:
+        return {row["name"]: row["feature"] for row in csv.DictReader(file) if row["stated_by"] == stated_by}
+
+
+REFUSED = missing_table("architecture")
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -393,16 +394,7 @@ def choose_family(
 
 # ----------------------------------------------------------------------- what is missing, for the message of a refusal
 
-# A row of missing.csv: a key of config.json, or a beginning of keys that ends in *, that states a feature where it has
-# a value; or a model type with a feature that no key states.
 LAYER_TYPES = ("full_attention", "sliding_attention", "moe", "mlp")  # the known ones
-
-
-@cache
-def missing_table(stated_by: str) -> dict[str, str]:
-    """Return the features that megapipe lacks by what states them: 'key' or 'model_type'."""
-    with Path(__file__).with_name("missing.csv").open(encoding="utf-8", newline="") as file:
-        return {row["name"]: row["feature"] for row in csv.DictReader(file) if row["stated_by"] == stated_by}
 
 
 def missing_features(config: Settings) -> tuple[str, ...]:
