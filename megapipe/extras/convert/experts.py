@@ -6,7 +6,7 @@ prediction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from megapipe.extras.convert.tables import (
     of_experts_transposed,
     stacked_experts,
     stacked_transposed_experts,
+    stated,
     unwritten,
 )
 
@@ -127,15 +128,9 @@ def of_expert_layer(layers: Layers) -> LayerConfig:
     return found
 
 
-def expert_key(
-    theirs: str | Sequence[str],
-    ours: str,
-    default: Any = REQUIRED,
-    words: Mapping[Any, Any] | None = None,
-    none: Any = None,
-) -> Rule:
+def expert_key(theirs: str | Sequence[str], ours: str, default: Any = REQUIRED, **options: Any) -> Rule:
     """Return the rule of one key that corresponds to one field of layers with experts. Arguments as of `key`."""
-    return key(theirs, ours, default, words, lambda layers: getattr(of_expert_layer(layers), ours), none)
+    return key(theirs, ours, default, value_of=lambda layers: getattr(of_expert_layer(layers), ours), **options)
 
 
 def count_and_choice(names: Sequence[str], topk: int) -> tuple[Rule, Rule]:
@@ -172,7 +167,7 @@ def some_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
 
 
 NORMALIZED = "norm_topk_prob"  # a softmax over all experts, divided by the sum over the chosen ones, or as it is
-MAYBE_NORMALIZED = expert_key(NORMALIZED, "moe_router_pre_softmax", False, {True: False, False: True})
+MAYBE_NORMALIZED = expert_key(NORMALIZED, "moe_router_pre_softmax", False, words={True: False, False: True})
 
 
 def expert_layers(marks: list[bool], why: str) -> dict[str, Any]:
@@ -187,8 +182,7 @@ STEP, DENSE = "decoder_sparse_step", "mlp_only_layers"
 
 def read_sparse_step(settings: Settings) -> dict[str, Any]:
     """Read Qwen's layers with experts: every decoder_sparse_step-th, without those of mlp_only_layers."""
-    step, dense, num_layers = settings.get(STEP), settings.get(DENSE) or (), int(settings["num_hidden_layers"])
-    step = 1 if step is None else step
+    step, dense, num_layers = stated(settings, STEP, 1), settings.get(DENSE) or (), int(settings["num_hidden_layers"])
     if not step > 0:
         raise ConfigError(f"{STEP} {step} cannot be expressed: it is the distance of layers with experts")
     marks = [layer % step == 0 and layer - 1 not in dense for layer in range(1, num_layers + 1)]
@@ -216,8 +210,7 @@ def dense_layers(default: int, name: str = FIRST) -> Rule:
     """Return the rule of the number of first layers that have no experts. name: of its key."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        dense, count = settings.get(name), int(settings["num_hidden_layers"])
-        dense = default if dense is None else dense
+        dense, count = stated(settings, name, default), int(settings["num_hidden_layers"])
         if not 0 <= dense < count:
             raise ConfigError(f"{name} {dense} of {count} layers cannot be expressed: no layer would have experts")
         return expert_layers([layer >= dense for layer in range(count)], name)
@@ -232,16 +225,15 @@ def mlp_types(default_dense: int, first: str = FIRST) -> Rule:
     """Return the rule of layers with experts by mlp_layer_types. first: a key with the number of dense layers."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        count, stated = int(settings["num_hidden_layers"]), settings.get(first)
-        dense = default_dense if stated is None else stated
+        count, dense = int(settings["num_hidden_layers"]), stated(settings, first, default_dense)
         types = settings.get(MLP_TYPES) or ["dense"] * dense + ["sparse"] * (count - dense)
         if unknown := sorted(set(types) - MLP_WORDS.keys()):
             raise ConfigError(f"{MLP_TYPES} {unknown[0]!r} cannot be expressed; it can be {', '.join(MLP_WORDS)}")
         if len(types) != count:
             raise ConfigError(f"{MLP_TYPES} has {len(types)} entries, num_hidden_layers is {count}")
         marks = [MLP_WORDS[kind] for kind in types]
-        if stated is not None and marks != [layer >= stated for layer in range(count)]:
-            raise ConfigError(f"{MLP_TYPES} and {first} {stated} contradict each other; correct the file")
+        if settings.get(first) is not None and marks != [layer >= dense for layer in range(count)]:
+            raise ConfigError(f"{MLP_TYPES} and {first} {dense} contradict each other; correct the file")
         return expert_layers(marks, MLP_TYPES)
 
     def write(layers: Layers) -> dict[str, Any]:
@@ -258,8 +250,7 @@ def shared_experts(
     """
 
     def read(settings: Settings) -> dict[str, Any]:
-        count = settings.get(name)
-        count = default_count if count is None else count
+        count = stated(settings, name, default_count)
         if not count >= least:
             raise ConfigError(f"{name} {count} cannot be expressed: this architecture has shared experts")
         return {SHARED: count * settings.get(WIDTH, default_width) or None}
@@ -281,8 +272,7 @@ def groups(count: int, taken: int, scored: int = 2) -> Rule:
     """
 
     def read(settings: Settings) -> dict[str, Any]:
-        of_all = count if settings.get(GROUPS) is None else settings[GROUPS]
-        chosen = taken if settings.get(TAKEN) is None else settings[TAKEN]
+        of_all, chosen = stated(settings, GROUPS, count), stated(settings, TAKEN, taken)
         if of_all == chosen:  # all groups are taken
             return {}
         fields = {"moe_router_num_groups": of_all, "moe_router_group_topk": chosen}
@@ -299,8 +289,7 @@ def normalized(default: bool) -> Rule:
     """Return the rule of whether sigmoid scores are divided by the sum over the chosen experts."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        value = settings.get(NORMALIZED)
-        value = default if value is None else value
+        value = stated(settings, NORMALIZED, default)
         if value and settings.get(TOPK) == 1:
             rule = "weights of one chosen expert are not normalized here"
             raise ConfigError(f"{TOPK} 1 with {NORMALIZED} true cannot be expressed: {rule}")
@@ -371,9 +360,7 @@ def read_groups_of_v2(settings: Settings) -> dict[str, Any]:
     method = settings.get(METHOD) or GREEDY
     if method not in (GREEDY, BY_GROUP):
         raise ConfigError(f"{METHOD} {method!r} cannot be expressed; it can be {GREEDY}, {BY_GROUP}")
-    if method == GREEDY:
-        return {}
-    return BEST_OF_GROUP.read(settings)
+    return {} if method == GREEDY else BEST_OF_GROUP.read(settings)
 
 
 def write_groups_of_v2(layers: Layers) -> dict[str, Any]:

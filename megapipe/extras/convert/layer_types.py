@@ -14,7 +14,7 @@ from typing import Any
 from megapipe.config.layer_pattern import REPEAT
 from megapipe.config.layers import LayerConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.convert.tables import Layers, Rule, Settings, again, check_alike
+from megapipe.extras.convert.tables import Layers, Rule, Settings, again, check_alike, stated
 
 THETA, SCALING, PARAMETERS, PARTIAL = "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
 LENGTH = "original_max_position_embeddings"
@@ -82,10 +82,9 @@ def rope_fields(
                 rule = f"it is 0.1 ln(factor) + 1 = {here}"
                 raise ConfigError(f"rope_type yarn: attention_factor {given} cannot be expressed: {rule}")
     for name, (field, default) in ROPE_TYPES[kind].items():
-        value = scaling.pop(name, None)
-        value = default if value is None else value
-        if value is None:
+        if (value := stated(scaling, name, default)) is None:
             raise ConfigError(f"rope_type {kind}: the key {name} is missing")
+        scaling.pop(name, None)
         fields[field] = int(value) if name == LENGTH else float(value)
     if scaling:
         raise ConfigError(f"rope_type {kind}: the key {next(iter(scaling))} cannot be expressed")

@@ -39,7 +39,7 @@ from megapipe.extras.convert.megatron import (
     OptimizerState,
     members,
 )
-from megapipe.extras.convert.megatron_args import MegatronGrid, read_run_config
+from megapipe.extras.convert.megatron_args import MegatronGrid, one_or_list, read_run_config
 from megapipe.extras.convert.pickled import load_pickled
 from megapipe.extras.convert.snapshot import (
     DTYPES,
@@ -468,13 +468,13 @@ def write(
                 if run.continues and distributed_optimizer:
                     groups = [megatron.param_groups(snapshot, of_experts) for of_experts, _ in rank.optimizers()]
                     states = [megatron.optimizer_content(snapshot, {"param_groups": group}) for group in groups]
-                    content["optimizer"] = _one_or_chain(states)
+                    content["optimizer"] = one_or_list(states)
                     with disk.create(place / OPTIMIZER_FILE) as file:
                         flats = [rank.flat_state(members) for _, members in rank.optimizers()]
-                        torch.save(_one_or_chain(flats), cast(IO[bytes], file))
+                        torch.save(one_or_list(flats), cast(IO[bytes], file))
                 elif run.continues:
                     states = [rank.plain_state(*optimizer) for optimizer in rank.optimizers()]
-                    content["optimizer"] = _one_or_chain(states)
+                    content["optimizer"] = one_or_list(states)
                 with disk.create(place / MODEL_FILE) as file:  # it calls write and flush
                     torch.save(content, cast(IO[bytes], file))
                 del rank, content  # before the next rank's weights are read
@@ -485,11 +485,6 @@ def _ranks(grid: MegatronGrid) -> list[tuple[int, int]]:
     """Return the tp_rank and ep_rank of every rank of a stage that has other slices than those before."""
     size = math.lcm(grid.tp, grid.etp * grid.ep)
     return sorted({(rank % grid.tp, rank // grid.etp % grid.ep) for rank in range(size)})
-
-
-def _one_or_chain(states: Sequence[Any]) -> Any:
-    """Return the state of one optimizer, or that of Megatron's chain of several."""
-    return states[0] if len(states) == 1 else list(states)
 
 
 @dataclass(frozen=True)

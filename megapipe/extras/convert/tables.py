@@ -52,6 +52,11 @@ class Rule:
 REQUIRED = object()  # in place of a default
 
 
+def stated(settings: Settings, name: str, default: Any) -> Any:
+    """Return the value of a key, the default where it is missing or null."""
+    return default if settings.get(name) is None else settings[name]
+
+
 def key(
     theirs: str | Sequence[str],
     ours: str,
@@ -117,7 +122,7 @@ def shared(keys: Sequence[str], ours: str, default: Any, why: str) -> Rule:
     """Return the rule of several keys that must have the same value, which is one field of ours."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        values = {key: default if settings.get(key) is None else settings[key] for key in keys}
+        values = {key: stated(settings, key, default) for key in keys}
         if len(set(values.values())) > 1:
             text = ", ".join(f"{key} {value}" for key, value in values.items())
             raise ConfigError(f"{text} cannot be expressed: {why}")
