@@ -15,7 +15,6 @@ from megapipe.errors import ConfigError
 from megapipe.extras.convert.layer_types import regular_period, runs_text
 from megapipe.extras.convert.tables import (
     EXPERT,
-    LAYER,
     LLAMA,
     OURS,
     REQUIRED,
@@ -27,15 +26,11 @@ from megapipe.extras.convert.tables import (
     always,
     fixed,
     gate_and_up,
-    interleaved_experts,
     key,
-    latent_keys,
-    latent_queries,
     nullable,
     of_experts,
     of_experts_transposed,
-    stacked_experts,
-    stacked_transposed_experts,
+    rows_of,
     stated,
     unwritten,
 )
@@ -45,15 +40,7 @@ from megapipe.extras.convert.tables import (
 # here the modules share.
 PREDICTED, OTHER_NAME = "num_nextn_predict_layers", "num_mtp_layers"
 PREDICTION = key((PREDICTED, OTHER_NAME), "mtp_num_layers", 0, none=0)
-PREDICTION_ROWS = tuple(
-    Row(f"mtp.layers.{LAYER}.{ours}", (f"{LLAMA}.{theirs}",))
-    for ours, theirs in (
-        ("enorm", "enorm"),
-        ("hnorm", "hnorm"),
-        ("eh_proj", "eh_proj"),
-        ("final_layernorm", "shared_head.norm"),
-    )
-)
+PREDICTION_ROWS = rows_of("prediction")
 
 SHARED, TOPK = "moe_shared_expert_intermediate_size", "num_experts_per_tok"
 
@@ -90,30 +77,7 @@ def expert_rows(
 
 ROWS = expert_rows()
 GLM_ROWS = expert_rows(shared="shared_experts", bias=f"gate.{BIAS}")
-GPT_OSS_ROWS = (
-    Row(f"{OURS}.self_attention.softmax_offset", (f"{LLAMA}.self_attn.sinks",)),
-    Row(f"{OURS}.mlp.router", (f"{LLAMA}.mlp.router",)),
-    Row(f"{OURS}.mlp.experts.weight1", (f"{LLAMA}.mlp.experts.gate_up_proj",), interleaved_experts),
-    Row(f"{OURS}.mlp.experts.weight2", (f"{LLAMA}.mlp.experts.down_proj",), stacked_experts),
-    Row(f"{OURS}.mlp.experts.bias1", (f"{LLAMA}.mlp.experts.gate_up_proj_bias",), interleaved_experts),
-    Row(f"{OURS}.mlp.experts.bias2", (f"{LLAMA}.mlp.experts.down_proj_bias",), stacked_experts),
-)
-STACKED_ROWS = (  # of one tensor for all experts
-    *GLM_ROWS,
-    Row(f"{OURS}.mlp.experts.weight1", (f"{LLAMA}.mlp.experts.gate_up_proj",), stacked_experts),
-    Row(f"{OURS}.mlp.experts.weight2", (f"{LLAMA}.mlp.experts.down_proj",), stacked_transposed_experts),
-)
-_LATENTS, _THEIRS = f"{OURS}.self_attention", f"{LLAMA}.self_attn"
-LATENT_ROWS = (
-    Row(f"{_LATENTS}.linear_q_proj", (f"{_THEIRS}.q_proj",), latent_queries),
-    Row(f"{_LATENTS}.linear_q_down_proj", (f"{_THEIRS}.q_a_proj",)),
-    Row(f"{_LATENTS}.q_layernorm", (f"{_THEIRS}.q_a_layernorm",)),
-    Row(f"{_LATENTS}.linear_q_up_proj", (f"{_THEIRS}.q_b_proj",), latent_queries),
-    Row(f"{_LATENTS}.linear_kv_down_proj", (f"{_THEIRS}.kv_a_proj_with_mqa",), latent_keys),
-    Row(f"{_LATENTS}.kv_layernorm", (f"{_THEIRS}.kv_a_layernorm",)),
-    Row(f"{_LATENTS}.linear_kv_up_proj", (f"{_THEIRS}.kv_b_proj",)),
-    *PREDICTION_ROWS,
-)
+STACKED_ROWS = (*GLM_ROWS, *rows_of("stacked"))  # of one tensor for all experts
 QWEN_2_ROWS = (
     *expert_rows(shared="shared_expert"),
     Row(f"{OURS}.mlp.shared_experts.gate_weight", (f"{LLAMA}.mlp.shared_expert_gate.weight",)),

@@ -29,6 +29,8 @@ from megapipe.extras.convert.tables import (
     latent_keys,
     latent_queries,
     read_fields,
+    read_table,
+    rows_of,
     same,
     separate_qkv,
     shared,
@@ -164,6 +166,20 @@ def llama_family(
     return Family(architecture, model_type, last_of_each((*llama_rows(norms, of_heads, qkv), *more_rows)), all_rules)
 
 
+# the model type of each architecture, and what holds where its config.json lacks a key: positions, rope_theta, the
+# epsilon of norms, key/value heads (as many as heads if empty), tied embeddings
+DEFAULTS = {row["architecture"]: row for row in read_table("defaults.csv")}
+
+
+def llama_relative(architecture: str, *more: Rule, **variants: Any) -> Family:
+    """Return the `llama_family` of an architecture of DEFAULTS. more, variants: its further arguments."""
+    row = DEFAULTS[architecture]
+    groups, tied = int(row["groups"]) if row["groups"] else None, row["tied"] == "yes"
+    variants = {"rope": layer_types.rope(float(row["base"] or 1e4)), "groups": groups, "tied": tied} | variants
+    epsilon = float(row["epsilon"] or 1e-6)
+    return llama_family(architecture, row["model_type"], int(row["positions"]), *more, epsilon=epsilon, **variants)
+
+
 HEAD_DIM = key("head_dim", "kv_channels", lambda own: int(own["hidden_size"]) // int(own["num_attention_heads"]))
 LLAMA_BIASES = shared(
     ("attention_bias", "mlp_bias"), "add_bias_linear", False, "here all linear layers have biases or none has"
@@ -187,18 +203,17 @@ _WITHOUT_LATENTS = {f"{OURS}.self_attention.{name}" for name in ("linear_qkv", "
 
 def deepseek_family(
     architecture: str,
-    model_type: str,
-    positions: int,
     rules: tuple[Rule, ...],
     interleave: str | None = INTERLEAVE,
     rope: Rule = layer_types.ROPE,
     expert_rows: tuple[Row, ...] = experts.GLM_ROWS,
 ) -> Family:
-    """Return DeepSeek or a relative of it. rules: of latent attention and experts. positions: the default of their
-    number. interleave: the key that says how rotary pairs are stored; None: they are neighbouring channels.
+    """Return DeepSeek or a relative of it, an architecture of DEFAULTS. rules: of latent attention and experts.
+    interleave: the key that says how rotary pairs are stored; None: they are neighbouring channels.
     """
+    model_type, positions = DEFAULTS[architecture]["model_type"], int(DEFAULTS[architecture]["positions"])
     of_llama = (row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS)
-    rows = last_of_each((*of_llama, *experts.LATENT_ROWS, *expert_rows))
+    rows = last_of_each((*of_llama, *rows_of("latent"), *experts.PREDICTION_ROWS, *expert_rows))
     common = (
         *VOCABULARY,
         key("intermediate_size", "ffn_hidden_size"),

@@ -5,7 +5,7 @@ sigmoid scores with biases, shared experts.
 from __future__ import annotations
 
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_ATTENTION_BIAS, NORMS_AFTER, llama_family
+from megapipe.extras.convert.family import NO_ATTENTION_BIAS, NORMS_AFTER, llama_relative
 from megapipe.extras.convert.layer_types import every, windows_with_rope
 from megapipe.extras.convert.tables import LLAMA, OURS, Row, Rule, always, fixed, key, separate_qkv, unwritten
 
@@ -15,10 +15,8 @@ NORMS |= NORMS_AFTER | {"post_mlp_layernorm": "post_mlp_layernorm"}
 QKV = tuple(f"{LLAMA}.self_attn.{name}_proj" for name in ("q", "gate", "k", "v"))
 ONE_GROUP = ("n_group", "topk_group", "num_expert_groups", "num_limited_groups")
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "AfmoeForCausalLM",
-    "afmoe",
-    16384,
     key("head_dim", "kv_channels", 128),
     *NO_ATTENTION_BIAS,
     always(attention_output_gate=True, qk_layernorm=True, norm_position="around"),
@@ -38,7 +36,6 @@ FAMILY = llama_family(
     *(unwritten(fixed(name, 1, "this architecture has one group of experts")) for name in ONE_GROUP),
     Rule(("load_balance_coeff", "use_grouped_mm"), lambda settings: {}, lambda layers: {}),  # of training, and kernels
     norms=NORMS,
-    epsilon=1e-5,
     mlp=experts.some_layers(("num_experts", "num_local_experts"), 6),
     more_rows=(
         Row(f"{OURS}.self_attention.linear_qkv", QKV, separate_qkv),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_ATTENTION_BIAS, UNUSUAL_HEAD_DIM, llama_family
+from megapipe.extras.convert.family import NO_ATTENTION_BIAS, UNUSUAL_HEAD_DIM, llama_relative
 from megapipe.extras.convert.layer_types import FIRST, SLIDING, WINDOW, qwen_windows, types_of, write_types
 from megapipe.extras.convert.tables import Layers, always, fixed, unwritten
 
@@ -15,10 +15,8 @@ def write_windows(layers: Layers) -> dict[str, Any]:
     return {WINDOW: None} | write_types(layers) | ({FIRST: types.index(SLIDING)} if SLIDING in types else {})
 
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "Dots1ForCausalLM",
-    "dots1",
-    2048,
     UNUSUAL_HEAD_DIM,
     experts.SIGMOID,
     experts.normalized(False),

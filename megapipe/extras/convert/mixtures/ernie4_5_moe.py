@@ -9,8 +9,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_BIAS, UNUSUAL_HEAD_DIM, llama_family
-from megapipe.extras.convert.layer_types import rope
+from megapipe.extras.convert.family import NO_BIAS, UNUSUAL_HEAD_DIM, llama_relative
 from megapipe.extras.convert.tables import (
     LLAMA,
     OURS,
@@ -48,10 +47,8 @@ def write_layers(layers: Layers) -> dict[str, Any]:
     return {FIRST: numbers[0], LAST: numbers[-1], STEP: step if (numbers[0] + 1) % step == 0 else 1}
 
 
-_FAMILY = llama_family(
+_FAMILY = llama_relative(
     "Ernie4_5_MoeForCausalLM",
-    "ernie4_5_moe",
-    131072,
     UNUSUAL_HEAD_DIM,
     NO_BIAS,
     fixed("use_bias", False, "the output layer has no bias here"),
@@ -61,10 +58,6 @@ _FAMILY = llama_family(
     always(moe_router_score_function="softmax", moe_router_enable_expert_bias=True, moe_router_dtype="fp32"),
     experts.shared_experts(2, name="moe_num_shared_experts", least=0),
     Rule((FIRST, LAST, STEP), read_layers, write_layers),
-    epsilon=1e-5,
-    groups=4,
-    tied=True,
-    rope=rope(5e5),
     mlp=(
         experts.expert_key(("moe_num_experts", "num_experts"), "num_experts", 64),
         experts.expert_key(("moe_k", experts.TOPK), "moe_router_topk", 6),

@@ -6,7 +6,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_BIAS, UNUSUAL_HEAD_DIM, llama_family
+from megapipe.extras.convert.family import NO_BIAS, UNUSUAL_HEAD_DIM, llama_relative
 from megapipe.extras.convert.layer_types import (
     DEFAULT_WINDOW,
     FULL,
@@ -42,10 +42,8 @@ def read_windows(settings: Settings) -> dict[str, Any]:
     return WINDOWS.read(settings)
 
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "ExaoneMoeForCausalLM",
-    "exaone_moe",
-    2048,
     UNUSUAL_HEAD_DIM,
     NO_BIAS,
     unwritten(fixed("attention_bias", False, "linears of this architecture have no biases")),
@@ -57,8 +55,6 @@ FAMILY = llama_family(
     experts.groups(1, 1),
     experts.shared_experts(1, 1024, "num_shared_experts"),
     experts.mlp_types(1),
-    epsilon=1e-5,
-    groups=32,
     mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
     more_rows=experts.expert_rows(shared="shared_experts", bias=experts.BIAS),
 )

@@ -11,8 +11,6 @@ PREDICTION = experts.PREDICTION
 
 FAMILY = deepseek_family(
     "Glm4MoeLiteForCausalLM",
-    "glm4_moe_lite",
-    202752,
     (
         *experts.LATENT_ATTENTION,
         *experts.latent_sizes(768, 192, 256, 1e-5),

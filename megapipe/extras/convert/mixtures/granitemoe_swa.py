@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megapipe.errors import ConfigError
-from megapipe.extras.convert.family import llama_family
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.layer_types import (
     FULL,
     ROPE,
@@ -17,18 +17,8 @@ from megapipe.extras.convert.layer_types import (
     read_types,
     write_types,
 )
-from megapipe.extras.convert.mixtures.granitemoe import BLOCK, EXPERTS, RULES, SHARED_ROWS, SHARED_WIDTH
-from megapipe.extras.convert.tables import (
-    LLAMA,
-    OURS,
-    Layers,
-    Row,
-    Rule,
-    Settings,
-    always,
-    stacked_experts,
-    stacked_transposed_experts,
-)
+from megapipe.extras.convert.mixtures.granitemoe import EXPERTS, RULES, SHARED_ROWS, SHARED_WIDTH
+from megapipe.extras.convert.tables import Layers, Rule, Settings, always, rows_of
 
 BASES = "layer_rope_theta"  # 0: no rotary positions
 
@@ -52,20 +42,12 @@ def write_layers(layers: Layers) -> dict[str, Any]:
     return ROPE.write(rotated) | write_types(layers) | {BASES: bases}
 
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "GraniteMoeSWAForCausalLM",
-    "granitemoe_swa",
-    2048,
     *RULES,
     SHARED_WIDTH,
     always(softmax_type="learnable"),
     rope=Rule((*ROPE.keys, WINDOW, TYPES, BASES), read_layers, write_layers),
     mlp=EXPERTS,
-    more_rows=(
-        *SHARED_ROWS,
-        Row(f"{OURS}.self_attention.softmax_offset", (f"{LLAMA}.self_attn.sinks",)),
-        Row(f"{OURS}.mlp.router", (f"{BLOCK}.router",)),
-        Row(f"{OURS}.mlp.experts.weight1", (f"{BLOCK}.experts.gate_up_proj",), stacked_experts),
-        Row(f"{OURS}.mlp.experts.weight2", (f"{BLOCK}.experts.down_proj",), stacked_transposed_experts),
-    ),
+    more_rows=(*SHARED_ROWS, *rows_of("granitemoe_swa")),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import HEAD_DIM, NO_ATTENTION_BIAS, llama_family
+from megapipe.extras.convert.family import HEAD_DIM, NO_ATTENTION_BIAS, llama_relative
 from megapipe.extras.convert.layer_types import PARAMETERS, ROPE, SCALING, THETA
 from megapipe.extras.convert.tables import Layers, Rule, Settings, again, always, fixed, unwritten
 
@@ -50,10 +50,8 @@ def write_shared(layers: Layers) -> dict[str, Any]:
     return {}
 
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "HunYuanMoEV1ForCausalLM",
-    "hunyuan_v1_moe",
-    2048,
     HEAD_DIM,
     *NO_ATTENTION_BIAS,
     always(qk_layernorm=True, qk_layernorm_after_rope=True, moe_router_dtype="fp32"),
@@ -63,7 +61,6 @@ FAMILY = llama_family(
     unwritten(fixed("mlp_bias", False, "linears of this architecture have no biases")),
     same_of_all(unwritten(fixed("num_shared_expert", 1, "this architecture has one shared expert in every layer"))),
     same_of_all(again(experts.WIDTH, experts.DENSE_WIDTH)),
-    epsilon=1e-5,
     rope=Rule(ROPE.keys, read_rope, ROPE.write),
     mlp=(
         same_of_all(experts.expert_key(("num_experts", "num_local_experts"), "num_experts", 1)),

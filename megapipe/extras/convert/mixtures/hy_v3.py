@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_ATTENTION_BIAS, llama_family
-from megapipe.extras.convert.layer_types import rope
+from megapipe.extras.convert.family import NO_ATTENTION_BIAS, llama_relative
 from megapipe.extras.convert.tables import Rule, always, fixed, key
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "HYV3ForCausalLM",
-    "hy_v3",
-    131072,
     key("head_dim", "kv_channels", 128),
     *NO_ATTENTION_BIAS,
     fixed("mlp_bias", False, "linears have biases in attention and MLPs, or in none"),
@@ -21,9 +18,6 @@ FAMILY = llama_family(
     experts.mlp_types(1),
     # in which precision two results are added, in half types
     Rule(("enable_moe_fp32_combine",), lambda settings: {}, lambda layers: {}),
-    epsilon=1e-5,
-    groups=8,
-    rope=rope(11_158_840.0),
     mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
     more_rows=experts.expert_rows(router="router.gate", shared="shared_mlp", bias="expert_bias"),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_BIAS, llama_family
+from megapipe.extras.convert.family import NO_BIAS, llama_relative
 from megapipe.extras.convert.layer_types import PARTIAL, rope
 from megapipe.extras.convert.tables import (
     Layers,
@@ -46,10 +46,8 @@ def read_attention_types(settings: Settings) -> dict[str, Any]:
     return {}
 
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "MiniMaxM2ForCausalLM",
-    "minimax_m2",
-    196608,
     key("head_dim", "kv_channels", 128),
     NO_BIAS,
     always(qk_layernorm=True, qk_layernorm_scope="projection"),
@@ -71,7 +69,6 @@ FAMILY = llama_family(
         lambda settings: {},
         lambda layers: {},
     ),
-    groups=8,
     rope=Rule((*ROPE.keys, ROTATED), read_rope, write_rope),
     mlp=experts.all_layers(("num_local_experts", "num_experts"), 8),
     more_rows=experts.expert_rows("block_sparse_moe", experts.MIXTRAL_MLP, bias=experts.BIAS),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_ATTENTION_BIAS, UNUSUAL_HEAD_DIM, llama_family
+from megapipe.extras.convert.family import NO_ATTENTION_BIAS, UNUSUAL_HEAD_DIM, llama_relative
 from megapipe.extras.convert.layer_types import PARAMETERS, SCALING, WINDOW, rope
 from megapipe.extras.convert.tables import Rule, Settings, always, fixed
 
@@ -28,18 +28,14 @@ def read_rope(settings: Settings) -> dict[str, Any]:
     return ROPE.read(found)
 
 
-_FAMILY = llama_family(
+_FAMILY = llama_relative(
     "Qwen3VLMoeTextModel",
-    "qwen3_vl_moe_text",
-    128000,
     UNUSUAL_HEAD_DIM,
     experts.SPARSE_STEP,
     *NO_ATTENTION_BIAS,
     always(qk_layernorm=True),
     fixed(experts.NORMALIZED, True, "the weights of the chosen experts are divided by their sum in this architecture"),
     fixed(WINDOW, None, "this architecture has no sliding windows"),
-    groups=16,
-    tied=True,
     rope=Rule(ROPE.keys, read_rope, ROPE.write),
     mlp=experts.some_layers(("num_experts", "num_local_experts"), 4),
     more_rows=experts.STACKED_ROWS,
