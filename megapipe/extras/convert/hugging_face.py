@@ -27,7 +27,6 @@ from megapipe.config.rules.check import Rule
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.experts import PREDICTED, QUANTIZATION
 from megapipe.extras.convert.families import choose_family, family_of, text_family_of
-from megapipe.extras.convert.family import Family
 from megapipe.extras.convert.snapshot import (
     DTYPE_NAMES,
     INERT,
@@ -94,7 +93,10 @@ def read(folder: Path, ignored: frozenset[str] = frozenset(), text_only: bool = 
     missing = sorted(wanted - found.keys())
     if missing:
         raise CheckpointError(f"{folder} lacks the tensor {first_of(missing)}, which its {CONFIG} requires")
-    found = _turned(family, mapped, found)
+    for entry in mapped:  # some tensors may be stored transposed
+        for name, shape in zip(entry.theirs, entry.layout.shapes(entry.spec.shape), strict=True):
+            if name.endswith(family.either_way) and found[name].shape == (*shape[:-2], *shape[:-3:-1]) != shape:
+                found[name] = found[name].map(lambda tensor: tensor.transpose(-2, -1), shape)
     extra = found.keys() - wanted - left_out - copies(model).keys() - ({HEAD} if is_tied else set())
     left = sorted(name for name in extra if not name.endswith(family.buffers))
     check_nothing_left(folder, left, f"{family.architecture} as {CONFIG} describes it")
@@ -114,16 +116,6 @@ def read(folder: Path, ignored: frozenset[str] = frozenset(), text_only: bool = 
     settings = {key: value for key, value in config.items() if key in INERT | ignored | {INTERLEAVE}}
     ours = Config(model=model, precision=PrecisionConfig(dtype=precision))
     return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings, remarks)
-
-
-def _turned(family: Family, mapped: Sequence[MappedTensor], found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the tensors, of which those that may be stored either way are in the order of their rows."""
-    turned = dict(found)
-    for entry in mapped:
-        for name, shape in zip(entry.theirs, entry.layout.shapes(entry.spec.shape), strict=True):
-            if name.endswith(family.either_way) and found[name].shape == (*shape[:-2], *shape[:-3:-1]) != shape:
-                turned[name] = found[name].map(lambda tensor: tensor.transpose(-2, -1), shape)
-    return turned
 
 
 TEXT, TIED = "text_config", "tie_word_embeddings"
