@@ -74,15 +74,13 @@ def _loaded(text: str, path: Path, given: Mapping[str, str]) -> Tree:
 
 def _words(flag: str, value: Any) -> list[str]:
     """Return a flag with a value as words; what stays open in it is a placeholder."""
-    row, takes = megatron_flags().get(flag), "1"
-    if row is not None:
-        takes = row.values
+    row = megatron_flags().get(flag)
     if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         value = value[1:-1]  # for the shell that the launcher puts it into
     items = value if isinstance(value, list) else [value]
     if isinstance(value, str) and (match := LISTED.fullmatch(value)):
         items = match[1].replace(",", " ").split()
-    elif isinstance(value, str) and takes == "+":
+    elif isinstance(value, str) and row is not None and row.values == "+":
         items = value.split()
     return [flag, *(VARIABLE.sub(lambda found: placeholder(found[0]), str(item)) for item in items)]
 
