@@ -168,11 +168,8 @@ def _of_names(kind: str, section: str, settings: Tree, notes: list[str]) -> Iter
         if found is not None and text in ("0", "1") and f"--{normalised(name)}" in SWITCHES:
             is_on = text == "1"
         is_idle = name in ACTING_WITH and BOOL_WORDS.get(str(settings.get(ACTING_WITH[name])).lower()) is not True
-        if (
-            is_idle
-            or text in (*NONE_WORDS, "", "[]")
-            or (found is None and (is_on is False or isinstance(value, dict)))
-        ):
+        is_unset = text in (*NONE_WORDS, "", "[]") or (found is None and (is_on is False or isinstance(value, dict)))
+        if is_idle or is_unset:
             continue
         if found is None and kind == "bridge":
             notes.append(f"{section}.{name}: {shortened(value)} has no flag in Megatron-LM")

@@ -310,11 +310,8 @@ def work_of(
     q, k, v = inputs[is_backward:][:3]
     dtype = str(q.dtype).removeprefix("torch.")
     if q.dim() == 3:  # [tokens, heads, channels] of sequences one after the other
-        pairs = (
-            q.shape[0]
-            * q.shape[1]
-            * mean_keys(given["max_q"], given["max_k"], given.get("is_causal"), given.get("window_size"))
-        )
+        seen = mean_keys(given["max_q"], given["max_k"], given.get("is_causal"), given.get("window_size"))
+        pairs = q.shape[0] * q.shape[1] * seen
     else:
         pairs = q.shape[0] * q.shape[1] * q.shape[2] * mean_keys(q.shape[2], k.shape[2], given.get("is_causal"))
     flops = 2.0 * pairs * (q.shape[-1] + v.shape[-1])

@@ -83,10 +83,8 @@ def grouped_product_of_blocks(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     assert swizzle_a == swizzle_b == [F.SwizzleType.SWIZZLE_32_4_4.value], (swizzle_a, swizzle_b)
     assert a.dtype == b.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16 and bias is None
     assert inner == size and size % 16 == width % 16 == 0 and a.is_contiguous() and b.mT.is_contiguous()
-    for (scale,), shape in (
-        (scale_a, (scale_a[0].shape[0], tiles)),
-        (scale_b, (groups, tiles * (-(-width // 128) * 128))),
-    ):
+    shapes = (scale_a[0].shape[0], tiles), (groups, tiles * (-(-width // 128) * 128))
+    for (scale,), shape in zip((scale_a, scale_b), shapes, strict=True):
         assert scale.dtype == torch.float8_e8m0fnu and scale.is_contiguous() and scale.shape == shape, scale.shape
     assert scale_a[0].shape[0] >= rows and scale_a[0].shape[0] % 128 == 0
     assert offs.shape == (groups,) and offs.dtype == torch.int32

@@ -47,9 +47,8 @@ OPTIMIZER_KEPT = (
     "muon_scale_mode muon_extra_scale_factor muon_no_split_qkv muon_tp_mode muon_fp32_matmul_prec".split()
 )
 NARROW = "use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
-FP8 = (  # fields that get their defaults in every case
-    "fp8_format fp8_recipe fp8_margin first_last_layers_bf16 fp8_amax_history_len fp8_amax_compute_algo".split()
-)
+# fields that get their defaults in every case
+FP8 = "fp8_format fp8_recipe fp8_margin first_last_layers_bf16 fp8_amax_history_len fp8_amax_compute_algo".split()
 
 
 @dataclass(frozen=True)
