@@ -78,10 +78,7 @@ def expert_rows(
 ROWS = expert_rows()
 GLM_ROWS = expert_rows(shared="shared_experts", bias=f"gate.{BIAS}")
 STACKED_ROWS = (*GLM_ROWS, *rows_of("stacked"))  # of one tensor for all experts
-QWEN_2_ROWS = (
-    *expert_rows(shared="shared_expert"),
-    Row(f"{OURS}.mlp.shared_experts.gate_weight", (f"{LLAMA}.mlp.shared_expert_gate.weight",)),
-)
+QWEN_2_ROWS = (*expert_rows(shared="shared_expert"), *rows_of("qwen2_moe"))
 
 
 def of_expert_layer(layers: Layers) -> LayerConfig:
@@ -271,8 +268,14 @@ def scaling(default: float = 1.0, name: str = SCALING) -> Rule:
 
 
 SIGMOID = always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32")
-SIGMOID_ROUTER = (SIGMOID, normalized(True), scaling(), groups(1, 1), shared_experts(1))
-FIRST_DENSE = dense_layers(1)
+
+
+def sigmoid_router(shared: Rule, factor: float = 1.0, is_normalized: bool = True) -> tuple[Rule, ...]:
+    """Return the rules of sigmoid scores with biases and shared experts. shared: of these; the others are defaults."""
+    return (SIGMOID, normalized(is_normalized), scaling(factor), groups(1, 1), shared)
+
+
+SIGMOID_ROUTER = sigmoid_router(shared_experts(1))
 
 # ---------------------------------------------------------------------------------------------------- GPT-OSS
 

@@ -16,11 +16,9 @@ from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts, layer_types, mixtures
 from megapipe.extras.convert.family import (
-    HEAD_DIM,
     INIT_STD,
     LLAMA_BIASES,
     NO_ATTENTION_BIAS,
-    NO_BIAS,
     NORMS_AFTER,
     NORMS_AROUND,
     UNTIED,
@@ -78,11 +76,9 @@ GPT2_RULES = (
 )
 
 
-# Gemma names one of two keys of the activation; the other one may stand beside it, without effect
+# Gemma names one of two keys of the activation; the other one may stand beside it, without effect. gelu: in old files
 TANH, TANH_GELU = "gelu_pytorch_tanh", "here the activation of a Gemma is tanh GELU"
-GEMMA_1_ACTIVATION = key(
-    "hidden_act", "activation", TANH, {TANH: "geglu_tanh", "gelu": "geglu_tanh"}
-)  # gelu: old files
+GEMMA_1_ACTIVATION = key("hidden_act", "activation", TANH, {TANH: "geglu_tanh", "gelu": "geglu_tanh"})
 GEMMA_ACTIVATION = key("hidden_activation", "activation", TANH, {TANH: "geglu_tanh"})
 GEMMA = (
     *NO_ATTENTION_BIAS,
@@ -119,29 +115,18 @@ GEMMA_2 = (
 )
 GEMMA_3 = (
     *GEMMA_2_AND_3,
-    always(qk_layernorm=True),
     fixed("attn_logit_softcapping", None, "the attention of this architecture has no soft-cap in transformers"),
     nullable("final_logit_softcapping", "final_logit_softcapping", None),
 )
-OLMO = (
-    *NO_ATTENTION_BIAS,
-    always(norm_position="after", qk_layernorm=True, qk_layernorm_scope="projection"),
-    UNUSUAL_HEAD_DIM,
-)
+OLMO = (*NO_ATTENTION_BIAS, always(norm_position="after"), UNUSUAL_HEAD_DIM)
 
 _BUILT_IN = (
     Family("GPT2LMHeadModel", "gpt2", rows_of("gpt2"), GPT2_RULES, "transformer.", (".attn.bias", ".attn.masked_bias")),
-    llama_relative("LlamaForCausalLM", HEAD_DIM, LLAMA_BIASES),
-    llama_relative("MistralForCausalLM", HEAD_DIM, NO_BIAS, layer_types.MISTRAL_WINDOWS),
-    llama_relative("MinistralForCausalLM", HEAD_DIM, NO_BIAS, layer_types.MINISTRAL_WINDOWS),
-    llama_relative("Qwen2ForCausalLM", NO_BIAS, always(add_qkv_bias=True), layer_types.QWEN_WINDOWS),
-    llama_relative(
-        "Qwen3ForCausalLM",
-        key("head_dim", "kv_channels", 128),
-        layer_types.QWEN_WINDOWS,
-        *NO_ATTENTION_BIAS,
-        always(qk_layernorm=True),
-    ),
+    llama_relative("LlamaForCausalLM", LLAMA_BIASES),
+    llama_relative("MistralForCausalLM", layer_types.MISTRAL_WINDOWS),
+    llama_relative("MinistralForCausalLM", layer_types.MINISTRAL_WINDOWS),
+    llama_relative("Qwen2ForCausalLM", always(add_qkv_bias=True), layer_types.QWEN_WINDOWS),
+    llama_relative("Qwen3ForCausalLM", layer_types.QWEN_WINDOWS, *NO_ATTENTION_BIAS),
     llama_relative(
         "GemmaForCausalLM",
         *GEMMA,
@@ -157,16 +142,9 @@ _BUILT_IN = (
         rope=layer_types.windows_and_rope(6, 1e6, "rope_local_base_freq", 1e4),
     ),
     llama_relative("Olmo2ForCausalLM", *OLMO, norms=NORMS_AFTER),
-    llama_relative(
-        "Olmo3ForCausalLM",
-        *OLMO,
-        norms=NORMS_AFTER,
-        rope=layer_types.windows_and_rope(4, 5e5),
-    ),
+    llama_relative("Olmo3ForCausalLM", *OLMO, norms=NORMS_AFTER, rope=layer_types.windows_and_rope(4, 5e5)),
     llama_relative(
         "MixtralForCausalLM",
-        UNUSUAL_HEAD_DIM,
-        NO_BIAS,
         nullable("sliding_window", "window_size", None),
         fixed("router_jitter_noise", 0.0, "the router sees its input without noise here"),
         mlp=experts.all_layers(("num_local_experts",), 2),
@@ -178,40 +156,33 @@ _BUILT_IN = (
         experts.SPARSE_STEP,
         *experts.SHARED_GATED,
         key("qkv_bias", "add_qkv_bias", True),
-        NO_BIAS,
         layer_types.QWEN_2_MOE_WINDOWS,
         mlp=experts.some_layers(("num_experts",), 4),
         more_rows=experts.QWEN_2_ROWS,
     ),
     llama_relative(
         "Qwen3MoeForCausalLM",
-        UNUSUAL_HEAD_DIM,
         experts.MAYBE_NORMALIZED,
         experts.SPARSE_STEP,
         *NO_ATTENTION_BIAS,
-        always(qk_layernorm=True),
         layer_types.QWEN_3_MOE_WINDOWS,
         mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
         more_rows=experts.ROWS,
     ),
     llama_relative(
         "OlmoeForCausalLM",
-        UNUSUAL_HEAD_DIM,
         experts.MAYBE_NORMALIZED,
         *NO_ATTENTION_BIAS,
-        always(qk_layernorm=True, qk_layernorm_scope="projection"),
         fixed("clip_qkv", None, "queries, keys and values are not clipped here"),
         mlp=experts.all_layers(("num_experts",), 8),
         more_rows=experts.ROWS,
     ),
     llama_relative(
         "Glm4MoeForCausalLM",
-        UNUSUAL_HEAD_DIM,
         *experts.SIGMOID_ROUTER,
-        experts.FIRST_DENSE,
+        experts.dense_layers(1),
         experts.PREDICTION,
         key("attention_bias", "add_qkv_bias", False),
-        NO_BIAS,
         key("use_qk_norm", "qk_layernorm", False),
         rope=layer_types.rope(1e4, 0.5),
         mlp=experts.some_layers(("n_routed_experts", "num_local_experts"), 8),
@@ -219,10 +190,8 @@ _BUILT_IN = (
     ),
     llama_relative(
         "SolarOpenForCausalLM",
-        key("head_dim", "kv_channels", 128),
         *experts.SIGMOID_ROUTER,
         key("attention_bias", "add_qkv_bias", False),
-        NO_BIAS,
         mlp=(
             *experts.count_and_choice(("n_routed_experts", "num_local_experts"), 8),
             experts.EXPERT_WIDTH,
@@ -242,7 +211,6 @@ _BUILT_IN = (
     ),
     llama_relative(
         "GptOssForCausalLM",
-        key("head_dim", "kv_channels", 64),
         *experts.GPT_OSS,
         layer_types.windows(layer_types.every(2), default_window=128),
         rope=layer_types.rope(15e4, scaling=experts.GPT_OSS_ROPE),

@@ -128,9 +128,8 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(text, Mapping):
         raise ConfigError(f"it has no {TEXT}: the model is a text model; leave --text-only out")
     outer = {name: value for name, value in config.items() if name in INERT or name == TIED}  # tied as the whole is
-    return {name: value for name, value in {**text, **outer}.items() if name != "architectures"} | {
-        "model_type": text.get("model_type")
-    }
+    settings = {**text, **outer, "model_type": text.get("model_type")}
+    return {name: value for name, value in settings.items() if name != "architectures"}
 
 
 def text_tensors(found: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
@@ -189,9 +188,8 @@ def dequantized(folder: Path, found: Mapping[str, LazyTensor], quantization: Any
     tensors = {name: tensor for name, tensor in found.items() if not name.endswith(SCALES)}
     for name in found.keys() - tensors.keys():
         weight, scales = found.get(name.removesuffix(SCALES)), found[name]
-        blocks = (
-            () if weight is None else tuple(-(-size // one) for size, one in zip(weight.shape, block, strict=False))
-        )
+        sizes = () if weight is None else weight.shape
+        blocks = tuple(-(-size // one) for size, one in zip(sizes, block, strict=False))
         if weight is None or blocks != scales.shape:
             of = "no weight" if weight is None else f"a weight {list(weight.shape)} in blocks of {block}"
             raise CheckpointError(f"{folder}: {name} has shape {list(scales.shape)}, for {of}")

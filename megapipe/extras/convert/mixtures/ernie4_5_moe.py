@@ -9,18 +9,15 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_BIAS, UNUSUAL_HEAD_DIM, llama_relative
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.tables import (
-    LLAMA,
-    OURS,
     Layers,
-    Row,
     Rule,
     Settings,
     always,
     fixed,
     key,
-    one_row,
+    rows_of,
     separate_qkv_of_pairs,
     unwritten,
 )
@@ -49,8 +46,6 @@ def write_layers(layers: Layers) -> dict[str, Any]:
 
 _FAMILY = llama_relative(
     "Ernie4_5_MoeForCausalLM",
-    UNUSUAL_HEAD_DIM,
-    NO_BIAS,
     fixed("use_bias", False, "the output layer has no bias here"),
     fixed("moe_norm_min", 1e-12, "the sum of the chosen scores has no lower bound here"),
     unwritten(fixed("moe_use_aux_free", True, "experts of this architecture are chosen with a bias")),
@@ -65,10 +60,7 @@ _FAMILY = llama_relative(
         experts.EXPERT_WIDTH,
     ),
     qkv=separate_qkv_of_pairs,
-    more_rows=(
-        *experts.GLM_ROWS,
-        Row(f"{OURS}.mlp.router.expert_bias", (f"{LLAMA}.mlp.moe_statics.e_score_correction_bias",), one_row),
-    ),
+    more_rows=(*experts.GLM_ROWS, *rows_of("ernie4_5_moe")),
 )
 ATTENTION_DROPOUT = ("attention_dropout",)  # a key that this architecture does not have
 FAMILY = replace(

@@ -8,7 +8,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts, tables
-from megapipe.extras.convert.family import NO_ATTENTION_BIAS, llama_relative
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.layer_types import FULL, ROPE, SLIDING, TYPES, by_type, regular_period, rope
 from megapipe.extras.convert.tables import Layers, Rule, Settings, always, fixed, key, unwritten
 
@@ -68,8 +68,6 @@ def write_mixed(layers: Layers) -> dict[str, Any]:
 
 FAMILY = llama_relative(
     "Llama4ForCausalLM",
-    key("head_dim", "kv_channels", 128),
-    *NO_ATTENTION_BIAS,
     unwritten(fixed("router_jitter_noise", 0.0, "routers add no noise here")),
     always(moe_router_score_function="sigmoid", moe_router_norm_topk_prob=False, moe_apply_probs_on_input=True),
     Rule((MIXED, MIXED_STEP), read_mixed, write_mixed),

@@ -8,18 +8,9 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_BIAS, llama_relative
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.layer_types import PARTIAL, rope
-from megapipe.extras.convert.tables import (
-    Layers,
-    Rule,
-    Settings,
-    always,
-    check_alike,
-    fixed,
-    key,
-    unwritten,
-)
+from megapipe.extras.convert.tables import Layers, Rule, Settings, check_alike, fixed, unwritten
 
 ROTATED = "rotary_dim"  # of a head, in the published files in place of partial_rotary_factor
 ROPE = rope(5e6, 1.0)
@@ -48,9 +39,6 @@ def read_attention_types(settings: Settings) -> dict[str, Any]:
 
 FAMILY = llama_relative(
     "MiniMaxM2ForCausalLM",
-    key("head_dim", "kv_channels", 128),
-    NO_BIAS,
-    always(qk_layernorm=True, qk_layernorm_scope="projection"),
     experts.SIGMOID,
     fixed("router_jitter_noise", 0.0, "the router sees its input without noise here"),
     unwritten(fixed("use_qk_norm", True, "this architecture normalizes queries and keys")),
