@@ -77,7 +77,6 @@ from megapipe.schedule.lifetimes import (
     moments_of,
 )
 from megapipe.schedule.partition import StageLayers
-from megapipe.schedule.parts import Parts
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.state_dtypes import CHUNK, MASTER, NORM_CHUNK
 
@@ -166,22 +165,16 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     stages = plan.placement.stages_of(pp_rank)
     layers = {stage: plan.partition.stages[stage] for stage in stages}
     slices = [slice_bytes(plan, stages, of_slice) for of_slice in plan.slice_shapes]
-    kept, waiting, inside = slices[0].kept, slices[0].waiting, slices[0].inside  # of whole microbatches
     offloaded, host = None, {}
     if plan.config.offload.cpu_offloading_num_layers:
         offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, [each.kept for each in slices])
-    row, message_bytes = plan.schedule(count).rows[pp_rank], plan.message_bytes
-    lives = kept, waiting, message_bytes, plan.send_depth, inside, offloaded, plan.sent_bytes
-    whole = None if plan.sharding is None else row_bytes(plan, pp_rank, row).whole
-    peak = peak_of_row(row, pp_rank, plan.placement, *lives, whole, slices if len(slices) > 1 else ())
-    if plan.parts is not None:
-        peak = peak_of_parts(plan, plan.parts, pp_rank, count)
+    peak = _step_peak(plan, pp_rank, count, slices, offloaded)
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
         host["optimizer"], state["optimizer"] = state["optimizer"] + _host_copies(plan, pp_rank), 0
     graphs, reusable, in_backward = 0, peak.total, max(max(of_slice.kept.values()) for of_slice in slices)
     if plan.config.gpu.cuda_graph_impl != "none":
-        held = _graph_bytes(plan, pp_rank, kept, waiting, inside)
+        held = _graph_bytes(plan, pp_rank, slices[0])  # a whole microbatch
         graphs, reusable, in_backward = max(0, held - peak.activation_bytes - peak.inside_bytes), peak.message_bytes, 0
     replay = 0
     if peak.action is not None and peak.action.op in (Op.B, Op.I):
@@ -238,14 +231,21 @@ def _token_bytes(plan: RunPlan, stages: Iterable[int]) -> int:
     return token_bytes
 
 
-def peak_of_parts(plan: RunPlan, parts: Parts, pp_rank: int, count: int) -> Peak:
-    """Return the peak of a step whose stages run in parts; `live` and `action` are those of stages."""
-    schedule, stages = plan.part_schedule(count), plan.placement.stages_of(pp_rank)
-    row = schedule.rows[pp_rank]
-    kept, waiting, inside = part_sizes(plan, parts, stages)
-    lives = kept, waiting, plan.message_bytes, plan.send_depth, inside, None, plan.sent_bytes
-    whole = None if plan.sharding is None else row_bytes(plan, pp_rank, parts.stage_row(row)).whole
-    peak = peak_of_row(row, pp_rank, schedule.placement, *lives, whole)
+def _step_peak(
+    plan: RunPlan, pp_rank: int, count: int, slices: Sequence[SliceBytes], offloaded: MemoryOverTime | None
+) -> Peak:
+    """Return the peak of a step; where stages run in parts, `live` and `action` are those of stages."""
+    parts, stages = plan.parts, plan.placement.stages_of(pp_rank)
+    schedule = plan.schedule(count) if parts is None else plan.part_schedule(count)
+    row = stage_row = schedule.rows[pp_rank]
+    if parts is not None:
+        slices, offloaded = [SliceBytes(*part_sizes(plan, parts, stages), plan.message_bytes)], None
+        stage_row = parts.stage_row(row)
+    whole = None if plan.sharding is None else row_bytes(plan, pp_rank, stage_row).whole
+    compressed = plan.message_bytes - plan.sent_bytes
+    peak = peak_of_row(row, pp_rank, schedule.placement, slices, plan.send_depth, offloaded, compressed, whole)
+    if parts is None:
+        return peak
     live = {stage: peak.live[parts.of_stage[stage][0]] for stage in stages}
     action = None if peak.action is None else peak.action._replace(stage=parts.sites[peak.action.stage].stage)
     return replace(peak, live=live, action=action)
@@ -305,13 +305,7 @@ def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
     return max(of_norm, dtypes.update_bytes * min(CHUNK, largest))
 
 
-def _graph_bytes(
-    plan: RunPlan,
-    pp_rank: int,
-    kept: Mapping[int, int],  # of a stage from F to B or I
-    waiting: Mapping[int, int],  # from I to W
-    inside: Mapping[tuple[int, Op], int],  # what an op of a stage makes and frees again
-) -> int:
+def _graph_bytes(plan: RunPlan, pp_rank: int, size: SliceBytes) -> int:
     """Return what CUDA graphs hold for all stages of a rank (--cuda-graph-impl local): a pool for each slot.
 
     A pool is as large as one microbatch ever is: what its stage keeps, and what the backward makes and frees on top.
@@ -320,9 +314,10 @@ def _graph_bytes(
     """
     total, last_stage = 0, plan.placement.num_stages - 1
     for stage, slots in plan.num_slots(pp_rank).items():
-        pool = kept[stage] + inside[stage, Op.B]
+        pool = size.kept[stage] + size.inside[stage, Op.B]
         if plan.splits_backward:  # recorded as I and W
-            pool = max(kept[stage] + inside[stage, Op.I], waiting[stage] + inside[stage, Op.W])
+            of_i, of_w = size.inside[stage, Op.I], size.inside[stage, Op.W]
+            pool = max(size.kept[stage] + of_i, size.waiting[stage] + of_w)
         messages = 2 * (stage < last_stage) + (stage > 0)
         total += slots * (pool + messages * plan.message_bytes)
     return total
@@ -344,48 +339,42 @@ def peak_of_row(
     row: Iterable[Action],
     pp_rank: int,
     placement: Placement,
-    activation_bytes: Mapping[int, int],  # of a (stage, microbatch) from F to B or I, for each stage of the rank
-    waiting_bytes: Mapping[int, int],  # between I and W
-    message_bytes: int,
+    slices: Sequence[SliceBytes],  # of a microbatch; a whole one alone without slices
     sends_in_flight: int,  # the most of one channel
-    inside_bytes: Mapping[tuple[int, Op], int] | None = None,  # what an op of a stage makes and frees again
     offloaded: MemoryOverTime | None = None,  # what is offloaded meanwhile
-    sent_bytes: int | None = None,  # of a message on its way, until the action that uses it; None: message_bytes
+    compressed: int = 0,  # bytes by which a message is smaller on its way, until the action that uses it
     whole: Sequence[Whole] | None = None,  # of sharded weights and gradients, at each action
-    slices: Sequence[SliceBytes] = (),  # where microbatches have them, in place of the sizes of whole ones
 ) -> Peak:
     """Return the peak of one row of a lowered training schedule, a fold over what each action creates and frees."""
-    each = slices or (SliceBytes(activation_bytes, waiting_bytes, inside_bytes or {}, message_bytes),)
-    largest = max(size.message_bytes for size in each)
+    largest = max(size.message_bytes for size in slices)
+    saved = compressed if len(slices) == 1 else 0  # messages of slices count as they are used
 
     @cache
     def total(items: tuple[Item, ...], index: int) -> tuple[int, int]:
         """Return the bytes of activations and of messages among some items of a slice."""
-        size = each[index]
+        size = slices[index]
         sizes = {Held.ACTIVATIONS: size.kept, Held.DEFERRED: size.waiting, **size.keys}
         kept = sum(sizes[kind][stage] for kind, stage in items if kind in sizes)
         messages = [kind for kind, _ in items if kind in MESSAGES]
         num_local, num_sent = (sum(kind in kinds for kind in messages) for kinds in (LOCAL_MESSAGES, SENT_MESSAGES))
-        received = size.message_bytes if slices else on_its_way
-        # a send frees one of another slice: all count as the largest
-        sent = largest if slices else on_its_way
         num_received = len(messages) - num_local - num_sent
-        return kept, num_local * size.message_bytes + num_sent * sent + num_received * received
+        # a send frees one of another slice: all count as the largest
+        on_their_way = num_sent * (largest - saved) + num_received * (size.message_bytes - saved)
+        return kept, num_local * size.message_bytes + on_their_way
 
-    on_its_way = message_bytes if sent_bytes is None else sent_bytes
-    live = Counter(dict.fromkeys(activation_bytes, 0))
+    live = Counter(dict.fromkeys(slices[0].kept, 0))
     kept = messages = 0
     peak = Peak(0, 0, dict(live))
-    for slot, (action, changes) in enumerate(lifetimes(row, placement, pp_rank, sends_in_flight, len(each))):
+    for slot, (action, changes) in enumerate(lifetimes(row, placement, pp_rank, sends_in_flight, len(slices))):
         stage, op, number = action
-        index = (number or 0) % len(each)
+        index = (number or 0) % len(slices)
         created, taken = total(changes.creates, index), total(changes.takes, index)
         kept += created[0] - taken[0]
         messages += created[1] - taken[1]
         live[stage] += op is Op.F
-        inside = each[index].inside.get((stage, op), 0)
+        inside = slices[index].inside.get((stage, op), 0)
         levels = ((0, inside),) if offloaded is None else offloaded.levels(action, inside)
-        decoded = (message_bytes - on_its_way) * ((Held.RECEIVED_GRADIENT, stage) in changes.frees)
+        decoded = compressed * ((Held.RECEIVED_GRADIENT, stage) in changes.frees)
         unsharded = NOTHING if whole is None else whole[slot]
         for less, made in levels:
             if kept - less + messages + decoded + made + sum(unsharded) > peak.total:
