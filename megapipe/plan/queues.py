@@ -179,11 +179,9 @@ class _RankProgram:
                 self.halves_left = 2
             elif of_stage.op is not Op.OVERLAP:
                 self.share(of_stage)
-        program.wait(CURRENT, program.last.get(DELIVERY), "end of the row")
-        for sends in self.in_flight.values():
-            for send in sends:
-                program.wait(CURRENT, send, "end of the row")
-        program.wait(CURRENT, program.last.get(DP), "end of the row")
+        sends = [send for of_channel in self.in_flight.values() for send in of_channel]
+        for index in (program.last.get(DELIVERY), *sends, program.last.get(DP)):
+            program.wait(CURRENT, index, "end of the row")
         return program
 
     def share(self, action: Action) -> None:
@@ -244,10 +242,12 @@ class _RankProgram:
                     program.wait(stream, self.received.pop(receive), name)
                 maker = Action(stage + offset, Op.F if kind is ValueKind.ACT else Op.B, microbatch)
                 program.wait(stream, self.exchanges.pop(maker, None) if offset else None, name)
-        if self.traffic.parts is not None and stage in self.traffic.parts.network:
-            self.exchange(action)
+        parts, moments = self.traffic.parts, self.copies.moments_of(action)
+        if parts is not None and stage in parts.network:
+            self.exchange(action, parts.sites[stage].part)
             return
-        moments = self.copies.moments_of(action)
+        if not moments:
+            self.work(stream, action, SECONDS[op])
         for moment in moments:
             self.copies.begin(moment, stream)
             self.work(stream, action, SECONDS[op] / len(moments))
@@ -283,10 +283,9 @@ class _RankProgram:
             if kind == CP:
                 program.wait(stream, brought, name)
 
-    def exchange(self, action: Action) -> None:
+    def exchange(self, action: Action, part: Part) -> None:
         """Start an all-to-all that is a part, and first that of the numbers of rows, which has its own communicator."""
         program, name, seconds = self.program, str(action), self.traffic.collective_seconds
-        part = Part.DISPATCH if self.traffic.parts is None else self.traffic.parts.sites[action.stage].part
         if self.traffic.host_waits and action.op is Op.F and part is Part.DISPATCH:
             counted = program.communicate(Enqueued(COUNTS, name))
             program.wait(CURRENT, counted, name)
@@ -301,7 +300,7 @@ class _RankProgram:
 class _OffloadCopies:
     """Offloading on one rank, as far as streams see it (`pipeline.offload`, `gpu.streams.StreamCopies`).
 
-    A moment is an index of `Moves.moments`; without offloading an action is one moment, None.
+    A moment is an index of `Moves.moments`.
     """
 
     def __init__(self, program: Program, traffic: RankTraffic, moves: Moves) -> None:
@@ -311,19 +310,15 @@ class _OffloadCopies:
         self.arrived: dict[Unit, int] = {}  # the copy back
         self.buffers: list[int | None] = []  # free ones, with the last copy out of each
 
-    def moments_of(self, action: Action) -> list[int | None]:
-        """Return the moments of a computation, in order."""
-        if action not in self.moves.firsts:
-            return [None]
+    def moments_of(self, action: Action) -> range:
+        """Return the moments of a computation, in order; none without offloading."""
         first, moments = self.next, self.moves.moments
         while self.next < len(moments) and moments[self.next][:3] == action:
             self.next += 1
-        return list(range(first, self.next))
+        return range(first, self.next)
 
-    def begin(self, index: int | None, stream: Stream) -> None:
+    def begin(self, index: int, stream: Stream) -> None:
         """Wait for copies, and start those back to the device, before a moment computes."""
-        if index is None:
-            return
         program, moment = self.program, self.moves.moments[index]
         for unit in self.moves.released.get(index, ()):
             made_on, copy = self.written[unit]
@@ -334,15 +329,11 @@ class _OffloadCopies:
             program.wait(TO_DEVICE, program.last.get(made_on), name)
             self.arrived[unit] = program.add(Enqueued(TO_DEVICE, name, seconds=self.seconds))
             self.buffers.append(self.arrived[unit])
-        arrived = (
-            None if moment.op is Op.F else self.arrived.pop(Unit(moment.stage, moment.microbatch, moment.group), None)
-        )
-        program.wait(stream, arrived, str(Action(*moment[:3])))
+        own = Unit(moment.stage, moment.microbatch, moment.group)
+        program.wait(stream, self.arrived.pop(own, None), str(Action(*moment[:3])))
 
-    def end(self, index: int | None, stream: Stream) -> None:
+    def end(self, index: int, stream: Stream) -> None:
         """Start the copy to the host after the forward of a group that leaves the device."""
-        if index is None:
-            return
         program, moment = self.program, self.moves.moments[index]
         unit = Unit(moment.stage, moment.microbatch, moment.group)
         if moment.op is not Op.F or unit not in self.moves.moved:
@@ -378,16 +369,6 @@ def queue_map(
     }
 
 
-@dataclass(frozen=True)
-class QueueRun:
-    """The result of `run_queues`. starts, ends: [rank][entry], -1 where an entry never started or ended."""
-
-    programs: tuple[Program, ...]
-    starts: list[list[float]]
-    ends: list[list[float]]
-    blocked: tuple[str, ...]  # of each queue that is stuck: its head and what that waits for; empty if all ended
-
-
 @gc_paused()
 def run_queues(
     programs: tuple[Program, ...],
@@ -402,14 +383,21 @@ def run_queues(
     started (no send completes without its receive). Entries only wait for others, so the order in which they are tried
     changes nothing: if this run does not hang, none does, however long kernels and messages take.
     """
-    machine = _Machine(programs, connections, mapping, high_priority)
-    while machine.ready:
-        machine.advance(*machine.ready.pop())
-    return QueueRun(programs, machine.starts, machine.ends, tuple(machine.stuck()))
+    run = QueueRun(programs, connections, mapping, high_priority)
+    while run.ready:
+        run.advance(*run.ready.pop())
+    run.blocked = tuple(run.stuck())
+    return run
 
 
-class _Machine:
-    """The queues of all ranks while `run_queues` executes them."""
+class QueueRun:
+    """The queues of all ranks as `run_queues` executes them.
+
+    starts, ends: [rank][entry], -1 where an entry never started or ended. blocked: of each queue that is stuck, its
+    head and what that waits for; empty if all ended.
+    """
+
+    blocked: tuple[str, ...] = ()
 
     def __init__(
         self, programs: tuple[Program, ...], connections: int | None, mapping: str, high_priority: Sequence[str]
@@ -417,19 +405,20 @@ class _Machine:
         self.programs = programs
         self.starts = [[-1.0] * len(program.works) for program in programs]
         self.ends = [[-1.0] * len(program.works) for program in programs]
-        self.before: list[list[int | None]] = []  # the entry before each in its CUDA stream
+        self.awaited: list[list[list[int]]] = []  # entries whose ends each waits for: in its stream, events, the host's
         self.queues: list[list[list[int]]] = []  # [rank][queue] -> entries
         for program in programs:
             queue_of = queue_map(program.streams, connections, mapping, high_priority)
             last: dict[int, int] = {}
             entries: defaultdict[int, list[int]] = defaultdict(list)
-            before: list[int | None] = []
+            awaited: list[list[int]] = []
             for index, work in enumerate(program.works):
                 number, queue = queue_of[work.stream]
-                before.append(last.get(number))
+                others = (last.get(number), work.after, work.host)
+                awaited.append([other for other in others if other is not None])
                 last[number] = index
                 entries[queue].append(index)
-            self.before.append(before)
+            self.awaited.append(awaited)
             self.queues.append(list(entries.values()))
         self.heads = [[0] * len(queues) for queues in self.queues]
         self.clocks = [[0.0] * len(queues) for queues in self.queues]
@@ -439,11 +428,7 @@ class _Machine:
 
     def blocker(self, rank: int, index: int) -> int | None:
         """Return the entry whose end an entry waits for; None if it can start."""
-        work = self.programs[rank].works[index]
-        for other in (self.before[rank][index], work.after, work.host):
-            if other is not None and self.ends[rank][other] < 0:
-                return other
-        return None
+        return next((other for other in self.awaited[rank][index] if self.ends[rank][other] < 0), None)
 
     def advance(self, rank: int, queue: int) -> None:
         """Start entries of a queue up to the first that cannot start."""
@@ -457,9 +442,7 @@ class _Machine:
                 self.waiting[rank, blocker].append(queue)
                 break
             work = works[index]
-            for other in (self.before[rank][index], work.after, work.host):
-                clock = clock if other is None else max(clock, ends[other])
-            starts[index] = clock
+            starts[index] = clock = max([clock, *(ends[other] for other in self.awaited[rank][index])])
             head += 1
             if work.message is None:
                 self.end(rank, index, clock + work.seconds)
