@@ -72,12 +72,10 @@ Counted = Mapping[int, Sequence[Timed]]  # of each rank one step
 
 def achievable(hardware: Hardware) -> Hardware:
     """Return hardware with the rates of good kernels in place of those of the time model."""
-    rate = hardware.memory_bytes_per_second * MEMORY_SHARE
-    shares = ((1, GEMM_SHARE), (2, GEMM_SHARE))
     return replace(
         hardware,
-        gemm_shares=shares,
-        memory_bytes_per_second=rate,
+        gemm_shares=((1, GEMM_SHARE), (2, GEMM_SHARE)),
+        memory_bytes_per_second=hardware.memory_bytes_per_second * MEMORY_SHARE,
         attention_share=ATTENTION_SHARES[0],
         attention_rates={},
     )
@@ -280,30 +278,27 @@ def _works(small: RunPlan, hardware: Hardware, counted: Counted) -> tuple[dict[O
     seconds_of, owner_of = launch_seconds(small, hardware), _owners(small)
     works: dict[Owner, Work] = defaultdict(Work)
     once: dict[int, Work] = defaultdict(Work)
-    launches = [
-        (rank, owner_of(launch), launch, seconds)
-        for rank, log in counted.items()
-        for launch, seconds in log
-        if launch.kind != MESSAGE  # the simulated schedule has them
-    ]
+    owned: list[tuple[int, Owner, Launch, float]] = []
     seen: dict[tuple[int, int], set[int]] = defaultdict(set)  # microbatches, by rank and stage
-    for rank, owner, launch, _ in launches:
-        if owner is not None:
+    for rank, (launch, seconds) in ((rank, timed) for rank, log in counted.items() for timed in log):
+        owner = owner_of(launch)
+        if launch.kind == MESSAGE:  # the simulated schedule has them
+            continue
+        if owner is None:
+            once[rank].add(launch, 0.0 if launch.group else seconds)
+        else:
+            owned.append((rank, owner, launch, seconds))
             seen[rank, launch.stage].add(launch.microbatch)
     ends = {key: (min(numbers), max(numbers)) for key, numbers in seen.items()}
     # what is counted several times: an owner on ranks and in layers, and there each op after the first microbatch
     places: dict[Owner, set[Any]] = defaultdict(set)
     runs: dict[tuple[Owner, str], set[Any]] = defaultdict(set)
-    for rank, owner, launch, _ in launches:
-        if owner is not None:
-            place, (first, last) = (rank, launch.stage, launch.layer), ends[rank, launch.stage]
-            places[owner].add(place)
-            if launch.microbatch > first or first == last:
-                runs[owner, launch.op].add((place, launch.microbatch))
-    for rank, owner, launch, seconds in launches:
-        if owner is None:
-            once[rank].add(launch, 0.0 if launch.group else seconds)
-            continue
+    for rank, owner, launch, _ in owned:
+        place, (first, last) = (rank, launch.stage, launch.layer), ends[rank, launch.stage]
+        places[owner].add(place)
+        if launch.microbatch > first or first == last:
+            runs[owner, launch.op].add((place, launch.microbatch))
+    for rank, owner, launch, seconds in owned:
         if launch.group == "ep" and small.parts is not None:
             seconds = seconds_of(launch)  # what overlap hides is the planner's
         work, share, (first, last) = works[owner], 1 / len(places[owner]), ends[rank, launch.stage]

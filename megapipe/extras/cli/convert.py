@@ -37,24 +37,16 @@ def guess(folder: Path) -> str:
     raise CheckpointError(f"{folder} looks like none of {', '.join(FORMATS)}; give its format with --from")
 
 
-# flags that mean something for some formats alone: argument -> (its side, formats)
+# (side, formats) -> flags that mean something for these formats alone
 CONCERNS = {
-    "ignore_key": ("from", HUGGING_FACE),
-    "text_only": ("from", HUGGING_FACE),
-    "vocab_size": ("from", MEGATRON),
-    "weights_only": ("from", MEGATRON, DCP),
-    "drop_vocab_padding": ("from", MEGATRON),
-    "config": ("from", DCP),
-    "architecture": ("to", HUGGING_FACE),
-    "max_shard_size": ("to", HUGGING_FACE),
-    "like": ("to", HUGGING_FACE, OWN, DCP),
-    "tensor_model_parallel_size": ("to", MEGATRON),
-    "pipeline_model_parallel_size": ("to", MEGATRON),
-    "expert_model_parallel_size": ("to", MEGATRON),
-    "expert_tensor_parallel_size": ("to", MEGATRON),
-    "transformer_impl": ("to", MEGATRON),
-    "ckpt_format": ("to", MEGATRON),
-    "use_distributed_optimizer": ("to", MEGATRON),
+    ("from", HUGGING_FACE): "--ignore-key --text-only",
+    ("from", MEGATRON): "--vocab-size --drop-vocab-padding",
+    ("from", MEGATRON, DCP): "--weights-only",
+    ("from", DCP): "--config",
+    ("to", HUGGING_FACE): "--architecture --max-shard-size",
+    ("to", HUGGING_FACE, OWN, DCP): "--like",
+    ("to", MEGATRON): "--tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size "
+    "--expert-tensor-parallel-size --transformer-impl --ckpt-format --use-distributed-optimizer",
 }
 
 OPTIONS = (
@@ -138,12 +130,13 @@ def main(own: argparse.Namespace) -> None:
     target_format = own.target_format or (HUGGING_FACE if source_format == OWN else OWN)
     if target_format == source_format:
         raise ConfigError(f"{own.source} is already {source_format}; give the format to write with --to")
-    defaults = main.parser()
-    for name, (side, *meant) in CONCERNS.items():
-        is_side = source_format if side == "from" else target_format
-        if getattr(own, name) != defaults.get_default(name) and is_side not in meant:
-            rule = f"applies only to a conversion {side} {' or '.join(meant)}, this one is {side} {is_side}"
-            raise ConfigError(f"--{name.replace('_', '-')} {rule}")
+    defaults, formats = main.parser(), {"from": source_format, "to": target_format}
+    for (side, *meant), flags in CONCERNS.items():
+        for flag in flags.split() if formats[side] not in meant else ():
+            name = flag[2:].replace("-", "_")
+            if getattr(own, name) != defaults.get_default(name):
+                rule = f"applies only to a conversion {side} {' or '.join(meant)}, this one is {side} {formats[side]}"
+                raise ConfigError(f"{flag} {rule}")
     snapshot = read(source_format, own)
     if own.like is not None:
         snapshot = hugging_face.with_settings_of(snapshot, own.like)
