@@ -39,6 +39,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
+from itertools import accumulate
 from operator import or_
 
 from megapipe.layers.linear import fp8_weight_bytes
@@ -418,25 +419,7 @@ def offloaded_groups(
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class BackwardBytes:
-    """Bytes that a stage's backward makes and frees again: in the head and in each group. For a forward only `head`
-    counts: the loss in fp32.
-    """
-
-    head: int
-    groups: tuple[int, ...] = ()
-    waits: tuple[int, ...] = ()  # what each group leaves for W
-    head_waits: int = 0
-
-
-@dataclass(frozen=True)
-class OffloadedBytes:
-    """Bytes of a microbatch, or of one slice of it, with offloaded activations."""
-
-    groups: Mapping[int, tuple[GroupBytes, ...]]  # of each stage
-    kept: Mapping[int, int]  # by each stage without offloading, head included
-    inside: Mapping[tuple[int, Op], BackwardBytes]  # of each stage's B and I
+Level = tuple[int, int | None]  # of a moment, as `MemoryOverTime.levels` gives it; None: what the action makes
 
 
 @dataclass
@@ -444,7 +427,7 @@ class MemoryOverTime:
     """Device memory of a row with offloaded activations, moment by moment."""
 
     stages: Mapping[int, StageGroups]
-    slices: Sequence[OffloadedBytes]  # of a microbatch; one without slices
+    slices: Sequence[Mapping[tuple[int, Op, int], Level]]  # of a microbatch: by stage, op and group, with none away
     away: Mapping[Moment, int]  # bytes on the host only
     now: int = 0  # bytes on the host only at the last moment
 
@@ -455,29 +438,11 @@ class MemoryOverTime:
         """
         found = []
         for moment in moments_of(action, self.stages):
+            stage, op, microbatch, group = moment
             self.now = self.away[moment]
-            less, made = self._at(moment)
+            less, made = self.slices[microbatch % len(self.slices)].get((stage, op, group), (0, None))
             found.append((self.now + less, inside if made is None else made))
         return found or [(self.now, inside)]
-
-    def _at(self, moment: Moment) -> tuple[int, int | None]:
-        stage, op, microbatch, group = moment
-        if op is Op.W:
-            return 0, None
-        of_slice = self.slices[microbatch % len(self.slices)]
-        groups = of_slice.groups[stage]
-        above = sum(each.kept for each in groups[group + 1 :])
-        if op is Op.F:
-            is_last = group + 1 == len(groups)
-            return (0, of_slice.inside[stage, op].head) if is_last else (above, None)
-        inside, last = of_slice.inside[stage, op], len(groups) - 1
-        if group > last:
-            return 0, inside.head
-        if group == last:
-            return 0, inside.groups[group]
-        of_head = of_slice.kept[stage] - sum(each.kept for each in groups)
-        waiting = sum(inside.waits[group + 1 :]) + inside.head_waits
-        return above + of_head - waiting, inside.groups[group]
 
 
 def offloaded_memory(
@@ -488,23 +453,18 @@ def offloaded_memory(
     kept: bytes of each stage for each slice of a microbatch without offloading.
     """
     stages = {stage: plan.stage_groups(stage) for stage in plan.placement.stages_of(pp_rank)}
-    slices = []
-    for shape, of_slice in zip(plan.slice_shapes, kept, strict=True):
-        inside = {}
+    groups = [{stage: offloaded_groups(plan, stage, shape=shape) for stage in stages} for shape in plan.slice_shapes]
+    slices: list[dict[tuple[int, Op, int], Level]] = [{} for _ in groups]
+    for found, shape, own, of_slice in zip(slices, plan.slice_shapes, groups, kept, strict=True):
         for stage in stages:
-            has_head = plan.partition.stages[stage].has_head
-            inside[stage, Op.F] = BackwardBytes(plan.model.head.loss_block_bytes(shape) if has_head else 0)
-            for op, of_op in ((Op.B, shape), (Op.I, split(shape))):
-                inside[stage, op] = backward_bytes(plan, stage, of_op)
-        groups = {stage: offloaded_groups(plan, stage, shape=shape) for stage in stages}
-        slices.append(OffloadedBytes(groups, of_slice, inside))
+            found |= _levels_of_stage(plan, stage, shape, own[stage], of_slice[stage])
     moves = plan.row_moves(num_microbatches, pp_rank)
     away: dict[Moment, int] = {}
     now = 0
     in_use, most = Counter[int](), Counter[int]()  # host buffers, by size
 
     def group_of(unit: Unit) -> GroupBytes:
-        return slices[unit.microbatch % len(slices)].groups[unit.stage][unit.group]
+        return groups[unit.microbatch % len(groups)][unit.stage][unit.group]
 
     for index, moment in enumerate(moves.moments):
         now += sum(group_of(unit).moved for unit in moves.released.get(index, ()))
@@ -520,17 +480,25 @@ def offloaded_memory(
     return MemoryOverTime(stages, slices, away), sum(count * size for size, count in most.items())
 
 
-def backward_bytes(plan: RunPlan, stage: int, shape: RankShape) -> BackwardBytes:
-    """Return what a stage's B makes and frees, or its I if the shape splits the backward."""
+def _levels_of_stage(
+    plan: RunPlan, stage: int, shape: RankShape, groups: Sequence[GroupBytes], kept: int
+) -> dict[tuple[int, Op, int], Level]:
+    """Return the levels of a stage for a microbatch, or a slice, of this shape. kept: by the stage, head included."""
     model, layers = plan.model, plan.partition.stages[stage]
-    in_head, level = head_backward(model, shape, layers)
-    groups = layer_groups(layers_of(model, layers), shape)
-    peaks = [group_backward(group, shape)[0] for group in groups]
-    received = shape.hidden_bytes(plan.config.model.hidden_size)
-    # on top of all that was kept for the last group, of what the groups before them left for the others
-    inside = [*(peak + received for peak in peaks[:-1]), *(max(0, level + peak) for peak in peaks[-1:])]
-    if not shape.splits_backward:
-        return BackwardBytes(in_head, tuple(inside))
-    waits = tuple(group_waits(group, shape) for group in groups)
-    head_waits = model.head.table(shape).deferred_bytes if layers.has_head else 0
-    return BackwardBytes(in_head, tuple(inside), waits, head_waits)
+    last, of_groups = len(groups) - 1, sum(group.kept for group in groups)
+    above = [of_groups - below for below in accumulate(group.kept for group in groups)]
+    found: dict[tuple[int, Op, int], Level] = {(stage, Op.F, number): (above[number], None) for number in range(last)}
+    found[stage, Op.F, last] = 0, model.head.loss_block_bytes(shape) if layers.has_head else 0
+    for op, own in ((Op.B, shape), (Op.I, split(shape))):
+        in_head, level = head_backward(model, own, layers)
+        found[stage, op, last + 1] = 0, in_head
+        waiting = model.head.table(own).deferred_bytes if layers.has_head else 0  # for W
+        for number, group in reversed(list(enumerate(layer_groups(layers_of(model, layers), own)))):
+            peak, _ = group_backward(group, own)
+            # on top of all that was kept for the last group, of what the groups before them left for the others
+            found[stage, op, number] = 0, max(0, level + peak)
+            if number < last:
+                less = above[number] + kept - of_groups - waiting * own.splits_backward
+                found[stage, op, number] = less, peak + own.hidden_bytes(plan.config.model.hidden_size)
+            waiting += group_waits(group, own)
+    return found
