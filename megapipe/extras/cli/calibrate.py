@@ -30,7 +30,7 @@ from megapipe.config.tuned import TUNABLE, Tuned, to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, write_file
+from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, switch, write_file
 from megapipe.formatting import ranges_text
 from megapipe.plan.hardware import hardware_of
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
@@ -40,13 +40,13 @@ from megapipe.plan.world_rules import placement_of, topology_of
 
 CALIBRATE_OPTIONS = (
     option("--output", "never overwritten without --force", type=Path, default="hardware.yaml", metavar="FILE.yaml"),
-    option("--force", "overwrite the file", action="store_true"),
+    switch("--force", "overwrite the file"),
     option("--seconds", "that it may take, about; with fewer, smaller sizes are measured", default=30.0, above=0),
     option("--dtype", "of GEMMs by size, attention, memory (default: bf16 on GPU, fp32 on CPU)", choices=TENSOR_DTYPES),
     option("--name", "of the hardware in the file (default: the device's)"),
     option("--device", "default: cuda if there is a GPU", choices=DEVICES, default="auto"),
     option("--timeout-seconds", "after which a message that does not come is an error", default=60.0, above=0),
-    option("--json", "the figures as one JSON object instead of the table", action="store_true"),
+    switch("--json", "the figures as one JSON object instead of the table"),
 )
 PROFILE_OPTIONS = (
     option("--output", "the file to write", type=Path, required=True, metavar="FILE.json"),
@@ -54,10 +54,10 @@ PROFILE_OPTIONS = (
 )
 
 TUNE_OPTIONS = (
-    option("--tune", "measure settings of a run instead of the machine", action="store_true"),
+    switch("--tune", "measure settings of a run instead of the machine"),
     option("--nproc-per-node", "ranks of the measured runs, on this machine", type=int, required=True, above=0),
     option("--output", "never overwritten without --force", type=Path, default="tuned.yaml", metavar="FILE.yaml"),
-    option("--force", "overwrite the file", action="store_true"),
+    switch("--force", "overwrite the file"),
     option("--steps", "counted in each run, after two to warm up; every candidate runs twice", default=8, above=0),
 )
 DOCTOR_OPTIONS = (
@@ -70,7 +70,7 @@ DOCTOR_OPTIONS = (
     ),
     option("--seconds", "for the repeats of one size of one group", default=0.1, above=0),
     option("--timeout-seconds", "after which a message that does not come is an error", default=60.0, above=0),
-    option("--json", "one JSON object", action="store_true"),
+    switch("--json", "one JSON object"),
 )
 
 

@@ -10,7 +10,7 @@ from megapipe.checkpoint.folder import steps_in
 from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.frame import command, option
+from megapipe.extras.cli.frame import command, option, switch
 from megapipe.extras.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron import has_writable_optimizer, iteration_folder
 from megapipe.extras.convert.megatron_args import MegatronGrid
@@ -66,23 +66,18 @@ OPTIONS = (
         "run both models and compare logits (default: if transformers is installed)",
         action=argparse.BooleanOptionalAction,
     ),
-    option("--print-config", "print the source's configuration as YAML; convert nothing", action="store_true"),
+    switch("--print-config", "print the source's configuration as YAML; convert nothing"),
     "reading",
     option("--ignore-key", "ignore this key of config.json", action="append", default=[], metavar="KEY"),
-    option(
-        "--text-only",
-        "convert the text model of a model with images, sound or video, and list what is left out",
-        action="store_true",
-    ),
+    switch("--text-only", "convert the text model of a model with images, sound or video, and list what is left out"),
     option("--seq-length", "training length of a converted model (default: its positions, at most 4096)", type=int),
     option("--vocab-size", "true vocabulary size, if a Megatron checkpoint only has the padded one", type=int),
-    option(
+    switch(
         "--drop-vocab-padding",
         "leave out the padding rows of a Megatron run's vocabulary, which its softmax counts: the loss changes",
-        action="store_true",
     ),
     option("--config", "YAML configuration of the model, if a dcp folder has none", type=Path),
-    option("--weights-only", "leave out optimizer state, step and schedules", action="store_true"),
+    switch("--weights-only", "leave out optimizer state, step and schedules"),
     "writing",
     option(
         "--like",
@@ -98,11 +93,7 @@ OPTIONS = (
         choices=("torch", "torch_dist"),
         default="torch",
     ),
-    option(
-        "--use-distributed-optimizer",
-        "Megatron: write the optimizer's state for a run with this flag",
-        action="store_true",
-    ),
+    switch("--use-distributed-optimizer", "Megatron: write the optimizer's state for a run with this flag"),
     option("--tensor-model-parallel-size", "Megatron: tp of the ranks to write for", default=1),
     option("--pipeline-model-parallel-size", "Megatron: pp of the ranks to write for", default=1),
     option("--expert-model-parallel-size", "Megatron: ep of the ranks to write for", default=1),

@@ -78,6 +78,11 @@ def option(
     return Option(tuple(names.split()), {"help": help, **settings}, above, at_least)
 
 
+def switch(name: str, help: str) -> Option:
+    """Return an option without a value, for the table of a command."""
+    return option(name, help, action="store_true")
+
+
 HARDWARE_OPTIONS = (
     option("--gpu", "the accelerator, by its name in the hardware table (docs/planner.md)", metavar="NAME"),
     option("--hardware", "the accelerator and its links, as a YAML file", type=Path),

@@ -28,7 +28,7 @@ from megapipe.data.text_source import TEXT_KEY, find_files, read_records
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, ConfigError, DataError
-from megapipe.extras.cli.frame import command, option, write_file
+from megapipe.extras.cli.frame import command, option, switch, write_file
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.chat import ChatTokenizer
@@ -70,7 +70,7 @@ GENERATE_OPTIONS = (
     option("--batch-size", "prompts per batch", default=8),
     option("--output", "write JSON lines {prompt, text, num_tokens} instead of printing", type=Path),
     option("--max-new-tokens", default=128, at_least=1),
-    option("--ignore-eod", "continue after the tokens that end a text", action="store_true"),
+    switch("--ignore-eod", "continue after the tokens that end a text"),
     *SAMPLING_OPTIONS,
 )
 EVALUATE_OPTIONS = (
@@ -81,7 +81,7 @@ EVALUATE_OPTIONS = (
     option("--seq-length", "length of a window (default: as trained)", type=int),
     option("--stride", "tokens scored in a window (default: all)", type=int),
     option("--micro-batch-size", "windows at a time", default=4),
-    option("--json", "print one JSON object", action="store_true"),
+    switch("--json", "print one JSON object"),
 )
 
 

@@ -28,7 +28,7 @@ from megapipe.data.partial_output import PartialOutput, output_prefix
 from megapipe.data.preprocess import Progress, preprocess
 from megapipe.data.text_source import TEXT_KEY, corpus_documents, read_records, write_jsonl
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import command, option, write_file
+from megapipe.extras.cli.frame import command, option, switch, write_file
 from megapipe.extras.cli.quickstart_chat import finetune_and_export, say
 from megapipe.extras.cli.report import write_report
 from megapipe.extras.report.folder import read_run
@@ -64,7 +64,7 @@ OPTIONS = (
     option("--ranks", f"ranks to start (default: {CPU_RANKS} on a CPU, else as many GPUs as the grid uses)", type=int),
     option("--vocab-size", "tokens of the tokenizer", default=2048),
     option("--megabytes", "most text to use", default=8.0, above=0),
-    option("--sft", "then finetune on conversations, show one, export the model for transformers", action="store_true"),
+    switch("--sft", "then finetune on conversations, show one, export the model for transformers"),
 )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import Option, command, option
+from megapipe.extras.cli.frame import Option, command, option, switch
 from megapipe.extras.report.timeline import grid_text, parts_svg, svg
 from megapipe.formatting import text_table
 from megapipe.plan.queues import BY_POOL, BY_USE, RankTraffic, beside, enqueue, waiting_receives, why_it_hangs
@@ -61,7 +61,7 @@ _HALVES: dict[str, Any] = {"type": float, "nargs": 3, "metavar": ("F", "I", "W")
 _WAYS: dict[str, Any] = {"type": float, "nargs": 2, "metavar": ("F", "B")}
 EXPERTS = (
     "mixture of experts; times in milliseconds (or any unit) of a layer and microbatch, defaults like DeepSeek-V3's",
-    option("--experts", "cut stages into attention, dispatch, MLP and combine; overlap", action="store_true"),
+    switch("--experts", "cut stages into attention, dispatch, MLP and combine; overlap"),
     option("--layers", "of the model", default=61),
     option("--dense-layers", "the first of them, which have no experts", default=3),
     option("--attention", "with norms and router: forward, I and W", default=(5.5, 7.5, 3.5), **_HALVES),
@@ -87,13 +87,13 @@ MODEL = (
     option("--rank-speeds", "speed of each rank relative to the given seconds (mixed GPUs)", type=float, nargs="+"),
     option("--p2p", "latency of a message: from an action's end to its use on the next rank", default=0.0, at_least=0),
     option("--transfer", "time that a message occupies its channel, before --p2p", default=0.0, at_least=0),
-    option("--no-overlap", "a rank is idle while it sends (for --transfer)", action="store_true"),
+    switch("--no-overlap", "a rank is idle while it sends (for --transfer)"),
     option("--pair-share", "time of an overlapped F and B relative to their sum (DualPipe)", default=1.0, at_least=0),
     option("--optimizer", "norm, update and gather after the last action", default=0.0, at_least=0),
     option("--activation-bytes", "of one microbatch in the layers of one rank", default=0.0, at_least=0),
     option("--kept-for-weights", "fraction of it that is kept between I and W, 0 to 1", default=1.0, at_least=0),
     option("--memory-limit", "of zb-auto, in microbatches (compare: may be repeated)", type=float, action="append"),
-    option("--json", "machine-readable output", action="store_true"),
+    switch("--json", "machine-readable output"),
 )
 _SHARDING = "data-parallel-sharding-"
 SHARDING = (
@@ -102,7 +102,7 @@ SHARDING = (
     option(f"--{_SHARDING}granularity", "gather and reduce for each", choices=GRANULARITIES, default="run"),
     option(f"--{_SHARDING}prefetch", "computations that a gather starts ahead of its use", default=1),
     option(f"--{_SHARDING}units", "of every stage, gathered and reduced one by one", default=1),
-    option("--reshard-after-forward", "also where the backward of a stage follows at once", action="store_true"),
+    switch("--reshard-after-forward", "also where the backward of a stage follows at once"),
     option("--max-gathered", "stages (or units) of a rank gathered at once, at most", type=int),
     option("--gather", "of the weights, once", default=0.0, at_least=0),
     option("--reduce", "of the gradients, once", default=0.0, at_least=0),
@@ -111,7 +111,7 @@ DRAWINGS = (
     option("--svg", "write a drawing", type=Path),
     option("--trace", "write a trace for ui.perfetto.dev", type=Path),
     option("--csv-out", "write the rows as CSV", type=Path),
-    option("--lowered", "CSV with messages and reductions", action="store_true"),
+    switch("--lowered", "CSV with messages and reductions"),
     option("--width", "pixels of the drawing, columns of the text (default: as needed, 160)", type=int),
 )
 DEPTHS = (
@@ -463,13 +463,13 @@ QUEUES_OPTIONS = (
     option("-p --ranks", "pipeline ranks", default=4, above=0),
     option("-m --microbatches", "default: four times the ranks", type=int, above=0),
     option("-v --chunks", "stages a rank where a schedule takes any number", default=2, above=0),
-    option("--tp", "with tensor parallelism: two collectives in every forward and backward", action="store_true"),
+    switch("--tp", "with tensor parallelism: two collectives in every forward and backward"),
     option("--offload", "layers of every stage, all offloaded to the host", default=0, at_least=0, metavar="LAYERS"),
-    option("--evaluation", "of the forwards of an evaluation instead of a training step", action="store_true"),
+    switch("--evaluation", "of the forwards of an evaluation instead of a training step"),
     option("--channels", "NCCL channels of a message, each of which holds an SM while it waits", default=4, above=0),
     option("--sms", "of the GPU; H100: 132", default=132, above=0),
-    option("--sm-table", "print the SMs that waiting receives hold instead of the hangs", action="store_true"),
-    option("--json", "machine-readable output", action="store_true"),
+    switch("--sm-table", "print the SMs that waiting receives hold instead of the hangs"),
+    switch("--json", "machine-readable output"),
 )
 
 
