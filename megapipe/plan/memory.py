@@ -66,17 +66,7 @@ from megapipe.plan.part_memory import part_sizes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import NOTHING, Whole, row_bytes
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.lifetimes import (
-    MESSAGES,
-    Held,
-    Item,
-    Moment,
-    StageGroups,
-    Unit,
-    host_pieces,
-    lifetimes,
-    moments_of,
-)
+from megapipe.schedule.lifetimes import MESSAGES, Held, Item, Unit, host_pieces, lifetimes
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.state_dtypes import CHUNK, MASTER, NORM_CHUNK
@@ -426,9 +416,7 @@ Level = tuple[int, int | None]  # of a moment, as `MemoryOverTime.levels` gives 
 class MemoryOverTime:
     """Device memory of a row with offloaded activations, moment by moment."""
 
-    stages: Mapping[int, StageGroups]
-    slices: Sequence[Mapping[tuple[int, Op, int], Level]]  # of a microbatch: by stage, op and group, with none away
-    away: Mapping[Moment, int]  # bytes on the host only
+    moments: Mapping[Action, Sequence[tuple[int, Level]]]  # bytes on the host only, and the level with none there
     now: int = 0  # bytes on the host only at the last moment
 
     def levels(self, action: Action, inside: int) -> list[tuple[int, int]]:
@@ -436,13 +424,9 @@ class MemoryOverTime:
         offloading, with all of this action's stage counted as kept; and the bytes made and freed again (`inside` for
         an action that is not a backward).
         """
-        found = []
-        for moment in moments_of(action, self.stages):
-            stage, op, microbatch, group = moment
-            self.now = self.away[moment]
-            less, made = self.slices[microbatch % len(self.slices)].get((stage, op, group), (0, None))
-            found.append((self.now + less, inside if made is None else made))
-        return found or [(self.now, inside)]
+        moments = self.moments.get(action, [(self.now, (0, None))])
+        self.now = moments[-1][0]
+        return [(now + less, inside if made is None else made) for now, (less, made) in moments]
 
 
 def offloaded_memory(
@@ -452,14 +436,14 @@ def offloaded_memory(
 
     kept: bytes of each stage for each slice of a microbatch without offloading.
     """
-    stages = {stage: plan.stage_groups(stage) for stage in plan.placement.stages_of(pp_rank)}
+    stages = plan.placement.stages_of(pp_rank)
     groups = [{stage: offloaded_groups(plan, stage, shape=shape) for stage in stages} for shape in plan.slice_shapes]
     slices: list[dict[tuple[int, Op, int], Level]] = [{} for _ in groups]
     for found, shape, own, of_slice in zip(slices, plan.slice_shapes, groups, kept, strict=True):
         for stage in stages:
             found |= _levels_of_stage(plan, stage, shape, own[stage], of_slice[stage])
     moves = plan.row_moves(num_microbatches, pp_rank)
-    away: dict[Moment, int] = {}
+    moments: dict[Action, list[tuple[int, Level]]] = {}
     now = 0
     in_use, most = Counter[int](), Counter[int]()  # host buffers, by size
 
@@ -472,12 +456,14 @@ def offloaded_memory(
             group = group_of(unit)
             now -= group.moved
             in_use[group.host] -= 1
-        away[moment] = now
-        unit = Unit(moment.stage, moment.microbatch, moment.group)
-        if moment.op is Op.F and unit in moves.moved:
+        stage, op, microbatch, group_number = moment
+        level = slices[microbatch % len(slices)].get((stage, op, group_number), (0, None))
+        moments.setdefault(Action(stage, op, microbatch), []).append((now, level))
+        unit = Unit(stage, microbatch, group_number)
+        if op is Op.F and unit in moves.moved:
             in_use[group_of(unit).host] += 1
             most |= in_use  # the larger number of each size
-    return MemoryOverTime(stages, slices, away), sum(count * size for size, count in most.items())
+    return MemoryOverTime(moments), sum(count * size for size, count in most.items())
 
 
 def _levels_of_stage(

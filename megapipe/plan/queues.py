@@ -19,16 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import (
-    BACKWARD_OPS,
-    COMPLETES_OPS,
-    COMPUTE_OPS,
-    RECV_OPS,
-    SEND_OPS,
-    SHARDING_OPS,
-    Action,
-    Op,
-)
+from megapipe.schedule.action import BACKWARD_OPS, COMPLETES_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.dependencies import NEEDS, TRAVELS, ChannelPath, Route, ValueKind, channel_of
 from megapipe.schedule.lifetimes import NO_MOVES, Moves, Unit
 from megapipe.schedule.lower import without_pairs
@@ -190,7 +181,7 @@ class _RankProgram:
         if action.op is Op.UNSHARD:
             for _ in range(self.traffic.buckets):
                 self.gathers[action.stage] = program.communicate(Enqueued(GATHER, name, seconds=seconds))
-        elif action.op not in SHARDING_OPS and self.traffic.dp:
+        elif action.op is not Op.RESHARD and self.traffic.dp:
             if self.traffic.sharded:
                 program.wait(CURRENT, program.last.get(DP), name)
                 self.reducing = action.stage

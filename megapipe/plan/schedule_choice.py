@@ -232,16 +232,3 @@ def _cut_by_flops(model: ResolvedModelConfig, num_stages: int) -> Partition:
     costs = [layer_flops(layer, model.seq_length, causal=False) for layer in spec.layers]
     predictions = sum(layer_flops(layer, model.seq_length, causal=False) for _, layer in spec.predictions)
     return cut_by_cost(costs, head_flops(spec) + predictions, num_stages)
-
-
-def check_rank_settings(config: Config) -> None:
-    """Raise ConfigError for settings of pipeline ranks that do not fit the pipeline."""
-    parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
-    if parallel.pipeline_balance == "measured" and parallel.pipeline_layer_times is None:
-        raise ConfigError("--pipeline-balance measured needs --pipeline-layer-times FILE, from megapipe profile-layers")
-    for flag, values, counts, rule in (
-        ("--pipeline-rank-speeds", parallel.pipeline_rank_speeds, (pp,), "one number for each"),
-        ("--pipeline-rank-memory", parallel.pipeline_rank_memory, (1, pp), "one number, or one for each"),
-    ):
-        if values is not None and len(values) not in counts:
-            raise ConfigError(f"{flag} names {len(values)} ranks, --pipeline-model-parallel-size is {pp}; give {rule}")

@@ -22,14 +22,7 @@ from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, OPTIONS, Optio
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 from megapipe.plan.batch import BatchSchedule, batch_schedule
-from megapipe.plan.schedule_choice import (
-    check_cut,
-    check_rank_settings,
-    check_schedule,
-    group_size,
-    memory_limit,
-    schedule_and_chunks,
-)
+from megapipe.plan.schedule_choice import check_cut, check_schedule, group_size, memory_limit, schedule_and_chunks
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.parts import MERGED
@@ -69,7 +62,7 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         ),
         _rule(lambda c: check_cut(c.model, c.parallel, placement_of(c)), of_model.chunks, of_model.layers_of_stages),
         _rule(_check_ends, of_model.chunks),
-        _rule(check_rank_settings),
+        _rule(_check_rank_settings),
         _rule(
             lambda c: kv_replicas(c.model, c.parallel.tensor_model_parallel_size),
             of_model.shape,
@@ -125,6 +118,19 @@ def _check_ends(config: Config) -> None:
             f"which has the first stage on pp_rank {where}: gradients of the embedding are summed over the first and "
             f"the last pp_rank; place both stages there or on one rank, or {way}"
         )
+
+
+def _check_rank_settings(config: Config) -> None:
+    """Raise ConfigError for settings of pipeline ranks that do not fit the pipeline."""
+    parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
+    if parallel.pipeline_balance == "measured" and parallel.pipeline_layer_times is None:
+        raise ConfigError("--pipeline-balance measured needs --pipeline-layer-times FILE, from megapipe profile-layers")
+    for flag, values, counts, rule in (
+        ("--pipeline-rank-speeds", parallel.pipeline_rank_speeds, (pp,), "one number for each"),
+        ("--pipeline-rank-memory", parallel.pipeline_rank_memory, (1, pp), "one number, or one for each"),
+    ):
+        if values is not None and len(values) not in counts:
+            raise ConfigError(f"{flag} names {len(values)} ranks, --pipeline-model-parallel-size is {pp}; give {rule}")
 
 
 def topology_of(config: Config, world_size: int, ranks_per_node: int | None, replicas: int | None = None) -> Topology:

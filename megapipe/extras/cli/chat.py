@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError, DataError
 from megapipe.extras.cli.frame import command, option
-from megapipe.extras.cli.inference import (
-    CHECKPOINT_OPTIONS,
-    GRID_OPTIONS,
-    SAMPLING_OPTIONS,
-    SavedModel,
-    open_model,
-    tell_copies,
-)
+from megapipe.extras.cli.inference import CHECKPOINT_OPTIONS, GRID_OPTIONS, SAMPLING_OPTIONS, SavedModel, open_model
 from megapipe.tokenizers.chat import ChatTokenizer
 from megapipe.tokenizers.hugging_face import optional_package
 from megapipe.tokenizers.tokenizer import end_tokens
@@ -169,7 +162,7 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
         raise ConfigError(f"--host {own.host} lets other machines use the model; give a --token that they must send")
     model = open_model(own, environment, micro_batch_size=1)
     tokenizer, chats = model.required_tokenizer(), model.chat_tokenizer()[0]
-    tell_copies(model)
+    model.tell_copies()
     listener = None
     if environment.global_rank == 0:
         try:

@@ -125,6 +125,15 @@ class SavedModel:
         runtime.load_weights(open_folder(self.folder))
         return runtime
 
+    def tell_copies(self) -> None:
+        """Say on rank 0 if there are more ranks than the model needs."""
+        ranks = self.plan.topology
+        num_copies = min(ranks.dp, ranks.edp) if self.plan.model.has_experts else ranks.dp
+        if num_copies > 1 and self.environment.global_rank == 0:
+            copies = f"{ranks.world_size} ranks hold {num_copies} copies of the model, which write the same text"
+            remark = f"{copies}: {ranks.world_size // num_copies} generate as fast"
+            print(remark, file=sys.stderr)
+
 
 def located(run: Path, step: int | None) -> tuple[Path, int | None]:
     """Return the folder of checkpoints and the step of a run's folder, its `checkpoints`, or one of the checkpoints."""
@@ -208,7 +217,7 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
     model = open_model(own, environment, micro_batch_size=max(1, min(own.batch_size, len(prompts))))
     tokenizer = model.required_tokenizer()
     is_first = environment.global_rank == 0
-    tell_copies(model)
+    model.tell_copies()
     from megapipe.extras.inference.generate import Generator, Limits, Sampling, TextStream
 
     sampling = Sampling(own.temperature, own.top_k, own.top_p, own.seed)
@@ -242,16 +251,6 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
         return
     write_file(own.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
     print(f"wrote {len(rows)} texts to {own.output}", file=sys.stderr)
-
-
-def tell_copies(model: SavedModel) -> None:
-    """Say on rank 0 if there are more ranks than the model needs."""
-    ranks = model.plan.topology
-    num_copies = min(ranks.dp, ranks.edp) if model.plan.model.has_experts else ranks.dp
-    if num_copies > 1 and model.environment.global_rank == 0:
-        enough = f"{ranks.world_size // num_copies} generate as fast"
-        remark = f"{ranks.world_size} ranks hold {num_copies} copies of the model, which write the same text: {enough}"
-        print(remark, file=sys.stderr)
 
 
 @command("megapipe evaluate", EVALUATE_OPTIONS, on_ranks=True)
