@@ -10,8 +10,6 @@ without --overlap-grad-reduce until their own has ended.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
@@ -36,32 +34,6 @@ class Whole(NamedTuple):
 NOTHING = Whole()
 
 
-@dataclass(frozen=True)
-class RowBytes:
-    """Bytes and elements that one row of sharded gradients, or weights too, moves and holds."""
-
-    whole: tuple[Whole, ...]  # at each action
-    gathers: int  # UNSHARD actions
-    reductions: int  # REDUCE_GRAD actions
-    gathered_by_kind: Mapping[bool, int]  # elements of the buffers that they gather: False dense, True those of experts
-    reduced_by_kind: Mapping[bool, int]  # elements of those that they reduce
-
-    @property
-    def gathered(self) -> int:
-        """Elements of all buffers that are gathered."""
-        return sum(self.gathered_by_kind.values())
-
-    @property
-    def reduced(self) -> int:
-        """Elements of all buffers that are reduced."""
-        return sum(self.reduced_by_kind.values())
-
-    @property
-    def peak(self) -> Whole:
-        """The most bytes of each kind, not necessarily at the same time."""
-        return Whole(*map(max, zip(*self.whole, strict=True))) if self.whole else NOTHING
-
-
 class _Buffer(NamedTuple):
     """A flat buffer of this rank: index `number` among those of its stage."""
 
@@ -72,10 +44,15 @@ class _Buffer(NamedTuple):
     is_expert: bool
 
 
-class _Walk:
-    """The buffers of a rank during a row: the same steps as `Stores` takes."""
+class RowBytes:
+    """Bytes and elements that one row of sharded gradients, or weights too, moves and holds: the same steps as `Stores`
+    takes, with the buffers of a rank.
 
-    def __init__(self, plan: RunPlan, pp_rank: int) -> None:
+    whole: at each action. gathers, reductions: UNSHARD and REDUCE_GRAD actions. gathered_by_kind, reduced_by_kind:
+    elements of the buffers that they gather and reduce, False dense ones, True those of experts.
+    """
+
+    def __init__(self, plan: RunPlan, pp_rank: int, row: Row) -> None:
         stages = plan.placement.stages_of(pp_rank)
         self.own = {
             stage: [
@@ -96,17 +73,35 @@ class _Walk:
         self.open: dict[_Buffer, int] = {}  # bytes of whole gradients
         self.in_flight: dict[_Buffer, int] = {}  # of those that are being reduced, or of their copies
         self.finished: set[int] = set()  # stages
-        self.gathered: Counter[bool] = Counter()  # elements, dense ones and those of experts
-        self.reduced: Counter[bool] = Counter()
+        self.gathered_by_kind: Counter[bool] = Counter()
+        self.reduced_by_kind: Counter[bool] = Counter()
         self.now = NOTHING
+        self.whole = tuple(map(self._step, row))
+        ran = Counter(op for _, op, _ in row)
+        self.gathers, self.reductions = ran[Op.UNSHARD], ran[Op.REDUCE_GRAD]
 
-    def step(self, action: Action) -> Whole:
+    @property
+    def gathered(self) -> int:
+        """Elements of all buffers that are gathered."""
+        return self.gathered_by_kind.total()
+
+    @property
+    def reduced(self) -> int:
+        """Elements of all buffers that are reduced."""
+        return self.reduced_by_kind.total()
+
+    @property
+    def peak(self) -> Whole:
+        """The most bytes of each kind, not necessarily at the same time."""
+        return Whole(*map(max, zip(*self.whole, strict=True))) if self.whole else NOTHING
+
+    def _step(self, action: Action) -> Whole:
         """Run an action and return what is whole meanwhile."""
         stage, op, microbatch = action
         copies = 0
         if op is Op.UNSHARD:
             for buffer in (each for each in self.used[stage] if not self.users[each]):
-                self.gathered[buffer.is_expert] += buffer.numel
+                self.gathered_by_kind[buffer.is_expert] += buffer.numel
             self.users.update(self.used[stage])
         elif op is Op.RESHARD:
             self.users.subtract(self.used[stage])
@@ -135,8 +130,8 @@ class _Walk:
         freed = 0
         for buffer in [*buffers, *(self.shared if takes_shared else ())]:
             size = self.open.pop(buffer, 0)
-            self.reduced[buffer.is_expert] += buffer.numel * bool(size)
             if size:
+                self.reduced_by_kind[buffer.is_expert] += buffer.numel
                 self.in_flight[buffer] = buffer.numel * BF16_BYTES if self.in_bf16 else size
                 freed += size * self.in_bf16
         return freed
@@ -144,10 +139,7 @@ class _Walk:
 
 def row_bytes(plan: RunPlan, pp_rank: int, row: Row) -> RowBytes:
     """Return what a row with sharded gradients gathers, reduces and holds. The plan has a strategy of sharding."""
-    walk = _Walk(plan, pp_rank)
-    whole = tuple(map(walk.step, row))
-    ran = Counter(op for _, op, _ in row)
-    return RowBytes(whole, ran[Op.UNSHARD], ran[Op.REDUCE_GRAD], walk.gathered, walk.reduced)
+    return RowBytes(plan, pp_rank, row)
 
 
 def replica_bytes(plan: RunPlan, pp_rank: int, row: Row) -> dict[str, float]:
