@@ -164,17 +164,16 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
     groups = (*layer_groups(layers_of(model, stage), shape), *prediction_groups(model, shape, stage))
     for group, count in Counter(groups).items():
         total.update({what: count * size for what, size in _group_bytes(group, shape).items()})
-    if groups:
-        replays = [group.is_checkpoint or group.shape(shape).recomputes("core_attn", "mla_up_proj") for group in groups]
-        is_replayed = any(replays)
-        masks, tables = Counter[Any](), Counter[Any]()  # one for each window, and for each kind of rotary positions
-        for each in attentions(model, stage):
-            size = each.document_mask_bytes(shape, is_replayed)
-            masks[each.visibility(shape)] = max(masks[each.visibility(shape)], size)
-            tables[each.model.position_tables] = each.rotary_table_bytes(shape)
-        total["document masks"] = masks.total()
-        if shape.documents.position_ids:
-            total["rotary tables"] = tables.total() * shape.batch
+    replays = (group.is_checkpoint or group.shape(shape).recomputes("core_attn", "mla_up_proj") for group in groups)
+    is_replayed = any(replays)
+    masks, tables = Counter[Any](), Counter[Any]()  # one for each window, and for each kind of rotary positions
+    for each in attentions(model, stage):
+        size = each.document_mask_bytes(shape, is_replayed)
+        masks[each.visibility(shape)] = max(masks[each.visibility(shape)], size)
+        tables[each.model.position_tables] = each.rotary_table_bytes(shape)
+    total["document masks"] = masks.total()
+    if shape.documents.position_ids:
+        total["rotary tables"] = tables.total() * shape.batch
     for table in end_tables(model, shape, stage):
         total.update(bytes_by_name(table.keeps))
     return {what: size for what, size in total.items() if size}

@@ -133,15 +133,6 @@ class Row:
     flops: float = 0.0
     seconds: float = 0.0
 
-    def add(self, launch: Launch, seconds: float, share: float = 1.0) -> None:
-        """Add a launch, or a share of it where it is one of several alike."""
-        self.seconds += seconds * share
-        self.waits += share * (launch.kind == HOST_WAIT)
-        self.collectives += share * (launch.kind == COLLECTIVE)
-        self.kernels += share * (launch.kind in KERNELS)
-        self.flops += launch.flops * share
-        self.num_bytes += launch.num_bytes * share * (launch.kind in ("", COLLECTIVE))
-
     def __add__(self, other: Row) -> Row:
         return Row(*(one + two for one, two in zip(vars(self).values(), vars(other).values(), strict=True)))
 
@@ -162,8 +153,14 @@ class Work:
         return sum(self.rows.values(), Row())
 
     def add(self, launch: Launch, seconds: float, share: float = 1.0) -> None:
-        """Add a launch to its row."""
-        self.rows[f"{launch.group} messages" if launch.group else launch.part].add(launch, seconds, share)
+        """Add a launch to its row, or a share of it where it is one of several alike."""
+        row = self.rows[f"{launch.group} messages" if launch.group else launch.part]
+        row.seconds += seconds * share
+        row.waits += share * (launch.kind == HOST_WAIT)
+        row.collectives += share * (launch.kind == COLLECTIVE)
+        row.kernels += share * (launch.kind in KERNELS)
+        row.flops += launch.flops * share
+        row.num_bytes += launch.num_bytes * share * (launch.kind in ("", COLLECTIVE))
 
 
 class Kind(NamedTuple):
@@ -253,11 +250,10 @@ def roofline(plan: RunPlan, small: RunPlan, hardware: Hardware, counted: Counted
     """Return the step of a plan. small: the plan whose ranks were counted. hardware: of the table."""
     hardware = achievable(hardware)
     works, updates = _works(small, hardware, counted)
-    stages, casts = [], []
-    for stage in plan.partition.stages:
-        held = [works[kind] for _, kind, _ in kinds_of(plan, stage)]
-        casts.append(sum(work.once for work in held))
-        stages.append(_op_seconds([*held, works.get(Ends(stage.has_embedding, stage.has_head), Work())]))
+    held = [[works[kind] for _, kind, _ in kinds_of(plan, stage)] for stage in plan.partition.stages]
+    casts = [sum(work.once for work in of_stage) for of_stage in held]
+    ends = [works.get(Ends(stage.has_embedding, stage.has_head), Work()) for stage in plan.partition.stages]
+    stages = tuple(_op_seconds([*layers, of_ends]) for layers, of_ends in zip(held, ends, strict=True))
     longest = max(updates, key=lambda rank: updates[rank].total.seconds)
     # an update is as long as its bytes, which the planner knows for both
     counted_bytes = _update_bytes(small, small.topology.coordinates(longest).pp_rank)
@@ -266,7 +262,7 @@ def roofline(plan: RunPlan, small: RunPlan, hardware: Hardware, counted: Counted
         rate * _update_bytes(plan, pp_rank) + sum(casts[stage] for stage in plan.placement.stages_of(pp_rank))
         for pp_rank in range(plan.topology.pp)
     )
-    return Roofline(plan, works, updates[longest], seconds, predict_step(plan, hardware, tuple(stages)))
+    return Roofline(plan, works, updates[longest], seconds, predict_step(plan, hardware, stages))
 
 
 def _update_bytes(plan: RunPlan, pp_rank: int) -> int:

@@ -127,13 +127,8 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     held = plan.placement.stages_of(pp_rank)
     ran = Counter((stage, op) for stage, op, _ in row)  # several reductions where a step has several updates
     slices = plan.num_slices  # all of a microbatch's together send what a whole one does
-    collectives = (
-        sum(
-            ran[stage, Op.B] * stage_collectives(plan, stage) + ran[stage, Op.I] * stage_collectives(plan, stage, True)
-            for stage in held
-        )
-        / slices
-    )
+    whole, split_up = ({stage: stage_collectives(plan, stage, splits) for stage in held} for splits in (False, True))
+    collectives = sum(ran[stage, Op.B] * whole[stage] + ran[stage, Op.I] * split_up[stage] for stage in held) / slices
     # the all-reduce of the tied embedding's gradients between the first rank and the last, after the replicas' sums
     tied = [layout for stage in held for layout in plan.buffers(stage, 0) if layout.kind == "tied"]
     tied_elements = sum(layout.numel // layout.num_shards for layout in tied)

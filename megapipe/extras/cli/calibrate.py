@@ -247,10 +247,9 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
     world = join(plan.config, environment)
     groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
     kinds = layer_kinds(config.model)
-    costs = []  # embedding, one layer, and head, with layers of each kind
-    for layer in kinds:
-        alike = resolve(one_pipeline_rank(config, world_size, layer), world_size, local)
-        costs.append(profile_parts(alike, groups, world.device, own.seconds))
+    alike = (resolve(one_pipeline_rank(config, world_size, layer), world_size, local) for layer in kinds)
+    # embedding, one layer, and head, with layers of each kind
+    costs = [profile_parts(each, groups, world.device, own.seconds) for each in alike]
     if environment.global_rank == 0:
         name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.machine()
         measured = {

@@ -31,7 +31,7 @@ from megapipe.schedule.placement import Placement, linear, loop, two_directions,
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.sharding import GRANULARITIES, ShardingPolicy, shard, split_stages
 from megapipe.schedule.simulate import unhindered_send_depth
-from megapipe.schedule.validate import validate
+from megapipe.schedule.validate import ValidationReport, validate
 
 HELP = """\
 usage: megapipe schedule COMMAND [arguments]      (each has --help)
@@ -402,18 +402,9 @@ def _check(own: argparse.Namespace) -> None:
             report.least_send_depth.items(), key=lambda item: (item[0].boundary, item[0].kind.value, item[0].direction)
         )
     ]
+    _print_proof(own, report, is_synchronous=schedule.is_synchronous, channels=channels)
     if own.json:
-        summary = {
-            "schedule": str(report.schedule),
-            "valid": True,
-            "num_actions": report.num_actions,
-            "send_depth": report.send_depth,
-            "is_synchronous": schedule.is_synchronous,
-            "channels": channels,
-        }
-        print(json.dumps(summary))
         return
-    print(report)
     if not schedule.is_synchronous:
         print(_NOT_SYNCHRONOUS)
     width = max((len(str(entry["channel"])) for entry in channels), default=0)
@@ -430,8 +421,13 @@ def _check_parts(own: argparse.Namespace, schedule: Schedule, model: ExpertModel
         expanded = parts.from_csv(own.parts.read_text(encoding="utf-8"), expanded)
     rows = expanded if expanded.is_lowered else lower(expanded, own.receive_depth)
     report = prove(rows, paired, parts, own.send_depth)
-    summary = {"schedule": str(rows), "valid": True, "num_actions": report.num_actions, "send_depth": report.send_depth}
-    print(json.dumps(summary) if own.json else report)
+    _print_proof(own, report)
+
+
+def _print_proof(own: argparse.Namespace, report: ValidationReport, **more: Any) -> None:
+    """Print what a proof found, with --json and as JSON also `more`."""
+    summary = {"schedule": str(report.schedule), "valid": True, "num_actions": report.num_actions}
+    print(json.dumps({**summary, "send_depth": report.send_depth, **more}) if own.json else report)
 
 
 @command("megapipe schedule simulate", (*NAME, *MODEL, *SHARDING), needs_words=False)
@@ -526,15 +522,16 @@ def _steps(name: str, own: argparse.Namespace) -> Iterator[tuple[int, int, Step,
 
 def _hangs(name: str, own: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield one row: for every number of connections the depths at which the schedule can hang."""
-    row: dict[str, Any] = {"schedule": name, "chunks": 0} | {str(connections): [] for connections in CONNECTIONS}
-    for depth, chunks, step, training in _steps(name, own):
-        row["chunks"], programs = chunks, beside(enqueue(*step), enqueue(*training))
-        for connections in CONNECTIONS:
+    found: dict[int, list[str]] = {connections: [] for connections in CONNECTIONS}
+    for depth, _, step, training in _steps(name, own):
+        programs = beside(enqueue(*step), enqueue(*training))
+        for connections, depths in found.items():
             if why_it_hangs(programs, connections, mappings=(BY_USE,)):
-                row[str(connections)].append(str(depth))
+                depths.append(str(depth))
             elif why_it_hangs(programs, connections, mappings=(BY_POOL,)):
-                row[str(connections)].append(f"({depth})")
-    yield {key: (" ".join(value) or "-") if isinstance(value, list) else value for key, value in row.items()}
+                depths.append(f"({depth})")
+    cells = {str(connections): " ".join(depths) or "-" for connections, depths in found.items()}
+    yield {"schedule": name, "chunks": schedule_family(name).num_chunks(own.chunks), **cells}
 
 
 def _held(name: str, own: argparse.Namespace) -> Iterator[dict[str, Any]]:
