@@ -364,13 +364,10 @@ def _sharding(plan: RunPlan) -> Iterator[str]:
     held, t = plan.num_elements(plan.placement.stages_of(pp_rank)), plan.topology
     sent = sum(replica_bytes(plan, pp_rank, rows[pp_rank]).values())
     times = {"microbatch": "for each microbatch", "run": "for runs of microbatches", "step": "once a step"}
-    words = [
-        f"{count_text(most.reductions, 'reduction')} of {bytes_text(most.reduced * plan.shape.gradient)} of gradients"
-    ]
+    moved = [("reduction", most.reductions, most.reduced * plan.shape.gradient, "gradients")]
     if policy.gathers:
-        words.insert(
-            0, f"{count_text(most.gathers, 'gather')} of {bytes_text(most.gathered * plan.shape.element)} of weights"
-        )
+        moved.insert(0, ("gather", most.gathers, most.gathered * plan.shape.element, "weights"))
+    words = [f"{count_text(count, what)} of {bytes_text(size)} of {of_what}" for what, count, size, of_what in moved]
     yield (
         f"  sharding over {t.num_shards} ranks, {times[policy.granularity]}: pp_rank {pp_rank} has "
         f"{' and '.join(words)} a step, {most.gathered / held:.3g} and {most.reduced / held:.3g} times all it holds"
