@@ -251,10 +251,9 @@ def backward_peak(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tup
     """
     in_head, level = head_backward(model, shape, stage)
     layers = layers_of(model, stage)
-    if not layers:
-        in_layers = level + walk_backward([model.embedding.table(shape)])[0] if stage.has_embedding else 0
-        return in_head, max(0, in_layers)
     in_layers = 0
+    if not layers and stage.has_embedding:
+        in_layers = max(0, level + walk_backward([model.embedding.table(shape)])[0])
     for group, alike in groupby(reversed(layer_groups(layers, shape))):
         count, (peak, change) = len(list(alike)), group_backward(group, shape)
         in_layers = max(in_layers, level + peak, level + (count - 1) * change + peak)

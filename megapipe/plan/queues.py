@@ -155,9 +155,8 @@ class _RankProgram:
             for slot, action in enumerate(row)
             if action.op is Op.REDUCE_GRAD and self.traffic.dp and not self.traffic.sharded and parts is None
         }
-        for slot, (action, of_stage) in enumerate(
-            zip(row, row if parts is None else parts.stage_row(row), strict=True)
-        ):
+        stage_row = row if parts is None else parts.stage_row(row)
+        for slot, (action, of_stage) in enumerate(zip(row, stage_row, strict=True)):
             if action.op in COMPUTE_OPS:
                 self.use(of_stage, CURRENT)
                 self.compute(action)

@@ -340,17 +340,14 @@ def report(found: Roofline, cut: Sequence[str], hardware: Hardware) -> str:
     fast, plan = achievable(hardware), found.plan
     peak = hardware.peak(plan.config.precision.dtype)
     tera = [share * peak / TERA for share in (GEMM_SHARE, *ATTENTION_SHARES)]
+    is_compiled = plan.config.kernels.compile_blocks == "on"
+    how = "are compiled" if is_compiled else "run as written (--compile-blocks on counts them compiled)"
     lines = [
         f"roofline of {hardware.name}: counted on a fake device, derived, not measured. TFLOP/s: GEMMs {tera[0]:.0f}, "
         f"attention {tera[1]:.0f} forward and {tera[2]:.0f} backward; memory "
         f"{fast.memory_bytes_per_second / TERA:.2f} TB/s, {1e6 * KERNEL_SECONDS:.0f} us between kernels",
         *(f"  counted with {line}" for line in cut),
-        "  a compiled region counts as one kernel; "
-        + (
-            "blocks are compiled"
-            if plan.config.kernels.compile_blocks == "on"
-            else "blocks run as written (--compile-blocks on counts them compiled)"
-        ),
+        f"  a compiled region counts as one kernel; blocks {how}",
     ]
     for kind, (numbers, spec) in found.layers.items():
         work = found.works[kind]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -255,7 +256,14 @@ class RunPlan:
 
     def num_elements(self, stages: Iterable[int]) -> int:
         """Return the parameters of these stages on one rank, padding of the buffers included."""
-        return sum(layout.numel for stage in stages for layout in self.buffers(stage, 0))
+        return self.elements_by_kind(stages).total()
+
+    def elements_by_kind(self, stages: Iterable[int]) -> Counter[bool]:
+        """Return the parameters of these stages on one rank, padding included: False dense ones, True of experts."""
+        held: Counter[bool] = Counter()
+        for layout in (layout for stage in stages for layout in self.buffers(stage, 0)):
+            held[layout.is_expert] += layout.numel
+        return held
 
     def shard_elements(self, stages: Iterable[int]) -> dict[bool, int]:
         """Return the parameters of these stages whose optimizer state is on one rank, padding included: True for

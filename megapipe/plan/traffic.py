@@ -53,14 +53,8 @@ def instance_bytes(plan: RunPlan, stage: int, is_expert: bool) -> float:
 
 
 def _replica_bytes(plan: RunPlan, stage: int, element: int, kinds: tuple[bool, ...]) -> float:
-    layouts = plan.buffers(stage, 0)
-    return sum(
-        ring_bytes(
-            sum(layout.numel for layout in layouts if layout.is_expert == kind) * element,
-            plan.topology.sharing(kind)[0],
-        )
-        for kind in kinds
-    )
+    held = plan.elements_by_kind((stage,))
+    return sum(ring_bytes(held[kind] * element, plan.topology.sharing(kind)[0]) for kind in kinds)
 
 
 def exchanged_bytes(plan: RunPlan, stage: int) -> Counter[str]:

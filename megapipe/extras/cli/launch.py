@@ -182,6 +182,7 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
 
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
 MOST_RANKS_SHOWN = 32
+EXCHANGES = ("ep", "ep_nodes")  # groups with all-to-alls
 # groups that send much in a step
 SENDING = (
     "tp cp cp_a2a cp_p2p pp replicas shards instances embedding ep ep_nodes ep_places etp "
@@ -313,15 +314,13 @@ def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
                 for other, count in to[pp_rank].items():
                     if topology.node_of(rank + (other - pp_rank) * topology.strides["pp"]) != node:
                         leaving[node] += count * plan.sent_bytes / plan.num_slices
-        elif name in ("ep", "ep_nodes"):  # no ring: every rank sends to every other one
-            for group in crossing:
-                sent_by_one = by_pp_rank[topology.coordinates(group[0]).pp_rank][name]
-                for node, here in Counter(map(topology.node_of, group)).items():
-                    leaving[node] += here * sent_by_one * (len(group) - here) / (len(group) - 1)
         else:
             for group in crossing:
-                for node in topology.nodes_of(group):
-                    leaving[node] += by_pp_rank[topology.coordinates(group[0]).pp_rank].get(name, 0.0)
+                sent_by_one = by_pp_rank[topology.coordinates(group[0]).pp_rank].get(name, 0.0)
+                for node, here in Counter(map(topology.node_of, group)).items():
+                    # every rank of an all-to-all sends to every other one, one rank of a ring to another node
+                    away = len(group) - here
+                    leaving[node] += here * sent_by_one * away / (len(group) - 1) if name in EXCHANGES else sent_by_one
         network_bytes = max(leaving.values(), default=0.0)
         found.append(GroupTraffic(name, len(groups[0]), len(groups), len(crossing), most, network_bytes))
     return tuple(found)
