@@ -233,11 +233,10 @@ def boxes(topology: Topology) -> list[Box]:
         of_node = _node_boxes(topology, node)
         if len(of_node) == 1 and found:
             before, box = found[-1], of_node[0]
-            axis, num_nodes = _next_along(before, box), len(before.nodes)
-            is_whole = len(before.ranks) == num_nodes * len(box.ranks)
+            both = _joined(before, box)
             # a whole node continues the box if each node has an equal share of one axis
-            if axis is not None and is_whole and len(before.places[axis]) == num_nodes * len(box.places[axis]):
-                found[-1] = _join(before, box)
+            if both is not None and len(before.ranks) == len(before.nodes) * len(box.ranks):
+                found[-1] = both
                 continue
         found += of_node
     return found
@@ -253,25 +252,22 @@ def _node_boxes(topology: Topology, node: int) -> list[Box]:
     while True:
         joined: list[Box] = []
         for box in found:
-            if joined and _next_along(joined[-1], box) is not None:
-                joined[-1] = _join(joined[-1], box)
-            else:
+            both = _joined(joined[-1], box) if joined else None
+            if both is None:
                 joined.append(box)
+            else:
+                joined[-1] = both
         if len(joined) == len(found):
             return found
         found = joined
 
 
-def _next_along(box: Box, other: Box) -> int | None:
-    """Return the only axis on which `other` follows `box`, all others being equal; None if it does not."""
-    differing = [axis for axis, (one, two) in enumerate(zip(box.places, other.places, strict=True)) if one != two]
-    if len(differing) != 1 or box.ranks.stop != other.ranks.start:
+def _joined(box: Box, other: Box) -> Box | None:
+    """Return both as one box if `other` follows `box` on a single axis, all others being equal; None if it does not."""
+    differing = [(one, two) for one, two in zip(box.places, other.places, strict=True) if one != two]
+    is_next = len(differing) == 1 and differing[0][0].stop == differing[0][1].start
+    if not is_next or box.ranks.stop != other.ranks.start:
         return None
-    (axis,) = differing
-    return axis if box.places[axis].stop == other.places[axis].start else None
-
-
-def _join(box: Box, other: Box) -> Box:
     nodes, ranks = range(box.nodes.start, other.nodes.stop), range(box.ranks.start, other.ranks.stop)
     places = tuple(range(one.start, two.stop) for one, two in zip(box.places, other.places, strict=True))
     return Box(nodes, ranks, places)

@@ -139,15 +139,9 @@ def show(run: Path, as_json: bool) -> None:
         ranks = []
         for sighting in sightings:
             member, record, snapshot = sighting.member, sighting.record, sighting.snapshot
-            found: dict[str, Any] = {
-                "rank": member.rank,
-                "host": member.host,
-                "pid": member.pid,
-                "place": member.place,
-                "stages": list(member.stages),
-                "process": None if sighting.process is None else str(sighting.process),
-                "answers": sighting.answers,
-            }
+            process = None if sighting.process is None else str(sighting.process)
+            found: dict[str, Any] = {key: getattr(member, key) for key in ("rank", "host", "pid", "place", "stages")}
+            found |= {"process": process, "answers": sighting.answers}
             if record is not None:
                 found |= {
                     "step": record.step,
