@@ -82,10 +82,11 @@ def step_text(plan: RunPlan, hardware: Hardware) -> str:
 def terms_text(plan: RunPlan, hardware: Hardware) -> str:
     """Return the terms of a predicted step as a table: seconds, share, and what each is computed from."""
     time = predict_step(plan, hardware)
-    rows = [("term", "seconds", "share", "computed from")]
-    for part, seconds in time.parts.items():
-        rows.append((part, f"{seconds:.4g}", f"{seconds / time.seconds:.1%}", TERMS[part].format(**vars(hardware))))
-    return "\n".join(f"  {line}" for line in text_table(rows, left=(0, 3)))
+    rows = (
+        (part, f"{seconds:.4g}", f"{seconds / time.seconds:.1%}", TERMS[part].format(**vars(hardware)))
+        for part, seconds in time.parts.items()
+    )
+    return "\n".join(text_table([("term", "seconds", "share", "computed from"), *rows], left=(0, 3), indent=4))
 
 
 def _collective_times(plan: RunPlan, time: StepTime) -> str:
@@ -208,9 +209,7 @@ def _grid(plan: RunPlan) -> Iterator[str]:
     """Yield one line for each pipeline rank: the global ranks of its tp groups, by dp replica; | between cp ranks."""
     t = plan.topology
     if t.num_nodes > 1:
-        names = [name for name in ("tp", "cp", "pp", "dp") if t.size(name) > 1]
-        if plan.model.has_experts:
-            names += [name for name, size in (("ep", t.ep), ("etp", t.etp)) if size > 1]
+        names = ("tp", "cp", "pp", "dp", *(("ep", "etp") if plan.model.has_experts else ()))
         crossing = ", ".join(name for name in names if t.crosses_nodes(name))
         yield f"  nodes    {t.num_nodes} of {t.ranks_per_node} ranks; groups that cross nodes: {crossing or 'none'}"
     if t.world_size == 1:

@@ -84,7 +84,6 @@ def achievable(hardware: Hardware) -> Hardware:
 def launch_seconds(plan: RunPlan, hardware: Hardware) -> Callable[[Launch], float]:
     """Return the function that gives the seconds of a launch. hardware: `achievable`."""
     dtypes = {"float16": "fp16", "bfloat16": "bf16"}
-    own = plan.config.precision.dtype
     shares = {GEMM: GEMM_SHARE, ATTENTION: ATTENTION_SHARES[0], ATTENTION_BACKWARD: ATTENTION_SHARES[1]}
 
     def peak(dtype: str) -> float:
@@ -101,7 +100,7 @@ def launch_seconds(plan: RunPlan, hardware: Hardware) -> Callable[[Launch], floa
         computed = launch.flops / (peak(launch.dtype) * shares[launch.kind]) if launch.kind else 0.0
         return max(moved, computed) + KERNEL_SECONDS
 
-    hardware.peak(own)  # an error before anything is counted
+    hardware.peak(plan.config.precision.dtype)  # an error before anything is counted
     return seconds
 
 

@@ -13,6 +13,7 @@ from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.fields import nearest
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
+from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 from megapipe.layers.model import model_spec
@@ -85,9 +86,7 @@ def check_schedule(config: Config) -> None:
             f"--pipeline-schedule {name} computes with several versions of the weights in turn; use 1f1b",
         ),
     )
-    messages = [message for is_given, message in rules if is_given]
-    if messages:
-        raise ConfigError("\n".join(messages))
+    Problems([message for is_given, message in rules if is_given]).raise_all()
 
 
 def _known_name(parallel: ParallelConfig) -> str:

@@ -72,9 +72,7 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(grid_of, of_model.axes),
         _rule(check_batch, of_training.batch, of_model.axes, of_model.chunks),
         _rule(check_post_validation, of_training.post_validation, of_model.chunks),
-        _rule(_check_experts, of_model.chunks),
-        _rule(_check_sharding, of_model.chunks),
-        _rule(_check_overlap, of_model.chunks),
+        _rule(lambda c: Problems(list(_ruled_out(c))).raise_all(), of_model.chunks),
     )
 
 
@@ -235,37 +233,25 @@ def check_post_validation(config: Config) -> None:
         )
 
 
-def _check_experts(config: Config) -> None:
-    """Raise ConfigError for losses of experts over the whole batch with a schedule whose pp_ranks see half of it."""
-    name, model = schedule_of(config), config.model
-    if model.num_experts is None:
-        return
-    if "global_aux_loss" in model.moe_router_load_balancing_type and placement_of(config).is_mirrored:
-        raise ConfigError(
+def _ruled_out(config: Config) -> Iterator[str]:
+    """Yield a line for each option of experts and sharding that the schedule rules out."""
+    name, model, strategy = schedule_of(config), config.model, strategy_of(config.parallel)
+    has_global_loss = model.num_experts is not None and "global_aux_loss" in model.moe_router_load_balancing_type
+    if has_global_loss and placement_of(config).is_mirrored:
+        yield (
             f"--moe-router-load-balancing-type global_aux_loss does not work with --pipeline-schedule {name}: each of "
             "the two pipeline ranks of a stage sees half of the microbatches; use dualpipe-v"
         )
-
-
-def _check_sharding(config: Config) -> None:
-    """Raise ConfigError for sharded weights of an embedding that two ranks use in different orders."""
-    name, strategy = schedule_of(config), strategy_of(config.parallel)
-    is_tied = not config.model.untie_embeddings_and_output_weights
+    is_tied = not model.untie_embeddings_and_output_weights
     if strategy == SHARDED_PARAMS and is_tied and placement_of(config).is_mirrored:
-        raise ConfigError(
+        yield (
             f"--data-parallel-sharding-strategy {strategy} with a tied embedding and --pipeline-schedule {name}: "
             "opposite ranks use the embedding at both ends in different orders, and would gather it differently often; "
             "add --untie-embeddings-and-output-weights, use dualpipe-v, or shard gradients only (optim_grads)"
         )
-
-
-def _check_overlap(config: Config) -> None:
-    """Raise ConfigError for a schedule without pairs if the all-to-alls of experts are to run under computation."""
-    if not config.parallel.overlap_moe_expert_parallel_comm:
-        return
-    name = schedule_of(config)
-    if name not in MERGED and Op.OVERLAP not in _small_schedule(name).ops:
-        raise ConfigError(
+    overlaps = config.parallel.overlap_moe_expert_parallel_comm
+    if overlaps and name not in MERGED and Op.OVERLAP not in _small_schedule(name).ops:
+        yield (
             f"--overlap-moe-expert-parallel-comm runs the all-to-alls of a forward under the backward of another "
             f"microbatch, but --pipeline-schedule {name} has no such pairs; use 1f1b, interleaved, dualpipe or "
             "dualpipe-v, or leave the flag out"

@@ -48,14 +48,11 @@ TOKENIZER = "HuggingFaceTokenizer"
 TOKENIZER_CHARACTERS = 1_000_000  # of text to train it on; more takes longer and hardly improves it
 STDLIB_NAME, STDLIB_PROMPTS = "python-stdlib", ("def __init__(self", "import ", "    for i in ")
 PROMPT_WORDS, NUM_PROMPTS, SAMPLE_TOKENS = 4, 3, 40
-SET_HERE = {  # fields that the quickstart sets itself -> what to use instead
-    "data.data_path": "--corpus",
-    "data.tokenizer_type": "--corpus and --vocab-size",
-    "data.tokenizer_model": "--corpus and --vocab-size",
-    "training.train_iters": "--steps",
-    "training.train_samples": "--steps",
-    "checkpoint.save": "--out",
-    "checkpoint.load": "--out",
+SET_HERE = {  # what to use -> fields that the quickstart sets itself
+    "--corpus": ("data.data_path",),
+    "--corpus and --vocab-size": ("data.tokenizer_type", "data.tokenizer_model"),
+    "--steps": ("training.train_iters", "training.train_samples"),
+    "--out": ("checkpoint.save", "checkpoint.load"),
 }
 OPTIONS = (
     option("--corpus", "text to train on (default: the source of Python's standard library)", metavar="DIR_OR_FILE"),
@@ -190,7 +187,7 @@ def count_gpus() -> int:
 def _config(flags: Sequence[str]) -> Config:
     """Load the configuration so far. Raises ConfigError for unknown flags and for those that the quickstart sets."""
     loaded = load_config(flags, is_job=False)
-    for key, instead in SET_HERE.items():
+    for instead, key in ((instead, key) for instead, keys in SET_HERE.items() for key in keys):
         if loaded.origins[key].startswith("flag"):
             raise ConfigError(f"{fields_by_key()[key].main_flag} is set by the quickstart itself; use {instead}")
     return loaded.config
