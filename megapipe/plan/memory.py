@@ -193,9 +193,8 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
 def slice_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape) -> SliceBytes:
     """Return the bytes of a slice of a microbatch, or of a whole one, on a rank with these stages."""
     model, layers = plan.model, {stage: plan.partition.stages[stage] for stage in stages}
-    inside = {
-        (stage, op): size for stage in layers for op, size in temporary_bytes(model, shape, layers[stage]).items()
-    }
+    of_stages = {stage: temporary_bytes(model, shape, held) for stage, held in layers.items()}
+    inside = {(stage, op): size for stage, of_ops in of_stages.items() for op, size in of_ops.items()}
     keys: dict[Held, dict[int, int]] = {Held.KEYS: {}, Held.KEY_GRADIENTS: {}}
     for stage, held in layers.items():
         attentions = [layer.attention for layer in all_layers_of(model, held) if layer.attention is not None]

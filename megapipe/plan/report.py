@@ -39,9 +39,8 @@ ALWAYS_SHOWN = ("weights", "gradients", "optimizer", "activations")
 
 def plan_text(plan: RunPlan) -> str:
     """Return everything about the run that is decided before it starts, as text for a terminal."""
-    return "\n".join(
-        [*_headline(plan), *_kinds(plan), *_grid(plan), *_stages(plan), *_batch(plan), *_bubble(plan), *_memory(plan)]
-    )
+    sections = (_headline, _kinds, _grid, _stages, _batch, _bubble, _memory)
+    return "\n".join(line for section in sections for line in section(plan))
 
 
 # what the terms of a step are computed from, by part of StepTime; docs/time_model.md has the sources

@@ -150,10 +150,9 @@ def replica_bytes(plan: RunPlan, pp_rank: int, row: Row) -> dict[str, float]:
     found: dict[str, float] = {}
     for is_expert in (False, True) if plan.model.has_experts else (False,):
         num_shards, num_instances = topology.sharing(is_expert)
-        reduced = row_moves.reduced_by_kind.get(is_expert, 0) * element
-        found[topology.shard_group(is_expert)] = ring_bytes(
-            gathered.get(is_expert, 0) * plan.shape.element + reduced, num_shards
-        )
+        reduced = row_moves.reduced_by_kind[is_expert] * element
+        moved = gathered[is_expert] * plan.shape.element + reduced
+        found[topology.shard_group(is_expert)] = ring_bytes(moved, num_shards)
         # what has one shard is reduced over the instances
         summed = held[is_expert] // num_shards * (element if num_shards == 1 else plan.shape.gradient)
         if num_instances > 1:

@@ -62,9 +62,8 @@ def exchanged_bytes(plan: RunPlan, stage: int) -> Counter[str]:
     at balanced routing, and attention over cp; replays included.
     """
     total: Counter[str] = Counter()
-    for (layer, recompute), count in Counter(
-        layers_with_recompute(plan.model, plan.shape, plan.partition.stages[stage])
-    ).items():
+    layers = Counter(layers_with_recompute(plan.model, plan.shape, plan.partition.stages[stage]))
+    for (layer, recompute), count in layers.items():
         sent: list[Mapping[str, float]] = [layer_expert_bytes(plan, layer, recompute)]
         if layer.attention is not None and plan.topology.cp > 1:
             for shape in (with_recompute(each, recompute) for each in plan.slice_shapes):
@@ -158,9 +157,8 @@ def _of_updates(plan: RunPlan, held: Iterable[int], ran: Mapping[tuple[int, Op],
         within = reduction_bytes(plan, stage, (is_expert,)) + gather_bytes(plan, stage, (is_expert,))
         between = instance_bytes(plan, stage, is_expert)
         names = plan.topology.shard_group(is_expert), "expert_instances" if is_expert else "instances"
-        found.update(
-            {name: ran[stage, Op.REDUCE_GRAD] * sent for name, sent in zip(names, (within, between), strict=True)}
-        )
+        for name, sent in zip(names, (within, between), strict=True):
+            found.update({name: ran[stage, Op.REDUCE_GRAD] * sent})
     return dict(found)
 
 

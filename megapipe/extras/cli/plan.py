@@ -294,11 +294,10 @@ def expert_load_given(own: argparse.Namespace, config: Config, ep: int) -> Exper
 def as_configured(config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> Candidate | str:
     """Predict the layout of the configuration itself, or return why it cannot run."""
     try:
-        plan = dataclasses.replace(
-            resolve(config, world_size, hardware.on(world_size).ranks_per_node), expert_load=load
-        )
+        plan = resolve(config, world_size, hardware.on(world_size).ranks_per_node)
     except ConfigError as error:
         return str(error)
+    plan = dataclasses.replace(plan, expert_load=load)
     t, parallel = plan.topology, config.parallel
     layout = Layout(
         t.tp,

@@ -396,11 +396,11 @@ def _check(own: argparse.Namespace) -> None:
     else:
         _check_unread(own, SHARDING[1:6], "with rows without messages", "leave them out of the file,")
     report = validate(schedule, own.send_depth, max_gathered)
+    depths = report.least_send_depth
+    order = sorted(depths, key=lambda channel: (channel.boundary, channel.kind.value, channel.direction))
     channels = [
-        {"channel": str(channel), "least_send_depth": depth, "most_posted": report.most_posted.get(channel, 0)}
-        for channel, depth in sorted(
-            report.least_send_depth.items(), key=lambda item: (item[0].boundary, item[0].kind.value, item[0].direction)
-        )
+        {"channel": str(each), "least_send_depth": depths[each], "most_posted": report.most_posted.get(each, 0)}
+        for each in order
     ]
     _print_proof(own, report, is_synchronous=schedule.is_synchronous, channels=channels)
     if own.json:
@@ -481,11 +481,8 @@ def queues(own: argparse.Namespace) -> None:
     if own.json:
         print(json.dumps(rows))
         return
-    print(
-        "\n".join(
-            text_table([list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)], left=(0,), indent=0)
-        )
-    )
+    table = [list(rows[0]), *(list(map(str, row.values())) for row in rows)]
+    print("\n".join(text_table(table, left=(0,), indent=0)))
     if own.sm_table:
         of = f"of {own.sms} SMs with {own.channels} channels a message"
         print(f"\nreceives that wait, of the worst rank: mean while it computes, and at most; {of}")
@@ -509,10 +506,8 @@ def _steps(name: str, own: argparse.Namespace) -> Iterator[tuple[int, int, Step,
         send_depth = 1 + max(unhindered_send_depth(schedule), unhindered_send_depth(forward) if own.evaluation else 0)
         moves: tuple[Moves, ...] = ()
         if own.offload:
-            groups = {
-                stage: StageGroups(own.offload, own.offload, stage == schedule.placement.num_stages - 1)
-                for stage in range(schedule.placement.num_stages)
-            }
+            last = schedule.num_stages - 1
+            groups = {stage: StageGroups(own.offload, own.offload, stage == last) for stage in range(last + 1)}
             moves = tuple(plan_moves(row, groups) for row in schedule.rows)
         traffic = RankTraffic(2 if own.tp else 0, True, send_depth, MESSAGE_SECONDS, moves=moves)
         training = schedule, traffic
