@@ -349,10 +349,8 @@ def queue_map(
         index = taken[pool] % POOL_STREAMS
         taken[pool] += 1
         numbers[stream] = 0 if pool is None else 1 + index * POOL_PRIORITIES + pool
-    if mapping == BY_USE:
-        ranks = {number: rank for rank, number in enumerate(dict.fromkeys(numbers.values()))}
-    else:
-        ranks = {number: number for number in numbers.values()}
+    in_order = enumerate(dict.fromkeys(numbers.values()))
+    ranks = {number: rank if mapping == BY_USE else number for rank, number in in_order}
     return {
         stream: (number, ranks[number] if connections is None else ranks[number] % connections)
         for stream, number in numbers.items()

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
@@ -184,11 +185,9 @@ Owner = Kind | Ends
 def kinds_of(plan: RunPlan, stage: StageLayers) -> list[tuple[int, Kind, LayerSpec]]:
     """Return the layers of a stage by their global number; those of multi-token prediction come after all others."""
     found = []
-    for place, (spec, recompute) in enumerate(layers_with_recompute(plan.model, plan.shape, stage)):
-        number = stage.first_layer + place
-        predicts = number >= stage.last_layer_exclusive
-        if predicts:
-            number += plan.config.model.num_layers - stage.last_layer_exclusive
+    numbers = chain(range(stage.first_layer, stage.last_layer_exclusive), count(plan.config.model.num_layers))
+    for number, (spec, recompute) in zip(numbers, layers_with_recompute(plan.model, plan.shape, stage), strict=False):
+        predicts = number >= plan.config.model.num_layers
         parts = tuple(
             (type(part).__name__, getattr(part, "cp_comm_type", ""), *_values(part.model)) for part in spec.parts
         )

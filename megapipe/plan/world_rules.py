@@ -12,9 +12,8 @@ from functools import cache
 from megapipe.config.config import Config
 from megapipe.config.flags import Requests
 from megapipe.config.layers import layer_kinds, layers_text
-from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import SHARDED_PARAMS, strategy_of
-from megapipe.config.problems import Problems, divisors
+from megapipe.config.problems import divisors
 from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
 from megapipe.config.rules.check import Rule
@@ -56,34 +55,27 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(placement_of, of_model.chunks),
         _rule(lambda c: group_size(c.parallel, schedule_of(c)), of_model.chunks),
         _rule(lambda c: memory_limit(c.parallel, schedule_of(c)), of_model.chunks),
-        _rule(
-            lambda c: Problems(list(refusals(c, REFUSED_BY_SCHEDULES, options))).raise_all(),
-            of_model.chunks,
-        ),
+        _rule(lambda c: refusals(c, REFUSED_BY_SCHEDULES, options), of_model.chunks),
         _rule(lambda c: check_cut(c.model, c.parallel, placement_of(c)), of_model.chunks, of_model.layers_of_stages),
         _rule(_check_ends, of_model.chunks),
         _rule(_check_rank_settings),
-        _rule(
-            lambda c: kv_replicas(c.model, c.parallel.tensor_model_parallel_size),
-            of_model.shape,
-            of_model.attention,
-            of_model.layers_that_differ,
-        ),
+        _rule(_kv_replicas, of_model.shape, of_model.attention, of_model.layers_that_differ),
         _rule(grid_of, of_model.axes),
         _rule(check_batch, of_training.batch, of_model.axes, of_model.chunks),
         _rule(check_post_validation, of_training.post_validation, of_model.chunks),
-        _rule(lambda c: Problems(list(_ruled_out(c))).raise_all(), of_model.chunks),
+        _rule(_ruled_out, of_model.chunks),
     )
 
 
 def _rule(question: Callable[[Config], object], *before: Rule) -> Rule:
-    """Return the rule that yields the lines of the ConfigError of a question, unless a rule before it is broken."""
+    """Return the rule that yields the lines of a question or of its ConfigError, unless a rule before it is broken."""
 
     def rule(config: Config) -> Iterator[str]:
         if any(True for other in before for _ in other(config)):
             return
         try:
-            question(config)
+            found = question(config)
+            yield from found if isinstance(found, Iterator) else ()
         except ConfigError as error:
             yield from str(error).splitlines()
 
@@ -147,7 +139,7 @@ def topology_of(config: Config, world_size: int, ranks_per_node: int | None, rep
         order=parallel.rank_order,
         ranks_per_node=ranks_per_node,
         allow_tp_across_nodes=parallel.allow_tp_across_nodes,
-        kv_replicas=replicas or kv_replicas(config.model, parallel.tensor_model_parallel_size),
+        kv_replicas=replicas or _kv_replicas(config),
         mirrored_pipeline=is_mirrored,
         ep=parallel.expert_model_parallel_size,
         expert_tp=parallel.expert_tensor_parallel_size,
@@ -160,11 +152,12 @@ def topology_of(config: Config, world_size: int, ranks_per_node: int | None, rep
 _topology = cache(Topology.of_world)  # a search asks for the same grids again and again
 
 
-def kv_replicas(model: ModelConfig, tp: int) -> int:
+def _kv_replicas(config: Config) -> int:
     """Return how many neighbouring tp ranks hold the same key/value heads: 1, tp, or the one number between them.
 
     Raises ConfigError if heads cannot be spread over tp, or if layers differ in a number between 1 and tp.
     """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
     found: dict[int, int] = {}  # replicas -> key/value heads
     for layer, numbers in layer_kinds(model).items():
         groups = layer.num_query_groups

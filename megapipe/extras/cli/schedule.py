@@ -396,10 +396,10 @@ def _check(own: argparse.Namespace) -> None:
     else:
         _check_unread(own, SHARDING[1:6], "with rows without messages", "leave them out of the file,")
     report = validate(schedule, own.send_depth, max_gathered)
-    depths = report.least_send_depth
-    order = sorted(depths, key=lambda channel: (channel.boundary, channel.kind.value, channel.direction))
+    least = report.least_send_depth
+    order = sorted(least, key=lambda channel: (channel.boundary, channel.kind.value, channel.direction))
     channels = [
-        {"channel": str(each), "least_send_depth": depths[each], "most_posted": report.most_posted.get(each, 0)}
+        {"channel": str(each), "least_send_depth": least[each], "most_posted": report.most_posted.get(each, 0)}
         for each in order
     ]
     _print_proof(own, report, is_synchronous=schedule.is_synchronous, channels=channels)
