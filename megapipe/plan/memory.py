@@ -214,8 +214,7 @@ def _token_bytes(plan: RunPlan, stages: Iterable[int]) -> int:
     """Return the bytes of each token of a microbatch, with all that belongs to it."""
     documents = plan.shape.documents
     token_bytes = TOKEN_BYTES + 8 * documents.position_ids + 4 * documents.loss_mask
-    token_bytes += 8 * plan.shape.cp * documents.attention_mask
-    token_bytes += 4 * documents.borders  # at most one a token
+    token_bytes += 8 * plan.shape.cp * documents.attention_mask + 4 * documents.borders  # at most one border a token
     if any(plan.partition.stages[stage].has_head for stage in stages):  # tokens, labels and mask of each prediction
         token_bytes += len(plan.model.predictions) * (TOKEN_BYTES + 4)
     return token_bytes

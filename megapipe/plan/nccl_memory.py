@@ -89,9 +89,7 @@ def _exchange(plan: RunPlan, rank: int, group: tuple[bool, tuple[int, ...]]) -> 
 
 def _pipeline(plan: RunPlan, rank: int) -> int:
     """Return the bytes of the communicators between stages: one for each route (`schedule.dependencies`)."""
-    pipeline, total = plan.topology.group_of("pp", rank), 0
-    for before, after in {ends for rank_of_stage in plan.placement.directions for ends in pairwise(rank_of_stage)}:
-        first, second = pipeline[before], pipeline[after]
-        if first != second and rank in (first, second):
-            total += ROUTE[len(plan.topology.nodes_of((first, second))) > 1]
-    return total
+    pipeline = plan.topology.group_of("pp", rank)
+    pairs = {pair for rank_of_stage in plan.placement.directions for pair in pairwise(rank_of_stage)}
+    routes = [(pipeline[before], pipeline[after]) for before, after in pairs if before != after]
+    return sum(ROUTE[len(plan.topology.nodes_of(route)) > 1] for route in routes if rank in route)

@@ -5,7 +5,7 @@ A queue is strictly in order: if its head cannot start, because its stream is bu
 it starts, even on other streams. A receive that is behind such a head is not posted, and its sender may be what the
 head waits for: the run hangs. With too few queues streams also wait where they could overlap (`slowdown`).
 
-`enqueue` writes down what the engine enqueues on every rank, `run_queues` executes it, and `waiting_receives` counts
+`enqueue` writes down what the engine enqueues on every rank, `QueueRun` executes it, and `waiting_receives` counts
 the receives that hold SMs: NCCL's blocks do not share one with other kernels. Simulated, not measured: how a driver
 maps streams to queues is not documented, so two mappings are tried.
 """
@@ -357,38 +357,25 @@ def queue_map(
     }
 
 
-@gc_paused()
-def run_queues(
-    programs: tuple[Program, ...],
-    connections: int | None,
-    mapping: str = BY_USE,
-    high_priority: Sequence[str] = ("pp", "tp"),
-) -> QueueRun:
-    """Execute the programs of all ranks on hardware queues.
+class QueueRun:
+    """The programs of all ranks, executed on hardware queues.
 
     An entry starts when the one before it in its queue has started, the one before it in its stream has ended, and the
     event it waits for has happened. A kernel then ends after its seconds, both ends of a message after both have
     started (no send completes without its receive). Entries only wait for others, so the order in which they are tried
     changes nothing: if this run does not hang, none does, however long kernels and messages take.
-    """
-    run = QueueRun(programs, connections, mapping, high_priority)
-    while run.ready:
-        run.advance(*run.ready.pop())
-    run.blocked = tuple(run.stuck())
-    return run
-
-
-class QueueRun:
-    """The queues of all ranks as `run_queues` executes them.
 
     starts, ends: [rank][entry], -1 where an entry never started or ended. blocked: of each queue that is stuck, its
     head and what that waits for; empty if all ended.
     """
 
-    blocked: tuple[str, ...] = ()
-
+    @gc_paused()
     def __init__(
-        self, programs: tuple[Program, ...], connections: int | None, mapping: str, high_priority: Sequence[str]
+        self,
+        programs: tuple[Program, ...],
+        connections: int | None,
+        mapping: str = BY_USE,
+        high_priority: Sequence[str] = ("pp", "tp"),
     ) -> None:
         self.programs = programs
         self.starts = [[-1.0] * len(program.works) for program in programs]
@@ -413,6 +400,9 @@ class QueueRun:
         self.ready = [(rank, queue) for rank, queues in enumerate(self.queues) for queue in range(len(queues))]
         self.waiting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # (rank, entry) -> queues of the rank
         self.half: dict[tuple[ChannelPath, int], tuple[int, int]] = {}  # a message's first end: (rank, entry)
+        while self.ready:
+            self.advance(*self.ready.pop())
+        self.blocked = tuple(self.stuck())
 
     def blocker(self, rank: int, index: int) -> int | None:
         """Return the entry whose end an entry waits for; None if it can start."""
@@ -480,7 +470,7 @@ def why_it_hangs(
 ) -> str:
     """Return what waits for what if a step can hang with so many connections under any of the mappings, else ''."""
     for mapping in mappings:
-        run = run_queues(programs, connections, mapping, high_priority)
+        run = QueueRun(programs, connections, mapping, high_priority)
         if run.blocked:
             return run.blocked[0]
     return ""
@@ -488,7 +478,7 @@ def why_it_hangs(
 
 def slowdown(programs: tuple[Program, ...], connections: int, high_priority: Sequence[str] = ("pp", "tp")) -> float:
     """Return how many times as long a step takes as with a queue for every stream, streams numbered by their use."""
-    ends = [run_queues(programs, each, BY_USE, high_priority).ends for each in (connections, None)]
+    ends = [QueueRun(programs, each, BY_USE, high_priority).ends for each in (connections, None)]
     few, enough = (max((max(of_rank, default=0.0) for of_rank in each), default=0.0) for each in ends)
     return few / enough if enough else 1.0
 
@@ -504,7 +494,7 @@ class HeldReceives(NamedTuple):
 
 def waiting_receives(schedule: Schedule, traffic: RankTraffic = RankTraffic()) -> tuple[HeldReceives, ...]:
     """Return for each pp_rank how many receives wait in a step of a lowered schedule that no queue delays."""
-    run = run_queues(enqueue(schedule, traffic), None)
+    run = QueueRun(enqueue(schedule, traffic), None)
     if run.blocked:
         raise ScheduleError(f"schedule {schedule} hangs even with a queue for every stream: {run.blocked[0]}")
     held = []

@@ -269,13 +269,14 @@ def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
 
 def _works(small: RunPlan, hardware: Hardware, counted: Counted) -> tuple[dict[Owner, Work], dict[int, Work]]:
     """Return the mean work of layers of each kind and of the ends of stages, and what each rank does once a step."""
-    seconds_of, owner_of = launch_seconds(small, hardware), _owners(small)
+    seconds_of = launch_seconds(small, hardware)
+    layers = {number: kind for stage in small.partition.stages for number, kind, _ in kinds_of(small, stage)}
     works: dict[Owner, Work] = defaultdict(Work)
     once: dict[int, Work] = defaultdict(Work)
     owned: list[tuple[int, Owner, Launch, float]] = []
     seen: dict[tuple[int, int], set[int]] = defaultdict(set)  # microbatches, by rank and stage
     for rank, (launch, seconds) in ((rank, timed) for rank, log in counted.items() for timed in log):
-        owner = owner_of(launch)
+        owner = _owner(small, layers, launch)
         if launch.kind == MESSAGE:  # the simulated schedule has them
             continue
         if owner is None:
@@ -306,17 +307,12 @@ def _works(small: RunPlan, hardware: Hardware, counted: Counted) -> tuple[dict[O
     return dict(works), once
 
 
-def _owners(small: RunPlan) -> Callable[[Launch], Owner | None]:
-    """Return the function that gives what a launch is work of; None: of the step."""
-    layers = {number: kind for stage in small.partition.stages for number, kind, _ in kinds_of(small, stage)}
-
-    def owner(launch: Launch) -> Owner | None:
-        if launch.op not in COMPUTE or (launch.group and launch.group.partition("_")[0] not in LAYER_GROUPS):
-            return None
-        stage = small.partition.stages[launch.stage]
-        return Ends(stage.has_embedding, stage.has_head) if launch.layer is None else layers[launch.layer]
-
-    return owner
+def _owner(small: RunPlan, layers: Mapping[int, Kind], launch: Launch) -> Owner | None:
+    """Return what a launch is work of; None: of the step. layers: the kind of each, by its number."""
+    if launch.op not in COMPUTE or (launch.group and launch.group.partition("_")[0] not in LAYER_GROUPS):
+        return None
+    stage = small.partition.stages[launch.stage]
+    return Ends(stage.has_embedding, stage.has_head) if launch.layer is None else layers[launch.layer]
 
 
 def _op_seconds(works: Iterable[Work]) -> OpSeconds:

@@ -209,13 +209,10 @@ class RunPlan:
     def sharding(self) -> ShardingPolicy | None:
         """When weights are gathered and gradients reduced within a step; None without sharded gradients."""
         parallel = self.config.parallel
-        if parallel.data_parallel_sharding_strategy not in SHARDED_GRADS:
+        strategy, granularity = parallel.data_parallel_sharding_strategy, parallel.data_parallel_sharding_granularity
+        if strategy not in SHARDED_GRADS:
             return None
-        return ShardingPolicy(
-            parallel.data_parallel_sharding_strategy == SHARDED_PARAMS,
-            parallel.data_parallel_sharding_granularity,
-            parallel.data_parallel_sharding_prefetch,
-        )
+        return ShardingPolicy(strategy == SHARDED_PARAMS, granularity, parallel.data_parallel_sharding_prefetch)
 
     def whole_stages(self) -> RunPlan:
         """Return the plan without units."""

@@ -208,14 +208,9 @@ def check_cut(model: ModelConfig, parallel: ParallelConfig, placement: Placement
     if parallel.pipeline_model_parallel_layout is not None:
         return parse_layout(parallel.pipeline_model_parallel_layout, num_layers, num_stages, model.mtp_num_layers or 0)
     if is_by_hand(parallel) or parallel.pipeline_balance == "even":
-        return cut_evenly(
-            num_layers,
-            placement.rank_of_stage,
-            parallel.decoder_first_pipeline_num_layers,
-            parallel.decoder_last_pipeline_num_layers,
-            parallel.account_for_embedding_in_pipeline_split,
-            parallel.account_for_loss_in_pipeline_split,
-        )
+        ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+        counted = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
+        return cut_evenly(num_layers, placement.rank_of_stage, *ends, *counted)
     if num_layers < num_stages:
         raise ConfigError(
             f"--num-layers {num_layers} is fewer than {pp} pipeline ranks x {num_stages // pp} chunks = "

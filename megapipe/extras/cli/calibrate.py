@@ -5,7 +5,6 @@ best settings of a run, `profile-layers` the layers of a configuration.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
@@ -15,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -273,7 +272,7 @@ def _text(embedding: PartCost, layers: dict[str, PartCost], head: PartCost) -> s
     width = max(12, *(len(name) + 1 for name in layers))
     lines = ["milliseconds".ljust(width) + "     F      B      I      W  replay"]
     for name, part in {"embedding": embedding, **layers, "head": head}.items():
-        lines.append(f"{name:<{width}}" + "".join(f"{1000 * value:7.2f}" for value in dataclasses.astuple(part)))
+        lines.append(f"{name:<{width}}" + "".join(f"{1000 * value:7.2f}" for value in astuple(part)))
     layer = sum(part.forward + part.backward for part in layers.values()) / len(layers)
     ends = ((part.forward + part.backward) / layer for part in (head, embedding))
     return "\n".join([*lines, "the head weighs {:.2f} layers, the embedding {:.2f}".format(*ends)])

@@ -82,8 +82,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     module, function, _ = SUBCOMMANDS[words[0]]
     with ended_by_signals():  # KeyboardInterrupt inside an import leaves a traceback
         imported = importlib.import_module(f"megapipe.extras.cli.{module}")
-    code: int = getattr(imported, function)(words[1:])
-    return code
+    return int(getattr(imported, function)(words[1:]))
 
 
 def help_text() -> str:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -133,8 +132,8 @@ def alternatives(
     current = value_of(config, field)
     found: dict[str, Cost | str] = {}
     for value in [current, *other_values(field, current)]:
-        section = dataclasses.replace(getattr(config, field.section), **{field.name: value})
-        changed = dataclasses.replace(config, **{field.section: section})
+        section = replace(getattr(config, field.section), **{field.name: value})
+        changed = replace(config, **{field.section: section})
         try:
             plan = resolve(changed, world_size, ranks_per_node)
             bubble = expected_bubble(plan, plan.batch.num_microbatches).share

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +160,7 @@ def open_model(
         positions = model.max_position_embeddings or model.seq_length
         if not 1 <= seq_length <= positions:
             raise ConfigError(f"--seq-length {seq_length} must be in 1 .. {positions}, the trained model's positions")
-        model = dataclasses.replace(model, seq_length=seq_length, max_position_embeddings=positions)
+        model = replace(model, seq_length=seq_length, max_position_embeddings=positions)
     grid = {name: getattr(own, name) for name in GRID if hasattr(own, name)}
     config = Config(
         model=model,

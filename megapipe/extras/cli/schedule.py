@@ -477,7 +477,11 @@ def queues(own: argparse.Namespace) -> None:
     their senders, on average while a rank computes and at most. All of this is simulated (docs/gpu_queues.md).
     """
     names = own.names or list(SCHEDULES)
-    rows = [row for name in names for row in (_held if own.sm_table else _hangs)(name, own)]
+    rows = [
+        {"schedule": name, "chunks": schedule_family(name).num_chunks(own.chunks), **row}
+        for name in names
+        for row in (_held if own.sm_table else _hangs)(name, own)
+    ]
     if own.json:
         print(json.dumps(rows))
         return
@@ -495,8 +499,8 @@ def queues(own: argparse.Namespace) -> None:
 Step = tuple[Schedule, RankTraffic]
 
 
-def _steps(name: str, own: argparse.Namespace) -> Iterator[tuple[int, int, Step, Step]]:
-    """Yield (depth, chunks, the lowered schedule to look at with its traffic, those of training) at every depth."""
+def _steps(name: str, own: argparse.Namespace) -> Iterator[tuple[int, Step, Step]]:
+    """Yield (depth, the lowered schedule to look at with its traffic, those of training) at every depth."""
     family, p = schedule_family(name), own.ranks
     chunks, count = family.num_chunks(own.chunks), own.microbatches or 4 * p
     goal = AutoGoal(Costs.equal(p, 1.0, 1.0, 1.0), p) if family.is_automatic else None
@@ -512,30 +516,27 @@ def _steps(name: str, own: argparse.Namespace) -> Iterator[tuple[int, int, Step,
         traffic = RankTraffic(2 if own.tp else 0, True, send_depth, MESSAGE_SECONDS, moves=moves)
         training = schedule, traffic
         evaluation = forward, replace(traffic, dp=False, moves=())
-        yield depth, chunks, evaluation if own.evaluation else training, training
+        yield depth, evaluation if own.evaluation else training, training
 
 
 def _hangs(name: str, own: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield one row: for every number of connections the depths at which the schedule can hang."""
     found: dict[int, list[str]] = {connections: [] for connections in CONNECTIONS}
-    for depth, _, step, training in _steps(name, own):
+    for depth, step, training in _steps(name, own):
         programs = beside(enqueue(*step), enqueue(*training))
         for connections, depths in found.items():
             if why_it_hangs(programs, connections, mappings=(BY_USE,)):
                 depths.append(str(depth))
             elif why_it_hangs(programs, connections, mappings=(BY_POOL,)):
                 depths.append(f"({depth})")
-    cells = {str(connections): " ".join(depths) or "-" for connections, depths in found.items()}
-    yield {"schedule": name, "chunks": schedule_family(name).num_chunks(own.chunks), **cells}
+    yield {str(connections): " ".join(depths) or "-" for connections, depths in found.items()}
 
 
 def _held(name: str, own: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for depth, chunks, step, _ in _steps(name, own):
+    for depth, step, _ in _steps(name, own):
         held = waiting_receives(*step)
         mean, peak, bound = (max(each[index] for each in held) for index in range(3))
         yield {
-            "schedule": name,
-            "chunks": chunks,
             "depth": depth,
             "mean": f"{mean:.2f}",
             "peak": peak,
