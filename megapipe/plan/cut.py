@@ -180,8 +180,7 @@ class RankBytes:
         layers = StageLayers(first, end, stage == 0, stage == plan.placement.num_stages - 1)
         model, shape, base = plan.model, plan.shape, self._elements(*layers[2:], None)
         held = layers_of(model, layers)
-        is_offloaded = plan.config.offload.cpu_offloading_num_layers > 0
-        moved = [group.moved for group in offloaded_groups(plan, stage, layers)] if is_offloaded else []
+        moved = [group.moved for group in offloaded_groups(plan, stage, layers)]
         return StageBytes(
             base + sum(self._elements(*layers[2:], layer) - base for layer in held),
             sum(stage_bytes(model, shape, layers).values()) - sum(moved),

@@ -396,7 +396,6 @@ class QueueRun:
             self.awaited.append(awaited)
             self.queues.append(list(entries.values()))
         self.heads = [[0] * len(queues) for queues in self.queues]
-        self.clocks = [[0.0] * len(queues) for queues in self.queues]
         self.ready = [(rank, queue) for rank, queues in enumerate(self.queues) for queue in range(len(queues))]
         self.waiting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # (rank, entry) -> queues of the rank
         self.half: dict[tuple[ChannelPath, int], tuple[int, int]] = {}  # a message's first end: (rank, entry)
@@ -412,7 +411,8 @@ class QueueRun:
         """Start entries of a queue up to the first that cannot start."""
         entries, works = self.queues[rank][queue], self.programs[rank].works
         starts, ends = self.starts[rank], self.ends[rank]
-        clock, head = self.clocks[rank][queue], self.heads[rank][queue]
+        head = self.heads[rank][queue]
+        clock = starts[entries[head - 1]] if head else 0.0
         while head < len(entries):
             index = entries[head]
             blocker = self.blocker(rank, index)
@@ -431,7 +431,7 @@ class QueueRun:
                 self.end(peer, posted, end)
             else:
                 self.half[work.message] = rank, index
-        self.heads[rank][queue], self.clocks[rank][queue] = head, clock
+        self.heads[rank][queue] = head
 
     def end(self, rank: int, index: int, time: float) -> None:
         self.ends[rank][index] = time

@@ -17,7 +17,7 @@ from megapipe.config.rules.context import slice_unit
 from megapipe.config.training import OPTIMIZERS
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape, stage_parameters
 from megapipe.layers.table import RankShape
-from megapipe.plan.activations import group_sizes, reads_weights_in_w
+from megapipe.plan.activations import group_sizes, layers_of, reads_weights_in_w
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.expert_load import BALANCED, ExpertLoad, with_load
 from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, sequence_slices, slice_shares, stage_costs
@@ -306,8 +306,7 @@ class RunPlan:
 
     def layer_recompute(self, stage: int) -> tuple[RecomputeConfig, ...]:
         """Return the recompute of each layer of a stage."""
-        first, end, *_ = self.partition.stages[stage]
-        return layer_recompute(self.model.layers[first:end], self.shape)
+        return layer_recompute(layers_of(self.model, self.partition.stages[stage]), self.shape)
 
     @property
     def rank_speeds(self) -> tuple[float, ...]:

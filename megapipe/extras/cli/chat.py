@@ -166,9 +166,8 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
     listener = None
     if environment.global_rank == 0:
         try:
-            listener = socket.create_server(
-                (own.host, own.port), family=socket.AF_INET6 if ":" in own.host else socket.AF_INET
-            )
+            family = socket.AF_INET6 if ":" in own.host else socket.AF_INET
+            listener = socket.create_server((own.host, own.port), family=family)
         except OverflowError:
             raise ConfigError(f"--port {own.port}: a port is at most 65535; 0 takes a free one") from None
         except OSError as error:

@@ -209,17 +209,17 @@ def _is_checked(asked: bool | None, source_format: str, target_format: str) -> b
     """Return True if the models can and shall be compared. Raises ConfigError if --check asks for it in vain."""
     if asked is False:
         return False
-    if HUGGING_FACE not in (source_format, target_format):
-        if asked:
-            formats_read = f"neither {source_format} nor {target_format}"
-            raise ConfigError(f"--check compares with transformers, which reads {formats_read}")
-        return False
-    if importlib.util.find_spec("transformers") is None:
-        if asked:
-            raise ConfigError("--check needs the package transformers: pip install 'megapipe[transformers]'")
+    is_read = HUGGING_FACE in (source_format, target_format)
+    if is_read and importlib.util.find_spec("transformers") is not None:
+        return True
+    if asked and is_read:
+        raise ConfigError("--check needs the package transformers: pip install 'megapipe[transformers]'")
+    if asked:
+        formats_read = f"neither {source_format} nor {target_format}"
+        raise ConfigError(f"--check compares with transformers, which reads {formats_read}")
+    if is_read:
         print("not checked against transformers: it is not installed")
-        return False
-    return True
+    return False
 
 
 def _compare(snapshot: Snapshot, own: argparse.Namespace) -> None:
