@@ -29,7 +29,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -228,38 +228,30 @@ def boxes(topology: Topology) -> list[Box]:
 
     Neighbours are joined within a node along any axis, then similar nodes along one.
     """
-    found: list[Box] = []
-    for node in range(topology.num_nodes):
-        of_node = _node_boxes(topology, node)
-        if len(of_node) == 1 and found:
-            before, box = found[-1], of_node[0]
-            both = _joined(before, box)
-            # a whole node continues the box if each node has an equal share of one axis
-            if both is not None and len(before.ranks) == len(before.nodes) * len(box.ranks):
-                found[-1] = both
-                continue
-        found += of_node
-    return found
-
-
-def _node_boxes(topology: Topology, node: int) -> list[Box]:
-    """Return the boxes of one node: single ranks, joined while any two neighbours can be."""
-    per_node = topology.ranks_per_node or topology.world_size
     found = []
-    for rank in range(node * per_node, min((node + 1) * per_node, topology.world_size)):
-        places = tuple(range(place, place + 1) for place in topology.coordinates(rank))
+    for rank, place in all_coordinates(topology):
+        node, places = topology.node_of(rank), tuple(range(at, at + 1) for at in place)
         found.append(Box(range(node, node + 1), range(rank, rank + 1), places))
-    while True:
-        joined: list[Box] = []
-        for box in found:
-            both = _joined(joined[-1], box) if joined else None
-            if both is None:
-                joined.append(box)
-            else:
-                joined[-1] = both
-        if len(joined) == len(found):
-            return found
+    while len(joined := _join(found, lambda before, box: before.nodes == box.nodes)) < len(found):
         found = joined
+    of_node = Counter(box.nodes for box in found)
+
+    def continues(before: Box, box: Box) -> bool:  # with a whole node, if each node has an equal share of one axis
+        return of_node[box.nodes] == 1 and len(before.ranks) == len(before.nodes) * len(box.ranks)
+
+    return _join(found, continues)
+
+
+def _join(found: Iterable[Box], may_join: Callable[[Box, Box], bool]) -> list[Box]:
+    """Return the boxes with each joined to the one before it where that is one box and may be."""
+    joined: list[Box] = []
+    for box in found:
+        both = _joined(joined[-1], box) if joined and may_join(joined[-1], box) else None
+        if both is None:
+            joined.append(box)
+        else:
+            joined[-1] = both
+    return joined
 
 
 def _joined(box: Box, other: Box) -> Box | None:
