@@ -21,7 +21,6 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.schedule_choice import is_by_hand
 from megapipe.schedule.action import Op
 from megapipe.schedule.balance import CutQuestion, balanced_cuts
-from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.lifetimes import Held, Item, lifetimes
 from megapipe.schedule.partition import Partition, StageCost, StageLayers
 from megapipe.schedule.simulate import simulate
@@ -53,7 +52,7 @@ def balanced_cut(draft: RunPlan) -> Partition:
             _refuse_too_large(draft, [draft.partition], limits)
         return draft.partition
     costs = draft.flop_costs if parallel.pipeline_balance == "flops" else draft.layer_costs
-    cost = _stage_cost(costs, num_stages, SCHEDULES[draft.schedule_name].splits_backward)
+    cost = _stage_cost(costs, num_stages, draft.splits_backward)
     alike = costs.layers_alike and (limits is None or len(draft.model.kinds) == 1)
     question = CutQuestion(draft.placement, draft.config.model.num_layers, cost, draft.rank_speeds, alike)
     cuts = balanced_cuts(question) if limits is None else _cuts_within_memory(draft, question, limits)

@@ -139,12 +139,11 @@ def rank_memory(plan: RunPlan, pp_rank: int, measured_nccl_bytes: int | None = N
 
     measured_nccl_bytes: in place of the model of what NCCL holds.
     """
-    full = plan.batch.num_microbatches
-    steps = [step_memory(plan, pp_rank, count, alike) for count, alike in plan.decisive_counts.items() if count != full]
-    most = max((step_memory(plan, pp_rank, full), *steps), key=lambda step: step.total)  # the full one of equal ones
-    hosts = [most.host, *(step.host for step in steps)]
+    counts = sorted(plan.decisive_counts.items(), reverse=True)  # the full step first: it is the one of equal ones
+    steps = [step_memory(plan, pp_rank, count, alike) for count, alike in counts]
+    host = max((step.host for step in steps), key=lambda host: sum(host.values()))
     nccl = nccl_bytes(plan, pp_rank) if measured_nccl_bytes is None else measured_nccl_bytes
-    return replace(most, host=max(hosts, key=lambda host: sum(host.values())), nccl_bytes=nccl)
+    return replace(max(steps, key=lambda step: step.total), host=host, nccl_bytes=nccl)
 
 
 def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = None) -> RankMemory:

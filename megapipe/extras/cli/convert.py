@@ -37,17 +37,18 @@ def guess(folder: Path) -> str:
     raise CheckpointError(f"{folder} looks like none of {', '.join(FORMATS)}; give its format with --from")
 
 
-# (side, formats) -> flags that mean something for these formats alone
-CONCERNS = {
-    ("from", HUGGING_FACE): "--ignore-key --text-only",
-    ("from", MEGATRON): "--vocab-size --drop-vocab-padding",
-    ("from", MEGATRON, DCP): "--weights-only",
-    ("from", DCP): "--config",
-    ("to", HUGGING_FACE): "--architecture --max-shard-size",
-    ("to", HUGGING_FACE, OWN, DCP): "--like",
-    ("to", MEGATRON): "--tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size "
-    "--expert-tensor-parallel-size --transformer-impl --ckpt-format --use-distributed-optimizer",
-}
+# flags that mean something for some formats alone: these flags, their side, the formats
+CONCERNS = (
+    ("--ignore-key --text-only", "from", HUGGING_FACE),
+    ("--vocab-size", "from", MEGATRON),
+    ("--weights-only", "from", MEGATRON, DCP),
+    ("--drop-vocab-padding", "from", MEGATRON),
+    ("--config", "from", DCP),
+    ("--architecture --max-shard-size", "to", HUGGING_FACE),
+    ("--like", "to", HUGGING_FACE, OWN, DCP),
+    ("--tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size", "to", MEGATRON),
+    ("--expert-tensor-parallel-size --transformer-impl --ckpt-format --use-distributed-optimizer", "to", MEGATRON),
+)
 
 OPTIONS = (
     option("source", "folder to read", type=Path),
@@ -122,7 +123,7 @@ def main(own: argparse.Namespace) -> None:
     if target_format == source_format:
         raise ConfigError(f"{own.source} is already {source_format}; give the format to write with --to")
     defaults, formats = main.parser(), {"from": source_format, "to": target_format}
-    for (side, *meant), flags in CONCERNS.items():
+    for flags, side, *meant in CONCERNS:
         for flag in flags.split() if formats[side] not in meant else ():
             name = flag[2:].replace("-", "_")
             if getattr(own, name) != defaults.get_default(name):
