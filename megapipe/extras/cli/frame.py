@@ -40,9 +40,6 @@ EXTENSION_HELP = "--extension FILE.py or MODULE loads what extensions add (docs/
 TITLES = {  # exception -> first words of its message; "error" for all others
     "DataError": "data error",
     "CheckpointError": "checkpoint error",
-    "DamageError": "checkpoint error",
-    "NewerVersionError": "checkpoint error",
-    "SaveRefusedError": "checkpoint error",
     "CommunicationError": "communication error",
     "TrainingError": "training stopped",
     "ScheduleError": "schedule error",
@@ -79,6 +76,11 @@ def option(
     if settings.get("type") in METAVARS and "choices" not in settings and names.startswith("-"):
         settings.setdefault("metavar", METAVARS[settings["type"]])
     return Option(tuple(names.split()), {"help": help, **settings}, above, at_least)
+
+
+def switch(name: str, help: str) -> Option:
+    """Return an option without a value, for the table of a command."""
+    return option(name, help, action="store_true")
 
 
 HARDWARE_OPTIONS = (
@@ -274,7 +276,7 @@ def guarded(
         if isinstance(error, MegapipeError):
             code = error.exit_code
             where = f" (rank {global_rank})" if world_size > 1 else ""
-            title = TITLES.get(type(error).__name__, "error")
+            title = next((TITLES[name] for kind in type(error).__mro__ if (name := kind.__name__) in TITLES), "error")
             head = painted(f"{title}{where}:", "red", sys.stderr)
             print(f"{head} {abridged(str(error))}", file=sys.stderr, flush=True)
         else:
