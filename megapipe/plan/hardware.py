@@ -46,7 +46,7 @@ HIGHEST = {
 # From the shapes in DeepGEMM's first README, in fp8 on H800, each within 10 %; 16 bits take twice as long a product.
 HALF_DEPTH = 375.0  # in 16 bits; in fp8 twice that
 ALIGNED = 8  # elements of 16 bits: the matrix units read 16 bytes at a time
-WITHOUT_MATRIX_UNITS = 16  # times slower: the rate of fp32 in A100's data sheet
+WITHOUT_MATRIX_UNITS = 16  # times slower than 16 bits: fp32 in A100's data sheet; GEMMs in fp32 use no TF32
 MANY = 1 << 14  # rows and columns whose tiles fill their waves
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93))  # rows and columns of a result, relative speed
 ATTENTION_SINCE_H100 = 0.35  # by kernels that `attention_rates` does not know: those that take masks

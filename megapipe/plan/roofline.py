@@ -20,7 +20,7 @@ from megapipe.formatting import text_table
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
 from megapipe.plan.activations import layers_with_recompute
-from megapipe.plan.hardware import GIGA, TERA, Hardware
+from megapipe.plan.hardware import GIGA, TERA, WITHOUT_MATRIX_UNITS, Hardware
 from megapipe.plan.layer_costs import layer_flops
 from megapipe.plan.layer_time import OpSeconds, context_links, expert_links_of, ring_link
 from megapipe.plan.run_plan import RunPlan
@@ -33,7 +33,6 @@ from megapipe.schedule.partition import StageLayers
 GEMM_SHARE, MEMORY_SHARE = 690 / 989, 2.5 / 3.35
 ATTENTION_SHARES = (600 / 989, 480 / 989)
 KERNEL_SECONDS = 2e-6  # from the end of one kernel to the start of the next
-WITHOUT_MATRIX_UNITS = 16  # times slower than 16 bits: GEMMs in fp32, in which the configuration allows no TF32
 # kinds of launches; '' moves memory
 GEMM, ATTENTION, ATTENTION_BACKWARD = "GEMM", "attention", "attention backward"
 COLLECTIVE, MESSAGE, HOST_WAIT = "collective", "message", "host wait"
