@@ -32,7 +32,7 @@ from megapipe.schedule.partition import StageLayers
 class LayerGroup(NamedTuple):
     """Consecutive layers that a stage runs as one: those of a checkpoint of full recompute, else one layer.
 
-    recompute: the group's own (--recompute-memory-budget); None: the shape's.
+    recompute: the group's own (--recompute-memory-budget, --recompute-method block); None: the shape's.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -126,10 +126,9 @@ def group_sizes(recompute: RecomputeConfig, num_layers: int) -> tuple[int, ...]:
 def layer_groups(layers: tuple[LayerSpec, ...], shape: RankShape) -> tuple[LayerGroup, ...]:
     """Return the groups of a stage. --recompute-method block recomputes its first N layers alone."""
     own, groups, start = layer_recompute(layers, shape), [], 0
-    has_budget = shape.recompute.recompute_memory_budget is not None
     for size in group_sizes(shape.recompute, len(layers)):
         is_checkpoint = own[start].recompute_granularity == "full"
-        groups.append(LayerGroup(layers[start : start + size], is_checkpoint, own[start] if has_budget else None))
+        groups.append(LayerGroup(layers[start : start + size], is_checkpoint, None if own[start] == shape.recompute else own[start]))
         start += size
     return tuple(groups)
 
