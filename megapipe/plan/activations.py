@@ -128,7 +128,8 @@ def layer_groups(layers: tuple[LayerSpec, ...], shape: RankShape) -> tuple[Layer
     own, groups, start = layer_recompute(layers, shape), [], 0
     for size in group_sizes(shape.recompute, len(layers)):
         is_checkpoint = own[start].recompute_granularity == "full"
-        groups.append(LayerGroup(layers[start : start + size], is_checkpoint, None if own[start] == shape.recompute else own[start]))
+        recompute = None if own[start] == shape.recompute else own[start]
+        groups.append(LayerGroup(layers[start : start + size], is_checkpoint, recompute))
         start += size
     return tuple(groups)
 

@@ -78,7 +78,7 @@ MODEL = (
     option("-m --microbatches", "default: twice the ranks", type=int, above=0),
     option("-v --chunks", "stages a rank (default: 2 where a schedule has several)", type=int, above=0),
     option("-g --group-size", "microbatches that run through a chunk before the next, at least the ranks", type=int),
-    option("-k --slices", "cut every microbatch into this many slices along its sequence (Seq1F1B)", default=1, above=0),
+    option("-k --slices", "cut every microbatch into so many slices along its sequence (Seq1F1B)", default=1, above=0),
     "costs, in seconds (or any unit), of all the layers of one rank",
     option("--forward", default=1.0, at_least=0),
     option("--input-grad", default=1.0, at_least=0),
