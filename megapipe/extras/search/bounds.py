@@ -19,7 +19,7 @@ from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Context, Layout, keeps_all, with_dispatcher
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape
-from megapipe.layers.table import Documents, RankShape
+from megapipe.layers.table import ALL_REDUCE, Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.cut import undominated
 from megapipe.plan.expert_load import BALANCED, ExpertLoad, with_load
@@ -210,7 +210,7 @@ class Bounds:
             return None
         layers, experts = (sum(map(operator.mul, found[1].numbers, each)) for each in found[1][1:3])
         held = (layers + found[1].embedding + found[1].head) / first.tp / first.pp
-        least, _, _ = self._state(first, held, experts / first.ep / (first.etp or first.tp) / first.pp, 1)
+        least, *_ = self._state(first, held, experts / first.ep / (first.etp or first.tp) / first.pp, 1)
         if least > NEAR_MISS * self._hardware.usable_bytes:
             return Bound(0.0, least)
         times, numbers = self.times_of(first, False), found[1].numbers
@@ -255,7 +255,7 @@ class Bounds:
         self, elements: Elements, layout: Layout, ranks: tuple[_Holds, ...], times: Times, directions: int
     ) -> tuple[float, float]:
         """Return (bytes of the fullest rank, seconds of the optimizer)."""
-        least = most = most_held = 0.0
+        least = most = most_held = most_summed = 0.0
         of_layers, of_head = times.kept()
         for rank in ranks:
             layers = sum(map(operator.mul, rank.layers, elements.layers))
@@ -265,23 +265,34 @@ class Bounds:
             kept = sum(map(operator.mul, rank.live_layers, of_layers))
             if layout.chunks == 1:
                 kept += rank.heads * of_head
-            state, sharded, moved = self._state(layout, held, experts, directions)
+            state, sharded, moved, summed = self._state(layout, held, experts, directions)
             least = max(least, state + kept)
-            most, most_held = max(most, sharded), max(most_held, moved)
-        return least, (most + most_held) / self._hardware.memory_bytes_per_second
+            most, most_held, most_summed = max(most, sharded), max(most_held, moved), max(most_summed, summed)
+        return least, (most + most_held) / self._hardware.memory_bytes_per_second + most_summed
 
-    def _state(self, layout: Layout, held: float, experts: float, directions: int) -> tuple[float, float, float]:
-        """Return the bytes of the state of a rank with so many parameters and those of experts, and what its optimizer
-        moves of its shard and of all of them.
+    def _state(self, layout: Layout, held: float, experts: float, directions: int) -> tuple[float, float, float, float]:
+        """Return the bytes of the state of a rank with so many parameters and those of experts, what its optimizer
+        moves of its shard and of all of them, and the seconds of summing its shard over instances.
         """
+        node, network = self._hardware.node.bytes_per_second, self._hardware.network.bytes_per_second
         replicas, cut = self._world_size // layout.tp // layout.pp * directions, layout.ep * (layout.etp or layout.tp)
-        shards, expert_shards = (replicas, replicas * layout.tp // cut) if layout.distributed_optimizer else (1, 1)
         element, dtypes, moved = self._of_state
-        sharded, whole = held / shards + experts / expert_shards, held + experts
+        reduced = 2 if self._config.parallel.grad_reduce_in_bf16 else dtypes.gradient_bytes
+        sharded, whole, summed = 0.0, held + experts, 0.0
+        for elements, ranks in ((held, replicas), (experts, replicas * layout.tp // cut)):
+            instances = math.gcd(layout.instances, ranks)
+            shard = elements / (ranks // instances if layout.distributed_optimizer else 1)
+            sharded += shard
+            if not self._hardware.overlapped_instances:  # ranks with the same shard are at least a shard's ranks apart
+                rate = (
+                    network if ranks // directions // instances >= self._hardware.ranks_per_node else max(node, network)
+                )
+                summed += ALL_REDUCE * shard * reduced * (instances - 1) / instances / rate
         weights = sharded if layout.sharding == SHARDED_PARAMS else whole
         gradients = sharded if layout.sharding else whole
         of_buffers = weights * element + gradients * dtypes.gradient_bytes
-        return of_buffers + sharded * dtypes.state_bytes(True), sharded * moved, whole * dtypes.gradient_bytes
+        state = of_buffers + sharded * dtypes.state_bytes(True)
+        return state, sharded * moved, whole * dtypes.gradient_bytes, summed
 
     @cached_property
     def _of_state(self) -> tuple[int, StateDtypes, int]:

@@ -13,16 +13,17 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
 from megapipe.config.config import Config, resolve_model
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.problems import divisors
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import NEAR_MISS, Bound, Bounds
-from megapipe.extras.search.layout import Group, Layout, groups, keeps_all
+from megapipe.extras.search.layout import Group, Layout, Variant, groups, keeps_all
 from megapipe.formatting import bytes_text
 from megapipe.layers.model import model_parameters
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
@@ -93,6 +94,8 @@ class Found:
         return self.num_gpus * price_per_hour / SECONDS_OF_AN_HOUR / self.best[0].time.tokens_per_second * 1e9
 
 
+UNSHARDED: dict[str, Any] = {"sharding": "", "units": 1, "distributed_optimizer": True, "instances": 1}
+Steps = Generator[tuple[float, float | None], None, int]
 MOST_MISSES = 3
 FILLS = 4  # a short step has about this many times pp microbatches
 SHORT_STEP_ERROR = 1.01  # a short step's prediction for a whole one is at most this factor too long
@@ -177,15 +180,26 @@ class Frontier:
         self.num_layouts, self._numbers = 0, itertools.count()
         self._heap: list[tuple[float, int, Bound, Layout, Group | None]] = []
         self._least: dict[tuple[int, int], float] = {}  # the least bytes of each pp and cp
-        self._recomputes: dict[Layout, Sequence[RecomputeConfig]] = {}  # of groups, by their first layout
-        for group in groups(config, world_size, hardware):
-            for is_sharded in group.shards:  # with the distributed optimizer, unless `pinned` is always without it
-                own = group._replace(shards=(is_sharded,))
-                if any(map(pinned, own.members(own.recomputes))):
-                    self.num_layouts += group.size
-                    self._recomputes[group.first] = () if all(group.shards) else group.recomputes
-                    self._push(bounds.of_group(group.first), group.first, own)
-                    break
+        self._groups: dict[Layout, Group] = {}  # by their first layout
+        self._added: set[Layout] = set()
+        every = list(groups(config, world_size, hardware))
+        # with experts, sharded weights take three times as long to search: only where nothing else is allowed
+        self._add([group for group in every if group.first.etp is None or not group.first.sharding])
+        if not self.num_layouts:
+            self._add(every)
+
+    def _add(self, every: Iterable[Group]) -> None:
+        for group in every:
+            first, *others = group.variants
+            variants = [first] if self._allows(group, first) else [each for each in others if self._allows(group, each)]
+            if variants:
+                self.num_layouts += group.size
+                self._groups[group.first] = group
+                bound = self._bounds.of_group(group.first)
+                self._push(bound, group.first, group._replace(variants=variants))
+
+    def _allows(self, group: Group, variant: Variant) -> bool:
+        return any(map(self._pinned, group.members(variant)))
 
     def _push(self, bound: Bound | None, layout: Layout, group: Group | None) -> None:
         if bound is not None and bound.least_bytes <= self._most_bytes:
@@ -210,26 +224,35 @@ class Frontier:
                     self._push(self._bounds.of_group(first), first, group._replace(recomputes=(recompute,)))
             else:
                 times = cache(partial(self._bounds.times_of, layout))
-                for member in filter(self._pinned, group.members(group.recomputes)):
+                for member in filter(self._pinned, group.members(*group.variants)):
                     self._push(self._bounds.of(member, times), member, None)
 
     def again(self, bound: Bound, layout: Layout, seconds: float) -> None:
         """Put a layout back with a larger bound."""
         self._push(bound._replace(seconds=max(bound.seconds, seconds)), layout, None)
 
-    def add_unsharded(self, layout: Layout, time: StepTime) -> None:
-        """Add the layout without the distributed optimizer, with any recompute, if it may be faster. time: of the one
-        with it, which gathers weights besides, reduces less and updates fewer of them.
+    def add_variants(self, layout: Layout, seconds: float, computed: float | None) -> None:
+        """Add the variants of a layout that keep more, if they may be faster, with any recompute; of one instance.
+
+        seconds: of the layout. computed: those that variants share, without what replicas exchange and update. None:
+        the layout does not fit, but may without gathered weights.
         """
-        rest = time.seconds - time.parts["gather"] - time.parts["optimizer"]
-        same = {"schedule": "1f1b", "chunks": 1, "units": 1, "cut": "cost", "recompute": RecomputeConfig()}
-        for recompute in self._recomputes.get(dataclasses.replace(layout, **same), ()):  # type: ignore[arg-type]
-            other = dataclasses.replace(layout, recompute=recompute, distributed_optimizer=False)
-            bound = self._bounds.of(other)
-            if bound is None or rest + bound.optimizer >= time.seconds:
-                return
-            if self._pinned(other):
-                self.again(bound, other, rest + bound.optimizer)
+        shape = {"schedule": "1f1b", "chunks": 1, "units": 1, "cut": "cost", "recompute": RecomputeConfig()}
+        group = self._groups.get(dataclasses.replace(layout, **shape))  # type: ignore[arg-type]
+        if group is None:
+            return
+        for variant in group.variants[1:]:
+            if variant.instances > 1 or (computed is None and variant.sharding == layout.sharding):
+                continue
+            least = computed or 0.0
+            for recompute in (layout.recompute,) if computed is None else group.recomputes:
+                other = dataclasses.replace(layout, recompute=recompute, **variant._asdict())
+                bound = self._bounds.of(other)
+                if bound is None or least + bound.optimizer >= seconds:
+                    break
+                if other not in self._added and self._pinned(other):
+                    self._added.add(other)
+                    self.again(bound, other, least + bound.optimizer)
 
     def least_bytes(self, axis: int) -> dict[int, float]:
         """Return for each pp (axis 0) or cp (axis 1) a lower bound of the bytes of the fullest rank."""
@@ -296,10 +319,10 @@ def without_recompute(layout: Layout) -> Layout:
 
 
 def family(layout: Layout) -> Layout:
-    """Return the layout without recompute, with the distributed optimizer. Of layouts that are equal then only the
-    fastest is reported: recompute takes time and saves memory, the other saves memory and takes as much time.
+    """Return the layout without recompute, with the distributed optimizer alone. Of layouts that are equal then only
+    the fastest is reported: they compute the same, with more or less memory.
     """
-    return dataclasses.replace(layout, recompute=RecomputeConfig(), distributed_optimizer=True)
+    return dataclasses.replace(layout, recompute=RecomputeConfig(), **UNSHARDED)
 
 
 class _Walk:
@@ -316,7 +339,7 @@ class _Walk:
 
         A layout whose seconds are below the bounds of all others is the fastest of the rest.
         """
-        families, running = set[Layout](), dict[Layout, Generator[float | StepTime, None, int]]()
+        families, running = set[Layout](), dict[Layout, Steps]()
         for bound, layout in frontier:
             if bound.seconds >= self._most_seconds or len(self.best) == self._num_best:
                 break
@@ -327,22 +350,23 @@ class _Walk:
                 continue
             steps = running.setdefault(layout, self._steps.along(layout, self._usable))
             try:
-                step = next(steps)
+                seconds, computed = next(steps)
             except StopIteration as end:
                 if end.value <= self._usable:
                     self.best.append(layout)
                     families.add(family(layout))
-                elif end.value <= NEAR_MISS * self._usable:
+                    continue
+                frontier.add_variants(layout, math.inf, None)
+                if end.value <= NEAR_MISS * self._usable:
                     self.too_large.append((bound, layout))
                 continue
             except ConfigError as error:
                 self.refused = f"{layout}: {error}"
                 continue
-            if isinstance(step, StepTime):
+            if computed is not None:
                 self.num_predicted += 1
-                frontier.add_unsharded(layout, step)
-                step = step.seconds
-            frontier.again(bound, layout, step)
+                frontier.add_variants(layout, seconds, computed)
+            frontier.again(bound, layout, seconds)
 
 
 class ShortSteps:
@@ -355,20 +379,25 @@ class ShortSteps:
     def __init__(self, config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> None:
         self._config, self._world_size, self.hardware, self._load = config, world_size, hardware, load
         self._plans: dict[Hashable, RunPlan] = {}
+        self._hidden: dict[Layout, float] = {}
         self._seconds: dict[Layout, float] = {}  # of layouts whose time is known
-        self._computed = cache(self._least_computed)
+        self._computed: dict[Layout, float] = {}  # without what replicas exchange and update
+        self.least_of_overlap, self._free = cache(self._least_of_overlap), cache(self._without_exchanges)
 
-    def along(self, layout: Layout, most_bytes: float) -> Generator[float | StepTime, None, int]:
-        """Yield lower bounds of a step, each dearer than the one before, then its time; return the bytes of the
-        fullest rank. Raises ConfigError.
+    def along(self, layout: Layout, most_bytes: float) -> Steps:
+        """Yield lower bounds of a step's seconds, each dearer than the one before, with None; then its seconds, with
+        those that do not depend on how replicas share; return the bytes of the fullest rank. Raises ConfigError.
 
         If a rank needs more than `most_bytes`, its bytes; without the time if that is the first rank.
         """
+        alike = layout if layout.units > 1 and layout.overlap else dataclasses.replace(layout, **UNSHARDED)
         if layout.overlap:
-            yield self.least_of_overlap(layout)
-            yield self._computed(layout)
+            yield self.least_of_overlap(alike), None
+            yield self._free(alike)[1], None
         if (without := without_recompute(layout)) in self._seconds:
-            yield self._seconds[without]
+            yield self._seconds[without], None
+        if alike in self._computed:
+            yield self._computed[alike] * (1 - 1e-9), None
         count, few, plan = self._short(layout)
 
         def need_of(pp_rank: int) -> int:
@@ -376,9 +405,14 @@ class ShortSteps:
 
         need = need_of(0)
         if need <= most_bytes:
-            time = self._whole(layout, count, few, plan)
+            time = apart = self._whole(layout, count, few, plan)
+            if layout.sharding:  # gathers and reductions within a row delay it
+                parallel = dataclasses.replace(plan.config.parallel, data_parallel_sharding_strategy="optim")
+                without_them = dataclasses.replace(plan, config=dataclasses.replace(plan.config, parallel=parallel))
+                apart = self._whole(layout, count, few, without_them)
             self._seconds[layout] = time.seconds
-            yield time
+            self._computed[layout] = apart.seconds - sum(apart.parts[part] for part in ONCE)
+            yield time.seconds, self._computed[layout]
             for pp_rank in reversed(range(1, layout.pp)):
                 need = max(need, need_of(pp_rank))
                 if need > most_bytes:
@@ -392,7 +426,7 @@ class ShortSteps:
         need = max(_in_full(rank, few, count).device_bytes for rank in every)
         return self._whole(layout, count, few, plan).seconds, need
 
-    def least_of_overlap(self, layout: Layout) -> float:
+    def _least_of_overlap(self, layout: Layout) -> float:
         """Return a lower bound of a step in which all-to-alls overlap, from one rank alone. Raises ConfigError."""
         count, few, plan = self._in_pairs(layout)
         stages = stage_seconds(plan, self.hardware)
@@ -405,15 +439,16 @@ class ShortSteps:
         share = 1.0 if len(parts) == len({type(part) for part, _ in parts}) else PARTS_ERROR
         return share * (least_of_rank(plan, self.hardware, busiest, (count - few) // layout.pp) - hidden)
 
-    def _least_computed(self, layout: Layout) -> float:
-        """Return the seconds of a step of computation alone, or the all-to-alls alone of a rank, if these are more: a
-        step in which all-to-alls overlap takes no less. Raises ConfigError.
+    def _without_exchanges(self, layout: Layout) -> tuple[float, float]:
+        """Return the seconds of a step without all-to-alls, or of those of a rank alone, if these are more: a step in
+        which all-to-alls overlap takes no less. Also without what replicas exchange and update. Raises ConfigError.
         """
         count, few, plan = self._in_pairs(layout)
         stages = stage_seconds(plan, self.hardware)
         free = predict_step(plan, self.hardware, tuple(map(without_exchanges, stages)), hides=False)
         least = free.seconds + (count - few) // layout.pp * fill_seconds(free.timeline)
-        return max(least, most_exchanged(free.timeline, stages) * count / few)
+        exchanged = most_exchanged(free.timeline, stages) * count / few
+        return max(least, exchanged), max(least - sum(free.parts[part] for part in ONCE), exchanged)
 
     def _in_pairs(self, layout: Layout) -> tuple[int, int, RunPlan]:
         """Return `_short` of a layout in which all-to-alls overlap, in pairs of stages: parts take long to resolve."""
@@ -430,8 +465,10 @@ class ShortSteps:
         parts = {part: seconds if part in ONCE else seconds * count / few for part, seconds in time.parts.items()}
         seconds = time.seconds + (count - few) // layout.pp * fill_seconds(time.timeline)
         if layout.overlap:
-            least = self._computed(layout)
-            hidden = min(hidden_seconds(plan, self.hardware, count, FILLS), seconds - least)
+            least, _ = self._free(layout)
+            if layout not in self._hidden:
+                self._hidden[layout] = hidden_seconds(plan, self.hardware, count, FILLS)
+            hidden = min(self._hidden[layout], seconds - least)
             seconds, parts["ep"] = seconds - max(0.0, hidden), max(0.0, parts["ep"] - max(0.0, hidden))
         parts["bubble"] += seconds - sum(parts.values())
         tokens, flops = time.tokens * count // few, time.model_flops * count / few
