@@ -215,6 +215,8 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "parallel.sequence_parallel": layout.tp == 1 or layout.sequence_parallel == parallel.sequence_parallel,
         "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
         "parallel.data_parallel_sharding_strategy": strategy == strategy_of(parallel),
+        "parallel.num_distributed_optimizer_instances": layout.instances
+        == parallel.num_distributed_optimizer_instances,
         "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
         "parallel.overlap_moe_expert_parallel_comm": layout.overlap == parallel.overlap_moe_expert_parallel_comm,
         "parallel.delay_wgrad_compute": layout.overlap or not parallel.delay_wgrad_compute,
@@ -317,6 +319,7 @@ def as_configured(config: Config, world_size: int, hardware: Hardware, load: Exp
         plan.num_slices,
         parallel.overlap_moe_expert_parallel_comm and plan.model.has_experts,
         config.model.moe_token_dispatcher_type == "flex",
+        parallel.num_distributed_optimizer_instances,
     )
     return predict_plan(layout, plan, hardware)
 
