@@ -131,9 +131,8 @@ class Times(NamedTuple):
     head: _Part
     first: tuple[_Part, ...]  # of the first slice, of each kind
     message: float  # seconds of the hidden states of the first slice between two stages
-    kept: Callable[
-        [], tuple[Counts, int]
-    ]  # bytes of each kind, by slice, and of the head's slice that keeps the fewest
+    # bytes that are kept of each kind, by slice, and of the head's slice that keeps the fewest
+    kept: Callable[[], tuple[Counts, int]]
 
 
 # of a microbatch, by slice: the seconds of each kind of layer and of the head; and of a message
@@ -283,10 +282,10 @@ class Bounds:
             instances = math.gcd(layout.instances, ranks)
             shard = elements / (ranks // instances if layout.distributed_optimizer else 1)
             sharded += shard
-            if not self._hardware.overlapped_instances:  # ranks with the same shard are at least a shard's ranks apart
-                rate = (
-                    network if ranks // directions // instances >= self._hardware.ranks_per_node else max(node, network)
-                )
+            if not self._hardware.stack.overlapped_instances:
+                # ranks with the same shard are at least a shard's ranks apart
+                crosses = ranks // directions // instances >= self._hardware.ranks_per_node
+                rate = network if crosses else max(node, network)
                 summed += ALL_REDUCE * shard * reduced * (instances - 1) / instances / rate
         weights = sharded if layout.sharding == SHARDED_PARAMS else whole
         gradients = sharded if layout.sharding else whole
