@@ -547,10 +547,12 @@ def _nothing_found(
     if refused:
         return f"no layout on {where} is legal; the last one tried: {refused}"
     if not least:
+        instances = config.parallel.num_distributed_optimizer_instances
+        divides = f", which --num-distributed-optimizer-instances {instances} divides" if instances > 1 else ""
         return (
             f"no layout on {where}: --global-batch-size {config.training.global_batch_size} must be a multiple of the "
-            "data-parallel size for some tensor- and pipeline-parallel size that the flags allow; change the batch "
-            "size, the number of accelerators or the flags"
+            f"data-parallel size{divides}, for some tensor- and pipeline-parallel size that the flags allow; change "
+            "the batch size, the number of accelerators or the flags"
         )
     return (
         f"the model does not fit on {where}: any layout needs {bytes_text(min(least.values()))} or more of the "

@@ -193,11 +193,11 @@ class Row:
         changes: dict[str, Any] = {key: float(s[key]) for key in HARDWARE_FIELDS if key in s}
         if rate := changes.pop("network_bytes_per_second", None):
             row = dataclasses.replace(row, network=dataclasses.replace(row.network, bytes_per_second=rate))
-        own = s.get("attention")
+        own, graphs = str(s.get("attention", "")), s.get("graphs")
         kernel = row.attention_rates.get("flash2" if own == "triton" else own)
         times = (TRITON if own == "triton" else 1.0) * (2 - 1 / s.get("cp", 1) if "ring" in s else 1.0)
         rates = {name: _slower(kernel or rate, times) for name, rate in row.attention_rates.items()}
-        stack = dataclasses.replace(self.source.planned_as, **SOFTMAX.get(own, {}), **GRAPHS[s.get("graphs")])
+        stack = dataclasses.replace(self.source.planned_as, **SOFTMAX.get(own, {}), **GRAPHS[graphs])
         return dataclasses.replace(row, attention_rates=rates, stack=stack, **changes)
 
     @property

@@ -184,6 +184,9 @@ def test_without_a_global_batch_or_a_fitting_model_a_remedy_is_given() -> None:
         search(small(), 4, with_memory(0.0001))
     with pytest.raises(ConfigError, match="must be a multiple of the data-parallel size"):
         search(small(global_batch_size=7, num_layers=1, num_attention_heads=1), 64, H100)
+    three = small(num_distributed_optimizer_instances=3, use_distributed_optimizer=True)
+    with pytest.raises(ConfigError, match="which --num-distributed-optimizer-instances 3 divides"):
+        search(three, 4, H100, lambda layout: layout.instances == 3)
 
 
 def two_a_node(gib: float) -> Hardware:
