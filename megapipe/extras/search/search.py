@@ -80,7 +80,7 @@ class Found:
     num_gpus: int
     best: tuple[Candidate, ...]  # the fastest layouts that fit, fastest first
     misses: tuple[Candidate, ...]  # layouts faster than the best, but slightly too large, fastest first
-    num_tried: int  # layouts in all groups
+    num_tried: int  # layouts of the groups, with the variants that are searched
     num_predicted: int  # layouts that were simulated
     rival: Candidate | None  # the fastest layout with a pipeline, if none of `best` has one
     least_bytes: Mapping[int, float]  # for each pp a lower bound of the fullest rank's bytes, over all other choices
@@ -193,7 +193,9 @@ class Frontier:
             first, *others = group.variants
             variants = [first] if self._allows(group, first) else [each for each in others if self._allows(group, each)]
             if variants:
-                self.num_layouts += group.size
+                # several instances are searched only where the first variant is not allowed
+                searched = [each for each in group.variants if each.instances == 1] if variants == [first] else variants
+                self.num_layouts += group._replace(variants=searched).size
                 self._groups[group.first] = group
                 bound = self._bounds.of_group(group.first)
                 self._push(bound, group.first, group._replace(variants=variants))
