@@ -28,7 +28,9 @@ class Sums:
     def sample(self, index: int) -> tuple[list[int], list[int]]:
         """Return seq_length + 1 tokens, and 1 for each that belongs to an answer."""
         random = np.random.default_rng([self.part.seed, self.part.name != "train", index])
-        length, tokens, trained = self.part.seq_length + 1, [], []
+        length = self.part.seq_length + 1
+        tokens: list[int] = []
+        trained: list[int] = []
         while len(tokens) < length:
             a, b = random.integers(0, 10**self.digits, 2)
             question, answer = f"{a}+{b}=".encode(), f"{a + b}".encode()

@@ -6,11 +6,11 @@ Start it alone, or with `megapipe launch --nproc-per-node 4 examples/pretrain_fr
 
 import sys
 
-from megapipe import Callback, Config, Trainer
+from megapipe import Callback, Config, StepSummary, Trainer
 
 
 class StopWhenGood(Callback):
-    def on_step_end(self, trainer, summary):
+    def on_step_end(self, trainer: Trainer, summary: StepSummary) -> None:
         if summary.loss < 3.0:
             trainer.stop()
 

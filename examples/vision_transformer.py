@@ -4,7 +4,7 @@ Start it alone, or with `megapipe launch --nproc-per-node 2 examples/vision_tran
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megapipe import Pipeline
@@ -13,18 +13,17 @@ BATCH, WIDTH, CLASSES = 64, 64, 4
 
 
 class Patches(nn.Conv2d):
-    def forward(self, images):  # [b, 3, 32, 32] -> [b, 16, WIDTH]
+    def forward(self, images: Tensor) -> Tensor:  # [b, 3, 32, 32] -> [b, 16, WIDTH]
         return super().forward(images).flatten(2).mT
 
 
 class Head(nn.Linear):
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mean(1))
 
 
-def blocks():
-    options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, **options)
+def blocks() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True)
     return nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
 
 

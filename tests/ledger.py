@@ -53,7 +53,7 @@ SETS = (
 CRASH, MEMORY, REFUSED, EQUAL = "crash", "memory", "refused", "equal"
 # refused pair -> (verdict without its row of the table, words of what happens). REFUSED: nothing could order it; EQUAL:
 # three steps show nothing, since one of the two has no effect, or what is wrong comes with a rollback (test_ledger.py)
-ENDS: dict[tuple[str, str], tuple[str, str]] = {
+ENDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("dualpipe-v", "slices2"): (REFUSED, "has no order for 2 slices"),
     ("slices2", "moe overlap"): (REFUSED, "has no order for 2 slices"),
     ("mla", "sinks"): (CRASH, "softmax_offset"),
@@ -144,7 +144,7 @@ class Case:
     def digest(self) -> str:
         """The value that changes with the flags, or with the end that is stated."""
         flags = [BY_NAME[name].flags for name in self.features]
-        ends = ENDS.get(self.features, ())  # type: ignore[call-overload]
+        ends = ENDS.get(self.features, ())
         text = "\n".join([BASE, SIZES, SMALL_SIZES, *flags, *ends])
         return f"{zlib.crc32(text.encode()):08x}"
 

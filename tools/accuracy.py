@@ -103,7 +103,7 @@ def source_lines() -> list[tuple[str, ...]]:
         by_source.setdefault(row.source.name, []).append(row)
     lines = []
     for name, rows in sorted(by_source.items()):
-        head, known = rows[0].source, sum(row.why_outside is None for row in rows)
+        head, known = rows[0].source, len(predicted(rows))
         commit = f", commit {head.commit[:7]}" if head.commit else ""
         lines.append(
             (name, f"{head.where}{commit}", head.planned_as.name, f"{known} of {len(rows)}", str(len(head.guessed)))

@@ -175,7 +175,7 @@ def record_plans(checkout: Checkout) -> list[dict[str, Any]]:
         if pp > 1 and not chunked:
             schedules = ["auto", "1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "zb-auto", "dualpipe-v"]
             flags += f" --pipeline-schedule {draw.choice(schedules)}"
-        for words in (
+        for extra in (
             "--bf16",
             "--sequence-parallel",
             "--swiglu",
@@ -191,7 +191,7 @@ def record_plans(checkout: Checkout) -> list[dict[str, Any]]:
             "--grad-reduce-in-bf16",
         ):
             if draw.random() < 0.4:
-                flags += f" {words}"
+                flags += f" {extra}"
         words = ["-m", "megapipe", "plan", "--world-size", str(tp * pp * dp), "--ranks-per-node", "8", *flags.split()]
         ended = checkout.run(*words)
         found.append({"flags": flags, "code": ended.returncode, "numbers": numbers(ended.stdout)})

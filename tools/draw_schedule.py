@@ -4,11 +4,7 @@ stage takes 1 s).
 
 python tools/draw_schedule.py --world-size 8 --output schedule.svg --config configs/quickstart.yaml --vocab-size 2048
 
-Without a configuration it is `megapipe schedule`, which draws, compares, checks and simulates schedules by name or from
-CSV files:
-
-python tools/draw_schedule.py compare -p 8 -m 32 -v 2
-python tools/draw_schedule.py draw zb-v -p 8 -m 32 --svg zb-v.svg
+`megapipe schedule draw NAME --svg FILE` draws a schedule by its name, without a configuration.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ from pathlib import Path
 from megapipe.api.config import Config
 from megapipe.api.planning import make_plan
 from megapipe.errors import MegapipeError
-from megapipe.extras.cli import schedule
 from megapipe.extras.report.timeline import svg
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op
@@ -38,8 +33,6 @@ def drawing(plan: RunPlan, width: int) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    if argv and argv[0] in schedule.COMMANDS:
-        return schedule.main(argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

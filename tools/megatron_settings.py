@@ -253,7 +253,7 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports packages that are not there as empty ones, whose classes and functions do nothing."""
 
     class Module(types.ModuleType):
-        __path__: typing.ClassVar[list[str]] = []
+        __path__: list[str] = []  # noqa: RUF012
         __version__ = "3.4.0"
 
         def __getattr__(self, name: str) -> Any:

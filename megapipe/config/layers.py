@@ -108,6 +108,7 @@ def expert_layers(model: ModelConfig) -> tuple[int, ...]:
     return tuple(number for number, layer in every if layer.has_mlp and layer.num_experts is not None)
 
 
+@cache
 def layer_kinds(model: ModelConfig) -> dict[LayerConfig, list[int]]:
     """Return the layers that differ from each other, with their numbers. Raises ConfigError."""
     sized = replace(

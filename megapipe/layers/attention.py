@@ -459,12 +459,17 @@ class AttentionTable:
             if shape.documents.attention_mask or self.shared_mask_bytes(shape):
                 kernel = ""  # torch's kernel that takes masks
             calls = shape.cp // self._exchanged(shape)  # of a ring, each with as many of the keys
-            return AttentionWork(4.0 * shape.tokens * keys * heads * channels, 0.0, 2.5, kernel, keys / calls, channels)
-        squares = float(self._squares(shape))
-        dropped = 2.0 * shape.element + 1.0 if self.model.attention_dropout > 0 else 0.0  # read, write, and the mask
-        backward = 2.0 if self.registered is None else 3.0  # it computes the forward again
-        flops = 4.0 * squares * self.model.kv_channels
-        return AttentionWork(flops, squares * (4.0 * shape.element + dropped), backward)
+            flops = 4.0 * shape.tokens * keys * heads * channels
+            return AttentionWork(flops, (0.0, 0.0), 2.5, kernel, keys / calls, channels)
+        squares, channels = float(self._squares(shape)), self.model.kv_channels
+        # casts to fp32 and back; mask and softmax, with scale, tanh and cap; a mask of dropout, drawn and multiplied
+        cast = 2 * (shape.element + shape.wide) if shape.element != shape.wide else 0
+        capped, is_dropped = self.model.attn_logit_softcapping is not None, self.model.attention_dropout > 0
+        there = cast + shape.wide * (4 + 6 * capped) + (4 * shape.element + 10) * is_dropped
+        back = cast + shape.wide * (3 + 3 * capped) + (4 * shape.element + 1) * is_dropped
+        times = 2.0 if self.registered is None else 3.0  # it computes the forward again
+        moved = squares * there, squares * back
+        return AttentionWork(4.0 * squares * channels, moved, times, "", shape.whole_seq, channels)
 
     def _core_gradient_bytes(self, shape: RankShape) -> int:
         """Return what core attention's backward makes: the gradients of q, k and v apart and then side by side;

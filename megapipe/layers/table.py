@@ -204,7 +204,7 @@ class AttentionWork:
     """The cost of softmax(q k^T) v."""
 
     flops: float
-    moved_bytes: float  # by its pointwise kernels
+    moved_bytes: tuple[float, float]  # by its pointwise kernels, in a forward and in a backward
     backward_forwards: float  # the FLOPs of its backward as a multiple of the forward's
     kernel: str = ""  # which fused one: 'cudnn' (on A100 flash attention) or 'flash2'; '' for others and written out
     keys: float = 0.0  # that a query sees in the mean, of one call

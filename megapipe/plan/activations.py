@@ -32,7 +32,7 @@ from megapipe.schedule.partition import StageLayers
 class LayerGroup(NamedTuple):
     """Consecutive layers that a stage runs as one: those of a checkpoint of full recompute, else one layer.
 
-    recompute: the group's own (--recompute-memory-budget); None: the shape's.
+    recompute: the group's own (--recompute-memory-budget, --recompute-method block); None: the shape's.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -125,15 +125,11 @@ def group_sizes(recompute: RecomputeConfig, num_layers: int) -> tuple[int, ...]:
 
 def layer_groups(layers: tuple[LayerSpec, ...], shape: RankShape) -> tuple[LayerGroup, ...]:
     """Return the groups of a stage. --recompute-method block recomputes its first N layers alone."""
-    recompute = shape.recompute
-    if recompute.recompute_memory_budget is not None:
-        own = zip(layers, layer_recompute(layers, shape), strict=True)
-        return tuple(LayerGroup((layer,), each.recompute_granularity == "full", each) for layer, each in own)
-    is_full, is_block = recompute.recompute_granularity == "full", recompute.recompute_method == "block"
-    last_recomputed = (recompute.recompute_num_layers or 1) if is_block else len(layers)
-    groups, start = [], 0
-    for size in group_sizes(recompute, len(layers)):
-        groups.append(LayerGroup(layers[start : start + size], is_full and start < last_recomputed))
+    own, groups, start = layer_recompute(layers, shape), [], 0
+    for size in group_sizes(shape.recompute, len(layers)):
+        is_checkpoint = own[start].recompute_granularity == "full"
+        recompute = None if own[start] == shape.recompute else own[start]
+        groups.append(LayerGroup(layers[start : start + size], is_checkpoint, recompute))
         start += size
     return tuple(groups)
 
@@ -168,17 +164,16 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
     groups = (*layer_groups(layers_of(model, stage), shape), *prediction_groups(model, shape, stage))
     for group, count in Counter(groups).items():
         total.update({what: count * size for what, size in _group_bytes(group, shape).items()})
-    if groups:
-        replays = [group.is_checkpoint or group.shape(shape).recomputes("core_attn", "mla_up_proj") for group in groups]
-        is_replayed = any(replays)
-        masks, tables = Counter[Any](), Counter[Any]()  # one for each window, and for each kind of rotary positions
-        for each in attentions(model, stage):
-            size = each.document_mask_bytes(shape, is_replayed)
-            masks[each.visibility(shape)] = max(masks[each.visibility(shape)], size)
-            tables[each.model.position_tables] = each.rotary_table_bytes(shape)
-        total["document masks"] = masks.total()
-        if shape.documents.position_ids:
-            total["rotary tables"] = tables.total() * shape.batch
+    replays = (group.is_checkpoint or group.shape(shape).recomputes("core_attn", "mla_up_proj") for group in groups)
+    is_replayed = any(replays)
+    masks, tables = Counter[Any](), Counter[Any]()  # one for each window, and for each kind of rotary positions
+    for each in attentions(model, stage):
+        size = each.document_mask_bytes(shape, is_replayed)
+        masks[each.visibility(shape)] = max(masks[each.visibility(shape)], size)
+        tables[each.model.position_tables] = each.rotary_table_bytes(shape)
+    total["document masks"] = masks.total()
+    if shape.documents.position_ids:
+        total["rotary tables"] = tables.total() * shape.batch
     for table in end_tables(model, shape, stage):
         total.update(bytes_by_name(table.keeps))
     return {what: size for what, size in total.items() if size}
@@ -208,22 +203,17 @@ def shared_bytes(model: ModelSpec, slices: Sequence[RankShape], stage: StageLaye
 
 def replay_bytes(layers: tuple[LayerSpec, ...], shape: RankShape) -> int:
     """Return the most that one replay in the backward of these layers recomputes and holds until its end."""
-    if shape.recompute.recompute_memory_budget is not None:
-        kinds = set(layer_groups(layers, shape))
-        return max((replay_bytes(group.layers, group.shape(shape)) for group in kinds), default=0)
-    whole, granularity = without_recompute(shape), shape.recompute.recompute_granularity
-    if granularity is None:
+    replays = (_group_replay(group, group.shape(shape)) for group in set(layer_groups(layers, shape)))
+    return max(replays, default=0)
+
+
+def _group_replay(group: LayerGroup, shape: RankShape) -> int:
+    whole = without_recompute(shape)
+    if group.is_checkpoint:  # what a replay adds to what the checkpoint kept
+        kept = sum(layer_table(layer, whole).kept_bytes for layer in group.layers)
+        return kept - total_bytes(group_keeps(group, shape))
+    if shape.recompute.recompute_granularity != "selective":
         return 0
-    if granularity == "full":  # what a replay adds to what the checkpoint kept
-        checkpoints = {group for group in layer_groups(layers, shape) if group.is_checkpoint}
-        return max(
-            (
-                sum(layer_table(layer, whole).kept_bytes for layer in group.layers)
-                - total_bytes(group_keeps(group, shape))
-                for group in checkpoints
-            ),
-            default=0,
-        )
     modules = shape.recompute.recompute_modules
     replays: list[tuple[str, ...]] = [(module,) for module in modules]
     for pair in (("layernorm", "mlp"), ("layernorm", "moe"), ("mla_up_proj", "core_attn")):  # one replay makes both
@@ -232,7 +222,7 @@ def replay_bytes(layers: tuple[LayerSpec, ...], shape: RankShape) -> int:
     # branches of a layer are replayed one after the other
     branches = (
         whole_part.kept_bytes - part.kept_bytes
-        for layer in set(layers)
+        for layer in group.layers
         for each in shapes
         for whole_part, part in zip(layer_table(layer, whole).parts, layer_table(layer, each).parts, strict=True)
     )
@@ -261,10 +251,9 @@ def backward_peak(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tup
     """
     in_head, level = head_backward(model, shape, stage)
     layers = layers_of(model, stage)
-    if not layers:
-        in_layers = level + walk_backward([model.embedding.table(shape)])[0] if stage.has_embedding else 0
-        return in_head, max(0, in_layers)
     in_layers = 0
+    if not layers and stage.has_embedding:
+        in_layers = max(0, level + walk_backward([model.embedding.table(shape)])[0])
     for group, alike in groupby(reversed(layer_groups(layers, shape))):
         count, (peak, change) = len(list(alike)), group_backward(group, shape)
         in_layers = max(in_layers, level + peak, level + (count - 1) * change + peak)

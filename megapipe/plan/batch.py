@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from megapipe.config.problems import divisors, nearest_values
@@ -70,13 +71,7 @@ class BatchSchedule:
 
     def steps_for(self, samples: int) -> int:
         """Return the number of whole steps in `samples` sequences."""
-        consumed = steps = 0
-        while (size := self.size_at(consumed)) != self.full:
-            count = min((samples - consumed) // size, self._steps_of_size_at(consumed))
-            consumed, steps = consumed + count * size, steps + count
-            if consumed + size > samples and self.size_at(consumed) == size:
-                return steps
-        return steps + (samples - consumed) // self.full
+        return bisect_right(range(1, samples + 1), samples, key=self.samples_after)
 
     def _steps_of_size_at(self, consumed: int) -> int:
         """Return how many steps from there on have the size of the step that starts after `consumed`."""

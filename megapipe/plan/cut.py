@@ -8,7 +8,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache, reduce
-from operator import or_
+from operator import mul, or_
 from typing import NamedTuple, TypeVar
 
 from megapipe.errors import ConfigError
@@ -21,7 +21,6 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.schedule_choice import is_by_hand
 from megapipe.schedule.action import Op
 from megapipe.schedule.balance import CutQuestion, balanced_cuts
-from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.lifetimes import Held, Item, lifetimes
 from megapipe.schedule.partition import Partition, StageCost, StageLayers
 from megapipe.schedule.simulate import simulate
@@ -53,7 +52,7 @@ def balanced_cut(draft: RunPlan) -> Partition:
             _refuse_too_large(draft, [draft.partition], limits)
         return draft.partition
     costs = draft.flop_costs if parallel.pipeline_balance == "flops" else draft.layer_costs
-    cost = _stage_cost(costs, num_stages, SCHEDULES[draft.schedule_name].splits_backward)
+    cost = _stage_cost(costs, num_stages, draft.splits_backward)
     alike = costs.layers_alike and (limits is None or len(draft.model.kinds) == 1)
     question = CutQuestion(draft.placement, draft.config.model.num_layers, cost, draft.rank_speeds, alike)
     cuts = balanced_cuts(question) if limits is None else _cuts_within_memory(draft, question, limits)
@@ -164,15 +163,9 @@ class RankBytes:
             if key not in self._stages:  # once for layers that are alike
                 self._stages[key] = self._stage_bytes(stage, first, end)
             stages.append(self._stages[key])
+        sizes = [*(stage.kept for stage in stages), *(stage.deferred for stage in stages)]
         peak = max(
-            stages[place].inside.get(op, 0)
-            + max(
-                sum(
-                    live * stage.kept + waiting * stage.deferred
-                    for live, waiting, stage in zip(lives, waitings, stages, strict=True)
-                )
-                for lives, waitings in moments
-            )
+            stages[place].inside.get(op, 0) + max(sum(map(mul, moment, sizes)) for moment in moments)
             for (place, op), moments in self._moments(pp_rank).items()
         )
         of_element = sum(items.get(item, 0) for item in STATE) / plan.num_elements(plan.placement.stages_of(pp_rank))
@@ -186,8 +179,7 @@ class RankBytes:
         layers = StageLayers(first, end, stage == 0, stage == plan.placement.num_stages - 1)
         model, shape, base = plan.model, plan.shape, self._elements(*layers[2:], None)
         held = layers_of(model, layers)
-        is_offloaded = plan.config.offload.cpu_offloading_num_layers > 0
-        moved = [group.moved for group in offloaded_groups(plan, stage, layers)] if is_offloaded else []
+        moved = [group.moved for group in offloaded_groups(plan, stage, layers)]
         return StageBytes(
             base + sum(self._elements(*layers[2:], layer) - base for layer in held),
             sum(stage_bytes(model, shape, layers).values()) - sum(moved),
@@ -207,9 +199,9 @@ class RankBytes:
         layouts = layout_buffers(specs, 0, plan.topology.tp, plan.num_optimizer_shards, bucket_size, plan.tied_kind)
         return sum(layout.numel for layout in layouts)
 
-    def _rank_moments(self, pp_rank: int) -> dict[tuple[int, Op], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    def _rank_moments(self, pp_rank: int) -> dict[tuple[int, Op], tuple[tuple[int, ...], ...]]:
         """Return the actions of a step as (place of its stage on the rank, op), each with the moments that no other one
-        exceeds in every count: for each stage of the rank the microbatches from F to B or I, and those from I to W.
+        exceeds in every count: for each stage of the rank the microbatches from F to B or I, then those from I to W.
         """
         plan = self._draft
         stages = plan.placement.stages_of(pp_rank)
@@ -222,10 +214,7 @@ class RankBytes:
                 seen.setdefault((stages.index(stage), op), set()).add(tuple(held[item] for item in items))
             held.update(changes.leaves)
             held.subtract(changes.frees)
-        return {
-            action: [(moment[: len(stages)], moment[len(stages) :]) for moment in undominated(moments)]
-            for action, moments in seen.items()
-        }
+        return {action: undominated(moments) for action, moments in seen.items()}
 
 
 def undominated(tuples: Iterable[Numbers]) -> tuple[Numbers, ...]:

@@ -5,7 +5,7 @@ The rows are those of `schedule.parts`: attention, dispatch, MLP and combine of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megapipe.layers.attention import AttentionTable
@@ -111,14 +111,9 @@ def hidden_seconds(plan: RunPlan, hardware: Hardware, count: int | None = None, 
         return 0.0
     few = min(count, fills * t.pp + count % t.pp)
     parallel, model, rows = plan.config.parallel, expert_model(plan, hardware), plan.part_schedule(few)
+    costs = [model.part_costs(plan.parts, overlap) for overlap in (False, True)]
     blocking, overlapping = (
-        simulate(
-            rows,
-            replace(
-                model.part_costs(plan.parts, overlap), overlap=parallel.overlap_p2p_comm, rank_speeds=plan.rank_speeds
-            ),
-        )
-        for overlap in (False, True)
+        simulate(rows, replace(each, overlap=parallel.overlap_p2p_comm, rank_speeds=plan.rank_speeds)) for each in costs
     )
     longer = (count - few) // t.pp * (fill_seconds(blocking) - fill_seconds(overlapping))
     return max(0.0, blocking.makespan_seconds - overlapping.makespan_seconds + longer)
@@ -174,9 +169,8 @@ def _apart(schedule: Schedule, ends: Sequence[float], work: float) -> float:
     return ends[middle] - ends[middle - apart] if middle >= apart else work * apart / len(ends)
 
 
-def _mean(seconds: Iterable[OpSeconds]) -> Seconds:
+def _mean(every: Sequence[OpSeconds]) -> Seconds:
     """Return the mean computation in F, I and W, without the messages of experts."""
-    every = list(seconds)
 
     def of(op: Op, half: str) -> float:
         return sum(each.of(op) - getattr(each, half).get("ep", 0.0) for each in every) / max(len(every), 1)

@@ -25,6 +25,7 @@ from megapipe.dtypes import FP8
 from megapipe.errors import ConfigError
 from megapipe.layers.table import AttentionWork
 from megapipe.plan.attention_rates import AMPERE, BLACKWELL, HOPPER, Rates
+from megapipe.plan.stacks import STACKS, Stack
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
 FP32_NAMES = ("fp32", "fp64")
@@ -44,6 +45,9 @@ HIGHEST = {
 # A GEMM of depth k reaches k / (k + half) of that: it starts and ends with reads and writes that no product hides.
 # From the shapes in DeepGEMM's first README, in fp8 on H800, each within 10 %; 16 bits take twice as long a product.
 HALF_DEPTH = 375.0  # in 16 bits; in fp8 twice that
+ALIGNED = 8  # elements of 16 bits: the matrix units read 16 bytes at a time
+WITHOUT_MATRIX_UNITS = 16  # times slower than 16 bits: fp32 in A100's data sheet; GEMMs in fp32 use no TF32
+MANY = 1 << 14  # rows and columns whose tiles fill their waves
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93))  # rows and columns of a result, relative speed
 ATTENTION_SINCE_H100 = 0.35  # by kernels that `attention_rates` does not know: those that take masks
 # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
@@ -86,11 +90,7 @@ class Hardware:
     price_per_hour: float | None = None  # of one accelerator, in any currency
     host_bytes_per_second: float = HOST_SHARE * PCIE_4 * GIGA  # to or from the host's memory, in one direction
     attention_rates: Rates = field(default_factory=dict)  # by kernel; none if attention_share was measured
-    # set by a software stack (plan.stacks)
-    overhead: float = 0.0  # that kernels of a layer take longer, as a share
-    message_times: float = 1.0  # that tensor-parallel messages take what their links allow
-    pipelined_exchanges: bool = False  # tokens that go once to a node move between nodes and within them together
-    overlapped_instances: bool = False  # sums of gradients over instances run under the backward
+    stack: Stack = STACKS["megapipe"]  # the software that runs there
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s in a configuration dtype, or in "fp8". Raises ConfigError where the table has no rate."""
@@ -111,8 +111,21 @@ class Hardware:
 
     def attention_share_of(self, work: AttentionWork, is_backward: bool) -> float:
         """Return the share of the peak that the kernel of core attention reaches."""
+        if any(work.moved_bytes):
+            return self._written_out_share(work, is_backward)
         rate = self.attention_rates.get(work.kernel)
         return self.attention_share if rate is None else rate.share(work.keys, work.head_size, is_backward)
+
+    def _written_out_share(self, work: AttentionWork, is_backward: bool) -> float:
+        """Return the share of products of the depth of a head, one in a forward and one of four in a backward, and of
+        the depth of all keys. Heads that are no multiple of `ALIGNED` channels do not use the matrix units.
+        """
+        if work.head_size % ALIGNED:
+            return 1.0 / WITHOUT_MATRIX_UNITS
+        # of all heads together, so that tiles fill the device
+        of_head, of_keys = (self.gemm_share(MANY, MANY, depth) for depth in (work.head_size, int(work.keys)))
+        products = 4 if is_backward else 2
+        return products / (1 / of_head + (products - 1) / of_keys)
 
     def gemm_share(self, rows: int, columns: int, depth: int, is_fp8: bool = False) -> float:
         """Return the share of the peak that a product [rows, depth] x [depth, columns] reaches.
@@ -204,7 +217,7 @@ HARDWARE: dict[str, Hardware] = {
     )
 }
 # fields that are no keys of a hardware file
-NOT_IN_FILES = ("attention_rates", "overhead", "message_times", "pipelined_exchanges", "overlapped_instances")
+NOT_IN_FILES = ("attention_rates", "stack")
 # cards whose driver name contains a row's, with another peak
 OTHER_PEAKS = {"H100 PCIe": 756 * TERA}
 

@@ -39,7 +39,8 @@ KERNELS = ("gemm", "attention", "pointwise")  # parts of a stage's seconds that 
 class OpSeconds:
     """Seconds of F, I and W of one layer, head or stage on one rank, by what takes them: 'gemm', 'attention',
     'pointwise', 'tp', with context parallelism 'cp' (messages of attention that its computation does not hide), with
-    experts 'ep', the messages of their rows, and 'overhead', what a software stack adds to kernels.
+    experts 'ep', the messages of their rows, and 'host', waits for the host that launches them; and 'overhead', what a
+    software stack adds to kernels.
 
     hidden: tensor-parallel messages that a whole backward runs under its GEMMs, so that B takes I + W - hidden.
     """
@@ -75,6 +76,17 @@ class OpSeconds:
             return {**parts, "overhead": share * sum(parts.get(kind, 0.0) for kind in KERNELS)}
 
         return OpSeconds(slower(self.forward), slower(self.inputs), slower(self.weights), self.hidden)
+
+    def launched(self, host: float, overlaps: bool) -> OpSeconds:
+        """Return it with the waits for a host that takes so many seconds to launch F, I and W.
+
+        overlaps: the all-to-alls of experts run under other kernels, and the host launches both in the meantime.
+        """
+        device = sum(self.seconds[op] for op in (Op.F, Op.I, Op.W))
+        if overlaps:
+            device -= self.forward.get("ep", 0.0) + self.inputs.get("ep", 0.0)
+        wait = max(0.0, host - device)
+        return self + OpSeconds({"host": wait / 3}, {"host": wait * 2 / 3}, {}) if wait else self
 
     def __mul__(self, count: int) -> OpSeconds:
         def times(parts: Mapping[str, float]) -> dict[str, float]:
@@ -196,8 +208,9 @@ def layer_seconds(
     others = sum((operation.collectives for operation in table.operations if operation.gemm is None), Collectives())
     messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows)) + others.forward * clock.collective()
     moved = pointwise + casts_of(Op.F)
-    forward = {"gemm": products(Op.F), "attention": attention, "pointwise": moved, "tp": messages}
-    core_backward = sum(core.backward_forwards * clock.attention(core, True) for core in cores)
+    biases = clock.biases(mixture) if mixture is not None else 0.0
+    forward = {"gemm": products(Op.F), "attention": attention, "pointwise": moved + biases / 3, "tp": messages}
+    core_backward = sum(clock.attention(core, True) for core in cores)
     if mixture is not None:
         rows_seconds, counts = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
         forward["ep"] = rows_seconds + counts
@@ -205,7 +218,7 @@ def layer_seconds(
     inputs = {
         "gemm": products(Op.I),
         "attention": core_backward,
-        "pointwise": 2.0 * pointwise + casts_of(Op.I),
+        "pointwise": 2.0 * pointwise + casts_of(Op.I) + biases * 2 / 3,
         "tp": sum(clock.gather(each, Op.I) for each in rows)
         + sum(clock.reduction(each, Op.I) for each in columns)
         + others.inputs * clock.collective()
@@ -221,7 +234,7 @@ def layer_seconds(
     weights = {"gemm": products(Op.W), "pointwise": casts_of(Op.W), "tp": in_w}
     backward = {part: inputs[part] + again.get(part, 0.0) for part in inputs}
     hidden = sum(map(clock.hidden, columns))
-    return OpSeconds(forward, backward, weights, hidden).with_overhead(hardware.overhead)
+    return OpSeconds(forward, backward, weights, hidden).with_overhead(hardware.stack.overhead)
 
 
 def _context_seconds(
@@ -260,7 +273,7 @@ def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link
         },
         {"gemm": clock.gemm(gemm, Op.W), "tp": model.head.table(shape).collectives.weights * clock.collective()},
         clock.hidden(gemm),
-    ).with_overhead(hardware.overhead)
+    ).with_overhead(hardware.stack.overhead)
     if not model.predictions:
         return once
     prediction, _ = model.predictions[0]  # alike
@@ -273,7 +286,7 @@ def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link
         {"gemm": product[Op.F], "pointwise": moved + cast[Op.F], "tp": messages.forward * clock.collective()},
         {"gemm": product[Op.I], "pointwise": 2.0 * moved + cast[Op.I], "tp": messages.inputs * clock.collective()},
         {"gemm": product[Op.W], "pointwise": cast[Op.W], "tp": messages.weights * clock.collective()},
-    ).with_overhead(hardware.overhead)
+    ).with_overhead(hardware.stack.overhead)
     return once + (once + projection) * len(model.predictions)
 
 
@@ -315,6 +328,11 @@ class _Clock:
         held, rows = self._experts(part)
         return held * self.casts(op, part.expert_gemms(self.shape.etp), rows)
 
+    def biases(self, part: MoETable) -> float:
+        """Return the seconds that a stack's kernels for the biases of experts take, forward and backward."""
+        elements = part.model.add_bias_linear * part.imbalance * part.arrived_rows(self.shape) * part.model.hidden_size
+        return self.hardware.stack.bias_bytes * elements / self.hardware.pointwise_bytes_per_second
+
     def _experts(self, part: MoETable) -> tuple[int, int]:
         """Return the number of experts on this rank, and the rows of each."""
         held = part.num_experts // self.shape.ep
@@ -322,12 +340,11 @@ class _Clock:
         return held, max(1, math.ceil(part.imbalance * rows) // held)
 
     def attention(self, core: AttentionWork, is_backward: bool = False) -> float:
-        """Return the seconds of core attention's forward, or what so many FLOPs take in its backward."""
-        hardware = self.hardware
-        return (
-            core.flops / (hardware.peak(self.shape.dtype) * hardware.attention_share_of(core, is_backward))
-            + core.moved_bytes / hardware.pointwise_bytes_per_second
-        )
+        """Return the seconds of core attention's forward, or of its backward."""
+        hardware, times = self.hardware, core.backward_forwards if is_backward else 1.0
+        reached = hardware.peak(self.shape.dtype) * hardware.attention_share_of(core, is_backward)
+        moved = hardware.stack.softmax_shares[is_backward] * core.moved_bytes[is_backward]
+        return times * core.flops / reached + moved / hardware.pointwise_bytes_per_second
 
     def casts(self, op: Op, gemms: Iterable[Gemm], tokens: int | None = None) -> float:
         """Return the seconds of the casts to fp8 for these GEMMs, in F, I or W. tokens: of each, if not the rank's."""
@@ -353,7 +370,7 @@ class _Clock:
             return 0.0
         num_bytes = self.shape.collective_bytes(width or self.hidden_size)
         seconds = num_bytes / chunks / self.link.bytes_per_second + self.link.latency_seconds
-        return self.hardware.message_times * seconds
+        return self.hardware.stack.message_times * seconds
 
     def gather(self, gemm: Gemm, op: Op = Op.F) -> float:
         """Return what gathering the tokens of a linear adds to its GEMM; nothing without sequence parallelism."""
@@ -468,7 +485,7 @@ def expert_links(plan: RunPlan, hardware: Hardware) -> ExpertLinks | None:
     """Return the links of the messages of experts; None for a model without."""
     if not plan.model.has_experts:
         return None
-    return expert_links_of(plan.topology, hardware.node, hardware.network, hardware.pipelined_exchanges)
+    return expert_links_of(plan.topology, hardware.node, hardware.network, hardware.stack.pipelined_exchanges)
 
 
 @cache

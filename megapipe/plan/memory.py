@@ -39,6 +39,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
+from itertools import accumulate
 from operator import or_
 
 from megapipe.layers.linear import fp8_weight_bytes
@@ -65,19 +66,8 @@ from megapipe.plan.part_memory import part_sizes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import NOTHING, Whole, row_bytes
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.lifetimes import (
-    MESSAGES,
-    Held,
-    Item,
-    Moment,
-    StageGroups,
-    Unit,
-    host_pieces,
-    lifetimes,
-    moments_of,
-)
+from megapipe.schedule.lifetimes import MESSAGES, Held, Item, Unit, host_pieces, lifetimes
 from megapipe.schedule.partition import StageLayers
-from megapipe.schedule.parts import Parts
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.state_dtypes import CHUNK, MASTER, NORM_CHUNK
 
@@ -149,12 +139,11 @@ def rank_memory(plan: RunPlan, pp_rank: int, measured_nccl_bytes: int | None = N
 
     measured_nccl_bytes: in place of the model of what NCCL holds.
     """
-    full = plan.batch.num_microbatches
-    steps = [step_memory(plan, pp_rank, count, alike) for count, alike in plan.decisive_counts.items() if count != full]
-    most = max((step_memory(plan, pp_rank, full), *steps), key=lambda step: step.total)  # the full one of equal ones
-    hosts = [most.host, *(step.host for step in steps)]
+    counts = sorted(plan.decisive_counts.items(), reverse=True)  # the full step first: it is the one of equal ones
+    steps = [step_memory(plan, pp_rank, count, alike) for count, alike in counts]
+    host = max((step.host for step in steps), key=lambda host: sum(host.values()))
     nccl = nccl_bytes(plan, pp_rank) if measured_nccl_bytes is None else measured_nccl_bytes
-    return replace(most, host=max(hosts, key=lambda host: sum(host.values())), nccl_bytes=nccl)
+    return replace(max(steps, key=lambda step: step.total), host=host, nccl_bytes=nccl)
 
 
 def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = None) -> RankMemory:
@@ -166,22 +155,16 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     stages = plan.placement.stages_of(pp_rank)
     layers = {stage: plan.partition.stages[stage] for stage in stages}
     slices = [slice_bytes(plan, stages, of_slice) for of_slice in plan.slice_shapes]
-    kept, waiting, inside = slices[0].kept, slices[0].waiting, slices[0].inside  # of whole microbatches
     offloaded, host = None, {}
     if plan.config.offload.cpu_offloading_num_layers:
         offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, [each.kept for each in slices])
-    row, message_bytes = plan.schedule(count).rows[pp_rank], plan.message_bytes
-    lives = kept, waiting, message_bytes, plan.send_depth, inside, offloaded, plan.sent_bytes
-    whole = None if plan.sharding is None else row_bytes(plan, pp_rank, row).whole
-    peak = peak_of_row(row, pp_rank, plan.placement, *lives, whole, slices if len(slices) > 1 else ())
-    if plan.parts is not None:
-        peak = peak_of_parts(plan, plan.parts, pp_rank, count)
+    peak = _step_peak(plan, pp_rank, count, slices, offloaded)
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
         host["optimizer"], state["optimizer"] = state["optimizer"] + _host_copies(plan, pp_rank), 0
     graphs, reusable, in_backward = 0, peak.total, max(max(of_slice.kept.values()) for of_slice in slices)
     if plan.config.gpu.cuda_graph_impl != "none":
-        held = _graph_bytes(plan, pp_rank, kept, waiting, inside)
+        held = _graph_bytes(plan, pp_rank, slices[0])  # a whole microbatch
         graphs, reusable, in_backward = max(0, held - peak.activation_bytes - peak.inside_bytes), peak.message_bytes, 0
     replay = 0
     if peak.action is not None and peak.action.op in (Op.B, Op.I):
@@ -209,9 +192,8 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
 def slice_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape) -> SliceBytes:
     """Return the bytes of a slice of a microbatch, or of a whole one, on a rank with these stages."""
     model, layers = plan.model, {stage: plan.partition.stages[stage] for stage in stages}
-    inside = {
-        (stage, op): size for stage in layers for op, size in temporary_bytes(model, shape, layers[stage]).items()
-    }
+    of_stages = {stage: temporary_bytes(model, shape, held) for stage, held in layers.items()}
+    inside = {(stage, op): size for stage, of_ops in of_stages.items() for op, size in of_ops.items()}
     keys: dict[Held, dict[int, int]] = {Held.KEYS: {}, Held.KEY_GRADIENTS: {}}
     for stage, held in layers.items():
         attentions = [layer.attention for layer in all_layers_of(model, held) if layer.attention is not None]
@@ -231,21 +213,27 @@ def _token_bytes(plan: RunPlan, stages: Iterable[int]) -> int:
     """Return the bytes of each token of a microbatch, with all that belongs to it."""
     documents = plan.shape.documents
     token_bytes = TOKEN_BYTES + 8 * documents.position_ids + 4 * documents.loss_mask
-    token_bytes += 8 * plan.shape.cp * documents.attention_mask
-    token_bytes += 4 * documents.borders  # at most one a token
+    token_bytes += 8 * plan.shape.cp * documents.attention_mask + 4 * documents.borders  # at most one border a token
     if any(plan.partition.stages[stage].has_head for stage in stages):  # tokens, labels and mask of each prediction
         token_bytes += len(plan.model.predictions) * (TOKEN_BYTES + 4)
     return token_bytes
 
 
-def peak_of_parts(plan: RunPlan, parts: Parts, pp_rank: int, count: int) -> Peak:
-    """Return the peak of a step whose stages run in parts; `live` and `action` are those of stages."""
-    schedule, stages = plan.part_schedule(count), plan.placement.stages_of(pp_rank)
-    row = schedule.rows[pp_rank]
-    kept, waiting, inside = part_sizes(plan, parts, stages)
-    lives = kept, waiting, plan.message_bytes, plan.send_depth, inside, None, plan.sent_bytes
-    whole = None if plan.sharding is None else row_bytes(plan, pp_rank, parts.stage_row(row)).whole
-    peak = peak_of_row(row, pp_rank, schedule.placement, *lives, whole)
+def _step_peak(
+    plan: RunPlan, pp_rank: int, count: int, slices: Sequence[SliceBytes], offloaded: MemoryOverTime | None
+) -> Peak:
+    """Return the peak of a step; where stages run in parts, `live` and `action` are those of stages."""
+    parts, stages = plan.parts, plan.placement.stages_of(pp_rank)
+    schedule = plan.schedule(count) if parts is None else plan.part_schedule(count)
+    row = stage_row = schedule.rows[pp_rank]
+    if parts is not None:
+        slices, offloaded = [SliceBytes(*part_sizes(plan, parts, stages), plan.message_bytes)], None
+        stage_row = parts.stage_row(row)
+    whole = None if plan.sharding is None else row_bytes(plan, pp_rank, stage_row).whole
+    compressed = plan.message_bytes - plan.sent_bytes
+    peak = peak_of_row(row, pp_rank, schedule.placement, slices, plan.send_depth, offloaded, compressed, whole)
+    if parts is None:
+        return peak
     live = {stage: peak.live[parts.of_stage[stage][0]] for stage in stages}
     action = None if peak.action is None else peak.action._replace(stage=parts.sites[peak.action.stage].stage)
     return replace(peak, live=live, action=action)
@@ -305,13 +293,7 @@ def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
     return max(of_norm, dtypes.update_bytes * min(CHUNK, largest))
 
 
-def _graph_bytes(
-    plan: RunPlan,
-    pp_rank: int,
-    kept: Mapping[int, int],  # of a stage from F to B or I
-    waiting: Mapping[int, int],  # from I to W
-    inside: Mapping[tuple[int, Op], int],  # what an op of a stage makes and frees again
-) -> int:
+def _graph_bytes(plan: RunPlan, pp_rank: int, size: SliceBytes) -> int:
     """Return what CUDA graphs hold for all stages of a rank (--cuda-graph-impl local): a pool for each slot.
 
     A pool is as large as one microbatch ever is: what its stage keeps, and what the backward makes and frees on top.
@@ -320,9 +302,10 @@ def _graph_bytes(
     """
     total, last_stage = 0, plan.placement.num_stages - 1
     for stage, slots in plan.num_slots(pp_rank).items():
-        pool = kept[stage] + inside[stage, Op.B]
+        pool = size.kept[stage] + size.inside[stage, Op.B]
         if plan.splits_backward:  # recorded as I and W
-            pool = max(kept[stage] + inside[stage, Op.I], waiting[stage] + inside[stage, Op.W])
+            of_i, of_w = size.inside[stage, Op.I], size.inside[stage, Op.W]
+            pool = max(size.kept[stage] + of_i, size.waiting[stage] + of_w)
         messages = 2 * (stage < last_stage) + (stage > 0)
         total += slots * (pool + messages * plan.message_bytes)
     return total
@@ -344,48 +327,42 @@ def peak_of_row(
     row: Iterable[Action],
     pp_rank: int,
     placement: Placement,
-    activation_bytes: Mapping[int, int],  # of a (stage, microbatch) from F to B or I, for each stage of the rank
-    waiting_bytes: Mapping[int, int],  # between I and W
-    message_bytes: int,
+    slices: Sequence[SliceBytes],  # of a microbatch; a whole one alone without slices
     sends_in_flight: int,  # the most of one channel
-    inside_bytes: Mapping[tuple[int, Op], int] | None = None,  # what an op of a stage makes and frees again
     offloaded: MemoryOverTime | None = None,  # what is offloaded meanwhile
-    sent_bytes: int | None = None,  # of a message on its way, until the action that uses it; None: message_bytes
+    compressed: int = 0,  # bytes by which a message is smaller on its way, until the action that uses it
     whole: Sequence[Whole] | None = None,  # of sharded weights and gradients, at each action
-    slices: Sequence[SliceBytes] = (),  # where microbatches have them, in place of the sizes of whole ones
 ) -> Peak:
     """Return the peak of one row of a lowered training schedule, a fold over what each action creates and frees."""
-    each = slices or (SliceBytes(activation_bytes, waiting_bytes, inside_bytes or {}, message_bytes),)
-    largest = max(size.message_bytes for size in each)
+    largest = max(size.message_bytes for size in slices)
+    saved = compressed if len(slices) == 1 else 0  # messages of slices count as they are used
 
     @cache
     def total(items: tuple[Item, ...], index: int) -> tuple[int, int]:
         """Return the bytes of activations and of messages among some items of a slice."""
-        size = each[index]
+        size = slices[index]
         sizes = {Held.ACTIVATIONS: size.kept, Held.DEFERRED: size.waiting, **size.keys}
         kept = sum(sizes[kind][stage] for kind, stage in items if kind in sizes)
         messages = [kind for kind, _ in items if kind in MESSAGES]
         num_local, num_sent = (sum(kind in kinds for kind in messages) for kinds in (LOCAL_MESSAGES, SENT_MESSAGES))
-        received = size.message_bytes if slices else on_its_way
-        # a send frees one of another slice: all count as the largest
-        sent = largest if slices else on_its_way
         num_received = len(messages) - num_local - num_sent
-        return kept, num_local * size.message_bytes + num_sent * sent + num_received * received
+        # a send frees one of another slice: all count as the largest
+        on_their_way = num_sent * (largest - saved) + num_received * (size.message_bytes - saved)
+        return kept, num_local * size.message_bytes + on_their_way
 
-    on_its_way = message_bytes if sent_bytes is None else sent_bytes
-    live = Counter(dict.fromkeys(activation_bytes, 0))
+    live = Counter(dict.fromkeys(slices[0].kept, 0))
     kept = messages = 0
     peak = Peak(0, 0, dict(live))
-    for slot, (action, changes) in enumerate(lifetimes(row, placement, pp_rank, sends_in_flight, len(each))):
+    for slot, (action, changes) in enumerate(lifetimes(row, placement, pp_rank, sends_in_flight, len(slices))):
         stage, op, number = action
-        index = (number or 0) % len(each)
+        index = (number or 0) % len(slices)
         created, taken = total(changes.creates, index), total(changes.takes, index)
         kept += created[0] - taken[0]
         messages += created[1] - taken[1]
         live[stage] += op is Op.F
-        inside = each[index].inside.get((stage, op), 0)
+        inside = slices[index].inside.get((stage, op), 0)
         levels = ((0, inside),) if offloaded is None else offloaded.levels(action, inside)
-        decoded = (message_bytes - on_its_way) * ((Held.RECEIVED_GRADIENT, stage) in changes.frees)
+        decoded = compressed * ((Held.RECEIVED_GRADIENT, stage) in changes.frees)
         unsharded = NOTHING if whole is None else whole[slot]
         for less, made in levels:
             if kept - less + messages + decoded + made + sum(unsharded) > peak.total:
@@ -429,34 +406,14 @@ def offloaded_groups(
     return tuple(found)
 
 
-@dataclass(frozen=True)
-class BackwardBytes:
-    """Bytes that a stage's backward makes and frees again: in the head and in each group. For a forward only `head`
-    counts: the loss in fp32.
-    """
-
-    head: int
-    groups: tuple[int, ...] = ()
-    waits: tuple[int, ...] = ()  # what each group leaves for W
-    head_waits: int = 0
-
-
-@dataclass(frozen=True)
-class OffloadedBytes:
-    """Bytes of a microbatch, or of one slice of it, with offloaded activations."""
-
-    groups: Mapping[int, tuple[GroupBytes, ...]]  # of each stage
-    kept: Mapping[int, int]  # by each stage without offloading, head included
-    inside: Mapping[tuple[int, Op], BackwardBytes]  # of each stage's B and I
+Level = tuple[int, int | None]  # of a moment, as `MemoryOverTime.levels` gives it; None: what the action makes
 
 
 @dataclass
 class MemoryOverTime:
     """Device memory of a row with offloaded activations, moment by moment."""
 
-    stages: Mapping[int, StageGroups]
-    slices: Sequence[OffloadedBytes]  # of a microbatch; one without slices
-    away: Mapping[Moment, int]  # bytes on the host only
+    moments: Mapping[Action, Sequence[tuple[int, Level]]]  # bytes on the host only, and the level with none there
     now: int = 0  # bytes on the host only at the last moment
 
     def levels(self, action: Action, inside: int) -> list[tuple[int, int]]:
@@ -464,31 +421,9 @@ class MemoryOverTime:
         offloading, with all of this action's stage counted as kept; and the bytes made and freed again (`inside` for
         an action that is not a backward).
         """
-        found = []
-        for moment in moments_of(action, self.stages):
-            self.now = self.away[moment]
-            less, made = self._at(moment)
-            found.append((self.now + less, inside if made is None else made))
-        return found or [(self.now, inside)]
-
-    def _at(self, moment: Moment) -> tuple[int, int | None]:
-        stage, op, microbatch, group = moment
-        if op is Op.W:
-            return 0, None
-        of_slice = self.slices[microbatch % len(self.slices)]
-        groups = of_slice.groups[stage]
-        above = sum(each.kept for each in groups[group + 1 :])
-        if op is Op.F:
-            is_last = group + 1 == len(groups)
-            return (0, of_slice.inside[stage, op].head) if is_last else (above, None)
-        inside, last = of_slice.inside[stage, op], len(groups) - 1
-        if group > last:
-            return 0, inside.head
-        if group == last:
-            return 0, inside.groups[group]
-        of_head = of_slice.kept[stage] - sum(each.kept for each in groups)
-        waiting = sum(inside.waits[group + 1 :]) + inside.head_waits
-        return above + of_head - waiting, inside.groups[group]
+        moments = self.moments.get(action, [(self.now, (0, None))])
+        self.now = moments[-1][0]
+        return [(now + less, inside if made is None else made) for now, (less, made) in moments]
 
 
 def offloaded_memory(
@@ -498,24 +433,19 @@ def offloaded_memory(
 
     kept: bytes of each stage for each slice of a microbatch without offloading.
     """
-    stages = {stage: plan.stage_groups(stage) for stage in plan.placement.stages_of(pp_rank)}
-    slices = []
-    for shape, of_slice in zip(plan.slice_shapes, kept, strict=True):
-        inside = {}
+    stages = plan.placement.stages_of(pp_rank)
+    groups = [{stage: offloaded_groups(plan, stage, shape=shape) for stage in stages} for shape in plan.slice_shapes]
+    slices: list[dict[tuple[int, Op, int], Level]] = [{} for _ in groups]
+    for found, shape, own, of_slice in zip(slices, plan.slice_shapes, groups, kept, strict=True):
         for stage in stages:
-            has_head = plan.partition.stages[stage].has_head
-            inside[stage, Op.F] = BackwardBytes(plan.model.head.loss_block_bytes(shape) if has_head else 0)
-            for op, of_op in ((Op.B, shape), (Op.I, split(shape))):
-                inside[stage, op] = backward_bytes(plan, stage, of_op)
-        groups = {stage: offloaded_groups(plan, stage, shape=shape) for stage in stages}
-        slices.append(OffloadedBytes(groups, of_slice, inside))
+            found |= _levels_of_stage(plan, stage, shape, own[stage], of_slice[stage])
     moves = plan.row_moves(num_microbatches, pp_rank)
-    away: dict[Moment, int] = {}
+    moments: dict[Action, list[tuple[int, Level]]] = {}
     now = 0
     in_use, most = Counter[int](), Counter[int]()  # host buffers, by size
 
     def group_of(unit: Unit) -> GroupBytes:
-        return slices[unit.microbatch % len(slices)].groups[unit.stage][unit.group]
+        return groups[unit.microbatch % len(groups)][unit.stage][unit.group]
 
     for index, moment in enumerate(moves.moments):
         now += sum(group_of(unit).moved for unit in moves.released.get(index, ()))
@@ -523,25 +453,35 @@ def offloaded_memory(
             group = group_of(unit)
             now -= group.moved
             in_use[group.host] -= 1
-        away[moment] = now
-        unit = Unit(moment.stage, moment.microbatch, moment.group)
-        if moment.op is Op.F and unit in moves.moved:
+        stage, op, microbatch, group_number = moment
+        level = slices[microbatch % len(slices)].get((stage, op, group_number), (0, None))
+        moments.setdefault(Action(stage, op, microbatch), []).append((now, level))
+        unit = Unit(stage, microbatch, group_number)
+        if op is Op.F and unit in moves.moved:
             in_use[group_of(unit).host] += 1
             most |= in_use  # the larger number of each size
-    return MemoryOverTime(stages, slices, away), sum(count * size for size, count in most.items())
+    return MemoryOverTime(moments), sum(count * size for size, count in most.items())
 
 
-def backward_bytes(plan: RunPlan, stage: int, shape: RankShape) -> BackwardBytes:
-    """Return what a stage's B makes and frees, or its I if the shape splits the backward."""
+def _levels_of_stage(
+    plan: RunPlan, stage: int, shape: RankShape, groups: Sequence[GroupBytes], kept: int
+) -> dict[tuple[int, Op, int], Level]:
+    """Return the levels of a stage for a microbatch, or a slice, of this shape. kept: by the stage, head included."""
     model, layers = plan.model, plan.partition.stages[stage]
-    in_head, level = head_backward(model, shape, layers)
-    groups = layer_groups(layers_of(model, layers), shape)
-    peaks = [group_backward(group, shape)[0] for group in groups]
-    received = shape.hidden_bytes(plan.config.model.hidden_size)
-    # on top of all that was kept for the last group, of what the groups before them left for the others
-    inside = [*(peak + received for peak in peaks[:-1]), *(max(0, level + peak) for peak in peaks[-1:])]
-    if not shape.splits_backward:
-        return BackwardBytes(in_head, tuple(inside))
-    waits = tuple(group_waits(group, shape) for group in groups)
-    head_waits = model.head.table(shape).deferred_bytes if layers.has_head else 0
-    return BackwardBytes(in_head, tuple(inside), waits, head_waits)
+    last, of_groups = len(groups) - 1, sum(group.kept for group in groups)
+    above = [of_groups - below for below in accumulate(group.kept for group in groups)]
+    found: dict[tuple[int, Op, int], Level] = {(stage, Op.F, number): (above[number], None) for number in range(last)}
+    found[stage, Op.F, last] = 0, model.head.loss_block_bytes(shape) if layers.has_head else 0
+    for op, own in ((Op.B, shape), (Op.I, split(shape))):
+        in_head, level = head_backward(model, own, layers)
+        found[stage, op, last + 1] = 0, in_head
+        waiting = model.head.table(own).deferred_bytes if layers.has_head else 0  # for W
+        for number, group in reversed(list(enumerate(layer_groups(layers_of(model, layers), own)))):
+            peak, _ = group_backward(group, own)
+            # on top of all that was kept for the last group, of what the groups before them left for the others
+            found[stage, op, number] = 0, max(0, level + peak)
+            if number < last:
+                less = above[number] + kept - of_groups - waiting * own.splits_backward
+                found[stage, op, number] = less, peak + own.hidden_bytes(plan.config.model.hidden_size)
+            waiting += group_waits(group, own)
+    return found

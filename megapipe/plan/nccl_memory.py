@@ -27,6 +27,11 @@ SHARED = 16 * 16 * (MIB // 8)  # of messages over the network in one direction: 
 RING_CHANNELS, RING_CHANNELS_OVER_NETWORK = 24, 16
 PEER_CHANNELS, PEER_CHANNELS_OVER_NETWORK = 32, 2  # to a GPU of the node, in a communicator inside it or across nodes
 CHANNELS_IN_NODE = 4  # of a message between stages, a power of two; docs/gpu_queues.md has what waiting receives hold
+CHANNEL = SENDER + RECEIVER
+# bytes of a communicator: True where it crosses nodes
+RING = {False: RING_CHANNELS * CHANNEL, True: 2 * RING_CHANNELS_OVER_NETWORK * NETWORK_END}
+BOTH_WAYS = {False: PEER_CHANNELS * CHANNEL, True: 2 * SHARED}  # messages of a context-parallel ring
+ROUTE = {False: CHANNELS_IN_NODE * CHANNEL, True: 2 * SHARED}  # activations one way, gradients the other
 
 
 def nccl_bytes(plan: RunPlan, pp_rank: int) -> int:
@@ -35,9 +40,9 @@ def nccl_bytes(plan: RunPlan, pp_rank: int) -> int:
     if config.training.device == "cpu" or config.parallel.distributed_backend == "gloo" or topology.world_size == 1:
         return 0
     rank = topology.group_of("pp", 0)[pp_rank]
-    rings = sum(map(_ring, _groups(plan, rank, *_rings(plan))))
+    rings = sum(RING[crosses] for crosses, _ in _groups(plan, rank, *_rings(plan)))
     exchanges = sum(_exchange(plan, rank, group) for group in _groups(plan, rank, *_exchanges(plan)))
-    in_ring = sum(map(_both_ways, _groups(plan, rank, *_messages(plan))))
+    in_ring = sum(BOTH_WAYS[crosses] for crosses, _ in _groups(plan, rank, *_messages(plan)))
     return rings + exchanges + in_ring + _pipeline(plan, rank)
 
 
@@ -75,31 +80,16 @@ def _messages(plan: RunPlan) -> list[str]:
     return [*(["cp"] if "p2p" in kinds else []), *(["cp_p2p"] if "a2a+p2p" in kinds else [])]
 
 
-def _ring(group: tuple[bool, tuple[int, ...]]) -> int:
-    crosses, _ = group
-    return 2 * RING_CHANNELS_OVER_NETWORK * NETWORK_END if crosses else RING_CHANNELS * (SENDER + RECEIVER)
-
-
 def _exchange(plan: RunPlan, rank: int, group: tuple[bool, tuple[int, ...]]) -> int:
     crosses, ranks = group
     neighbours = sum(plan.topology.node_of(other) == plan.topology.node_of(rank) for other in ranks) - 1
     channels = PEER_CHANNELS_OVER_NETWORK if crosses else PEER_CHANNELS
-    return neighbours * channels * (SENDER + RECEIVER) + 2 * SHARED * crosses
-
-
-def _both_ways(group: tuple[bool, tuple[int, ...]]) -> int:
-    crosses, _ = group
-    return 2 * SHARED if crosses else PEER_CHANNELS * (SENDER + RECEIVER)
+    return neighbours * channels * CHANNEL + 2 * SHARED * crosses
 
 
 def _pipeline(plan: RunPlan, rank: int) -> int:
     """Return the bytes of the communicators between stages: one for each route (`schedule.dependencies`)."""
-    pipeline, total = plan.topology.group_of("pp", rank), 0
-    for before, after in {ends for rank_of_stage in plan.placement.directions for ends in pairwise(rank_of_stage)}:
-        first, second = pipeline[before], pipeline[after]
-        if first == second or rank not in (first, second):
-            continue
-        crosses = len(plan.topology.nodes_of((first, second))) > 1
-        # activations one way, gradients the other: this rank is the sender of one and the receiver of the other
-        total += 2 * SHARED if crosses else CHANNELS_IN_NODE * (SENDER + RECEIVER)
-    return total
+    pipeline = plan.topology.group_of("pp", rank)
+    pairs = {pair for rank_of_stage in plan.placement.directions for pair in pairwise(rank_of_stage)}
+    routes = [(pipeline[before], pipeline[after]) for before, after in pairs if before != after]
+    return sum(ROUTE[len(plan.topology.nodes_of(route)) > 1] for route in routes if rank in route)

@@ -5,7 +5,7 @@ A queue is strictly in order: if its head cannot start, because its stream is bu
 it starts, even on other streams. A receive that is behind such a head is not posted, and its sender may be what the
 head waits for: the run hangs. With too few queues streams also wait where they could overlap (`slowdown`).
 
-`enqueue` writes down what the engine enqueues on every rank, `run_queues` executes it, and `waiting_receives` counts
+`enqueue` writes down what the engine enqueues on every rank, `QueueRun` executes it, and `waiting_receives` counts
 the receives that hold SMs: NCCL's blocks do not share one with other kernels. Simulated, not measured: how a driver
 maps streams to queues is not documented, so two mappings are tried.
 """
@@ -19,16 +19,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
-from megapipe.schedule.action import (
-    BACKWARD_OPS,
-    COMPLETES_OPS,
-    COMPUTE_OPS,
-    RECV_OPS,
-    SEND_OPS,
-    SHARDING_OPS,
-    Action,
-    Op,
-)
+from megapipe.schedule.action import BACKWARD_OPS, COMPLETES_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.dependencies import NEEDS, TRAVELS, ChannelPath, Route, ValueKind, channel_of
 from megapipe.schedule.lifetimes import NO_MOVES, Moves, Unit
 from megapipe.schedule.lower import without_pairs
@@ -164,9 +155,8 @@ class _RankProgram:
             for slot, action in enumerate(row)
             if action.op is Op.REDUCE_GRAD and self.traffic.dp and not self.traffic.sharded and parts is None
         }
-        for slot, (action, of_stage) in enumerate(
-            zip(row, row if parts is None else parts.stage_row(row), strict=True)
-        ):
+        stage_row = row if parts is None else parts.stage_row(row)
+        for slot, (action, of_stage) in enumerate(zip(row, stage_row, strict=True)):
             if action.op in COMPUTE_OPS:
                 self.use(of_stage, CURRENT)
                 self.compute(action)
@@ -179,11 +169,9 @@ class _RankProgram:
                 self.halves_left = 2
             elif of_stage.op is not Op.OVERLAP:
                 self.share(of_stage)
-        program.wait(CURRENT, program.last.get(DELIVERY), "end of the row")
-        for sends in self.in_flight.values():
-            for send in sends:
-                program.wait(CURRENT, send, "end of the row")
-        program.wait(CURRENT, program.last.get(DP), "end of the row")
+        sends = [send for of_channel in self.in_flight.values() for send in of_channel]
+        for index in (program.last.get(DELIVERY), *sends, program.last.get(DP)):
+            program.wait(CURRENT, index, "end of the row")
         return program
 
     def share(self, action: Action) -> None:
@@ -192,7 +180,7 @@ class _RankProgram:
         if action.op is Op.UNSHARD:
             for _ in range(self.traffic.buckets):
                 self.gathers[action.stage] = program.communicate(Enqueued(GATHER, name, seconds=seconds))
-        elif action.op not in SHARDING_OPS and self.traffic.dp:
+        elif action.op is not Op.RESHARD and self.traffic.dp:
             if self.traffic.sharded:
                 program.wait(CURRENT, program.last.get(DP), name)
                 self.reducing = action.stage
@@ -244,10 +232,12 @@ class _RankProgram:
                     program.wait(stream, self.received.pop(receive), name)
                 maker = Action(stage + offset, Op.F if kind is ValueKind.ACT else Op.B, microbatch)
                 program.wait(stream, self.exchanges.pop(maker, None) if offset else None, name)
-        if self.traffic.parts is not None and stage in self.traffic.parts.network:
-            self.exchange(action)
+        parts, moments = self.traffic.parts, self.copies.moments_of(action)
+        if parts is not None and stage in parts.network:
+            self.exchange(action, parts.sites[stage].part)
             return
-        moments = self.copies.moments_of(action)
+        if not moments:
+            self.work(stream, action, SECONDS[op])
         for moment in moments:
             self.copies.begin(moment, stream)
             self.work(stream, action, SECONDS[op] / len(moments))
@@ -283,10 +273,9 @@ class _RankProgram:
             if kind == CP:
                 program.wait(stream, brought, name)
 
-    def exchange(self, action: Action) -> None:
+    def exchange(self, action: Action, part: Part) -> None:
         """Start an all-to-all that is a part, and first that of the numbers of rows, which has its own communicator."""
         program, name, seconds = self.program, str(action), self.traffic.collective_seconds
-        part = Part.DISPATCH if self.traffic.parts is None else self.traffic.parts.sites[action.stage].part
         if self.traffic.host_waits and action.op is Op.F and part is Part.DISPATCH:
             counted = program.communicate(Enqueued(COUNTS, name))
             program.wait(CURRENT, counted, name)
@@ -301,7 +290,7 @@ class _RankProgram:
 class _OffloadCopies:
     """Offloading on one rank, as far as streams see it (`pipeline.offload`, `gpu.streams.StreamCopies`).
 
-    A moment is an index of `Moves.moments`; without offloading an action is one moment, None.
+    A moment is an index of `Moves.moments`.
     """
 
     def __init__(self, program: Program, traffic: RankTraffic, moves: Moves) -> None:
@@ -311,19 +300,15 @@ class _OffloadCopies:
         self.arrived: dict[Unit, int] = {}  # the copy back
         self.buffers: list[int | None] = []  # free ones, with the last copy out of each
 
-    def moments_of(self, action: Action) -> list[int | None]:
-        """Return the moments of a computation, in order."""
-        if action not in self.moves.firsts:
-            return [None]
+    def moments_of(self, action: Action) -> range:
+        """Return the moments of a computation, in order; none without offloading."""
         first, moments = self.next, self.moves.moments
         while self.next < len(moments) and moments[self.next][:3] == action:
             self.next += 1
-        return list(range(first, self.next))
+        return range(first, self.next)
 
-    def begin(self, index: int | None, stream: Stream) -> None:
+    def begin(self, index: int, stream: Stream) -> None:
         """Wait for copies, and start those back to the device, before a moment computes."""
-        if index is None:
-            return
         program, moment = self.program, self.moves.moments[index]
         for unit in self.moves.released.get(index, ()):
             made_on, copy = self.written[unit]
@@ -334,15 +319,11 @@ class _OffloadCopies:
             program.wait(TO_DEVICE, program.last.get(made_on), name)
             self.arrived[unit] = program.add(Enqueued(TO_DEVICE, name, seconds=self.seconds))
             self.buffers.append(self.arrived[unit])
-        arrived = (
-            None if moment.op is Op.F else self.arrived.pop(Unit(moment.stage, moment.microbatch, moment.group), None)
-        )
-        program.wait(stream, arrived, str(Action(*moment[:3])))
+        own = Unit(moment.stage, moment.microbatch, moment.group)
+        program.wait(stream, self.arrived.pop(own, None), str(Action(*moment[:3])))
 
-    def end(self, index: int | None, stream: Stream) -> None:
+    def end(self, index: int, stream: Stream) -> None:
         """Start the copy to the host after the forward of a group that leaves the device."""
-        if index is None:
-            return
         program, moment = self.program, self.moves.moments[index]
         unit = Unit(moment.stage, moment.microbatch, moment.group)
         if moment.op is not Op.F or unit not in self.moves.moved:
@@ -368,88 +349,70 @@ def queue_map(
         index = taken[pool] % POOL_STREAMS
         taken[pool] += 1
         numbers[stream] = 0 if pool is None else 1 + index * POOL_PRIORITIES + pool
-    if mapping == BY_USE:
-        ranks = {number: rank for rank, number in enumerate(dict.fromkeys(numbers.values()))}
-    else:
-        ranks = {number: number for number in numbers.values()}
+    in_order = enumerate(dict.fromkeys(numbers.values()))
+    ranks = {number: rank if mapping == BY_USE else number for rank, number in in_order}
     return {
         stream: (number, ranks[number] if connections is None else ranks[number] % connections)
         for stream, number in numbers.items()
     }
 
 
-@dataclass(frozen=True)
 class QueueRun:
-    """The result of `run_queues`. starts, ends: [rank][entry], -1 where an entry never started or ended."""
-
-    programs: tuple[Program, ...]
-    starts: list[list[float]]
-    ends: list[list[float]]
-    blocked: tuple[str, ...]  # of each queue that is stuck: its head and what that waits for; empty if all ended
-
-
-@gc_paused()
-def run_queues(
-    programs: tuple[Program, ...],
-    connections: int | None,
-    mapping: str = BY_USE,
-    high_priority: Sequence[str] = ("pp", "tp"),
-) -> QueueRun:
-    """Execute the programs of all ranks on hardware queues.
+    """The programs of all ranks, executed on hardware queues.
 
     An entry starts when the one before it in its queue has started, the one before it in its stream has ended, and the
     event it waits for has happened. A kernel then ends after its seconds, both ends of a message after both have
     started (no send completes without its receive). Entries only wait for others, so the order in which they are tried
     changes nothing: if this run does not hang, none does, however long kernels and messages take.
+
+    starts, ends: [rank][entry], -1 where an entry never started or ended. blocked: of each queue that is stuck, its
+    head and what that waits for; empty if all ended.
     """
-    machine = _Machine(programs, connections, mapping, high_priority)
-    while machine.ready:
-        machine.advance(*machine.ready.pop())
-    return QueueRun(programs, machine.starts, machine.ends, tuple(machine.stuck()))
 
-
-class _Machine:
-    """The queues of all ranks while `run_queues` executes them."""
-
+    @gc_paused()
     def __init__(
-        self, programs: tuple[Program, ...], connections: int | None, mapping: str, high_priority: Sequence[str]
+        self,
+        programs: tuple[Program, ...],
+        connections: int | None,
+        mapping: str = BY_USE,
+        high_priority: Sequence[str] = ("pp", "tp"),
     ) -> None:
         self.programs = programs
         self.starts = [[-1.0] * len(program.works) for program in programs]
         self.ends = [[-1.0] * len(program.works) for program in programs]
-        self.before: list[list[int | None]] = []  # the entry before each in its CUDA stream
+        self.awaited: list[list[list[int]]] = []  # entries whose ends each waits for: in its stream, events, the host's
         self.queues: list[list[list[int]]] = []  # [rank][queue] -> entries
         for program in programs:
             queue_of = queue_map(program.streams, connections, mapping, high_priority)
             last: dict[int, int] = {}
             entries: defaultdict[int, list[int]] = defaultdict(list)
-            before: list[int | None] = []
+            awaited: list[list[int]] = []
             for index, work in enumerate(program.works):
                 number, queue = queue_of[work.stream]
-                before.append(last.get(number))
+                others = (last.get(number), work.after, work.host)
+                awaited.append([other for other in others if other is not None])
                 last[number] = index
                 entries[queue].append(index)
-            self.before.append(before)
+            self.awaited.append(awaited)
             self.queues.append(list(entries.values()))
         self.heads = [[0] * len(queues) for queues in self.queues]
-        self.clocks = [[0.0] * len(queues) for queues in self.queues]
         self.ready = [(rank, queue) for rank, queues in enumerate(self.queues) for queue in range(len(queues))]
         self.waiting: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # (rank, entry) -> queues of the rank
         self.half: dict[tuple[ChannelPath, int], tuple[int, int]] = {}  # a message's first end: (rank, entry)
+        while self.ready:
+            self.advance(*self.ready.pop())
+        self.blocked = tuple(self.stuck())
 
     def blocker(self, rank: int, index: int) -> int | None:
         """Return the entry whose end an entry waits for; None if it can start."""
-        work = self.programs[rank].works[index]
-        for other in (self.before[rank][index], work.after, work.host):
-            if other is not None and self.ends[rank][other] < 0:
-                return other
-        return None
+        return next((other for other in self.awaited[rank][index] if self.ends[rank][other] < 0), None)
 
     def advance(self, rank: int, queue: int) -> None:
         """Start entries of a queue up to the first that cannot start."""
         entries, works = self.queues[rank][queue], self.programs[rank].works
         starts, ends = self.starts[rank], self.ends[rank]
-        clock, head = self.clocks[rank][queue], self.heads[rank][queue]
+        head = self.heads[rank][queue]
+        clock = starts[entries[head - 1]] if head else 0.0
         while head < len(entries):
             index = entries[head]
             blocker = self.blocker(rank, index)
@@ -457,9 +420,7 @@ class _Machine:
                 self.waiting[rank, blocker].append(queue)
                 break
             work = works[index]
-            for other in (self.before[rank][index], work.after, work.host):
-                clock = clock if other is None else max(clock, ends[other])
-            starts[index] = clock
+            starts[index] = clock = max([clock, *(ends[other] for other in self.awaited[rank][index])])
             head += 1
             if work.message is None:
                 self.end(rank, index, clock + work.seconds)
@@ -470,7 +431,7 @@ class _Machine:
                 self.end(peer, posted, end)
             else:
                 self.half[work.message] = rank, index
-        self.heads[rank][queue], self.clocks[rank][queue] = head, clock
+        self.heads[rank][queue] = head
 
     def end(self, rank: int, index: int, time: float) -> None:
         self.ends[rank][index] = time
@@ -509,7 +470,7 @@ def why_it_hangs(
 ) -> str:
     """Return what waits for what if a step can hang with so many connections under any of the mappings, else ''."""
     for mapping in mappings:
-        run = run_queues(programs, connections, mapping, high_priority)
+        run = QueueRun(programs, connections, mapping, high_priority)
         if run.blocked:
             return run.blocked[0]
     return ""
@@ -517,7 +478,7 @@ def why_it_hangs(
 
 def slowdown(programs: tuple[Program, ...], connections: int, high_priority: Sequence[str] = ("pp", "tp")) -> float:
     """Return how many times as long a step takes as with a queue for every stream, streams numbered by their use."""
-    ends = [run_queues(programs, each, BY_USE, high_priority).ends for each in (connections, None)]
+    ends = [QueueRun(programs, each, BY_USE, high_priority).ends for each in (connections, None)]
     few, enough = (max((max(of_rank, default=0.0) for of_rank in each), default=0.0) for each in ends)
     return few / enough if enough else 1.0
 
@@ -533,7 +494,7 @@ class HeldReceives(NamedTuple):
 
 def waiting_receives(schedule: Schedule, traffic: RankTraffic = RankTraffic()) -> tuple[HeldReceives, ...]:
     """Return for each pp_rank how many receives wait in a step of a lowered schedule that no queue delays."""
-    run = run_queues(enqueue(schedule, traffic), None)
+    run = QueueRun(enqueue(schedule, traffic), None)
     if run.blocked:
         raise ScheduleError(f"schedule {schedule} hangs even with a queue for every stream: {run.blocked[0]}")
     held = []

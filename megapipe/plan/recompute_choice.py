@@ -128,12 +128,10 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
 def _choice(layer: LayerSpec, whole: RankShape, recompute: RecomputeConfig) -> Choice:
     """Return a layer's bytes and FLOPs. whole: the shape without recompute."""
     shape = replace(whole, recompute=recompute)
-    everything, table, is_full = layer_table(layer, whole), layer_table(layer, shape), False
-    if recompute.recompute_granularity == "full":
-        is_full, kept = True, list(table.keeps[:1])
-        kept += [tensor for tensor in table.keeps if tensor.outlives_replay(recompute)]
-    else:
-        kept = list(table.keeps)
+    everything, kept = layer_table(layer, whole), layer_table(layer, shape).keeps
+    is_full = recompute.recompute_granularity == "full"
+    if is_full:
+        kept = (*kept[:1], *(tensor for tensor in kept if tensor.outlives_replay(recompute)))
     elements = sum(tensor.elements for tensor in everything.keeps) - sum(tensor.elements for tensor in kept)
 
     def repeats(operation: Operation) -> bool:

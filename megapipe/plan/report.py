@@ -39,9 +39,8 @@ ALWAYS_SHOWN = ("weights", "gradients", "optimizer", "activations")
 
 def plan_text(plan: RunPlan) -> str:
     """Return everything about the run that is decided before it starts, as text for a terminal."""
-    return "\n".join(
-        [*_headline(plan), *_kinds(plan), *_grid(plan), *_stages(plan), *_batch(plan), *_bubble(plan), *_memory(plan)]
-    )
+    sections = (_headline, _kinds, _grid, _stages, _batch, _bubble, _memory)
+    return "\n".join(line for section in sections for line in section(plan))
 
 
 # what the terms of a step are computed from, by part of StepTime; docs/time_model.md has the sources
@@ -49,11 +48,11 @@ TERMS = {
     "gemm": "depth and waves of tiles; at most {gemm_highest[0]} of the peak, {gemm_highest[1]} in fp8",
     "attention": "FLOPs and rate of the kernel by keys and head size",
     "pointwise": "bytes moved, at {pointwise_share} of the memory's rate",
-    "tp": "bytes and hops of rings over tp that no GEMM hides, times {message_times:g}",
+    "tp": "bytes and hops of rings over tp that no GEMM hides, times {stack.message_times:g}",
     "cp": "bytes of keys and values that attention does not hide",
     "ep": "bytes of rows to experts and back",
-    "overhead": "{overhead} of the kernels: the stack's mean over published runs",
-    "host": "copies to the host that no computation hides",
+    "overhead": "{stack.overhead} of the kernels: the stack's mean over published runs",
+    "host": "waits for copies to the host, or until it has launched the kernels of layers with experts",
     "bubble": "the schedule, simulated with these seconds and its messages",
     "reduce": "bytes and hops of rings over replicas that the last backward does not hide",
     "gather": "bytes and hops of rings over replicas that forwards do not hide",
@@ -82,10 +81,11 @@ def step_text(plan: RunPlan, hardware: Hardware) -> str:
 def terms_text(plan: RunPlan, hardware: Hardware) -> str:
     """Return the terms of a predicted step as a table: seconds, share, and what each is computed from."""
     time = predict_step(plan, hardware)
-    rows = [("term", "seconds", "share", "computed from")]
-    for part, seconds in time.parts.items():
-        rows.append((part, f"{seconds:.4g}", f"{seconds / time.seconds:.1%}", TERMS[part].format(**vars(hardware))))
-    return "\n".join(f"  {line}" for line in text_table(rows, left=(0, 3)))
+    rows = (
+        (part, f"{seconds:.4g}", f"{seconds / time.seconds:.1%}", TERMS[part].format(**vars(hardware)))
+        for part, seconds in time.parts.items()
+    )
+    return "\n".join(text_table([("term", "seconds", "share", "computed from"), *rows], left=(0, 3), indent=4))
 
 
 def _collective_times(plan: RunPlan, time: StepTime) -> str:
@@ -208,9 +208,7 @@ def _grid(plan: RunPlan) -> Iterator[str]:
     """Yield one line for each pipeline rank: the global ranks of its tp groups, by dp replica; | between cp ranks."""
     t = plan.topology
     if t.num_nodes > 1:
-        names = [name for name in ("tp", "cp", "pp", "dp") if t.size(name) > 1]
-        if plan.model.has_experts:
-            names += [name for name, size in (("ep", t.ep), ("etp", t.etp)) if size > 1]
+        names = ("tp", "cp", "pp", "dp", *(("ep", "etp") if plan.model.has_experts else ()))
         crossing = ", ".join(name for name in names if t.crosses_nodes(name))
         yield f"  nodes    {t.num_nodes} of {t.ranks_per_node} ranks; groups that cross nodes: {crossing or 'none'}"
     if t.world_size == 1:
@@ -364,13 +362,10 @@ def _sharding(plan: RunPlan) -> Iterator[str]:
     held, t = plan.num_elements(plan.placement.stages_of(pp_rank)), plan.topology
     sent = sum(replica_bytes(plan, pp_rank, rows[pp_rank]).values())
     times = {"microbatch": "for each microbatch", "run": "for runs of microbatches", "step": "once a step"}
-    words = [
-        f"{count_text(most.reductions, 'reduction')} of {bytes_text(most.reduced * plan.shape.gradient)} of gradients"
-    ]
+    moved = [("reduction", most.reductions, most.reduced * plan.shape.gradient, "gradients")]
     if policy.gathers:
-        words.insert(
-            0, f"{count_text(most.gathers, 'gather')} of {bytes_text(most.gathered * plan.shape.element)} of weights"
-        )
+        moved.insert(0, ("gather", most.gathers, most.gathered * plan.shape.element, "weights"))
+    words = [f"{count_text(count, what)} of {bytes_text(size)} of {of_what}" for what, count, size, of_what in moved]
     yield (
         f"  sharding over {t.num_shards} ranks, {times[policy.granularity]}: pp_rank {pp_rank} has "
         f"{' and '.join(words)} a step, {most.gathered / held:.3g} and {most.reduced / held:.3g} times all it holds"

@@ -45,27 +45,24 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
     """
     config = with_compiled(with_own_kernels(with_implied(config)))
     check(config, world_rules(world_size, ranks_per_node))
-    tp = config.parallel.tensor_model_parallel_size
+    own, tp = config.parallel, config.parallel.tensor_model_parallel_size
     model = resolve_model(config.model, tp)
-    schedule_name, chunks = schedule_and_chunks(config.parallel, model.num_layers)
+    schedule_name, chunks = schedule_and_chunks(own, model.num_layers)
     placement = placement_of(config)
     topology = topology_of(config, world_size, ranks_per_node)
     training, batch = _batch(config, topology)
     parallel = convert(
         ResolvedParallelConfig,
-        config.parallel,
-        sequence_parallel=config.parallel.sequence_parallel and tp > 1,
+        own,
+        sequence_parallel=own.sequence_parallel and tp > 1,
         num_virtual_stages_per_pipeline_rank=chunks,
-        microbatch_group_size_per_virtual_pipeline_stage=group_size(config.parallel, schedule_name),
-        pipeline_memory_limit=memory_limit(config.parallel, schedule_name),
-        pipeline_receive_depth=config.parallel.pipeline_receive_depth
-        or default_receive_depth(may_use_gpu=training.device != "cpu"),
-        tp_comm_overlap=overlaps_by_default(config)
-        if config.parallel.tp_comm_overlap is None
-        else config.parallel.tp_comm_overlap,
-        data_parallel_sharding_strategy=strategy_of(config.parallel),
-        use_distributed_optimizer=strategy_of(config.parallel) != "no_shard",
-        ddp_bucket_size=config.parallel.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
+        microbatch_group_size_per_virtual_pipeline_stage=group_size(own, schedule_name),
+        pipeline_memory_limit=memory_limit(own, schedule_name),
+        pipeline_receive_depth=own.pipeline_receive_depth or default_receive_depth(training.device != "cpu"),
+        tp_comm_overlap=overlaps_by_default(config) if own.tp_comm_overlap is None else own.tp_comm_overlap,
+        data_parallel_sharding_strategy=strategy_of(own),
+        use_distributed_optimizer=strategy_of(own) != "no_shard",
+        ddp_bucket_size=own.ddp_bucket_size or max(40_000_000, 1_000_000 * topology.dp),
     )
     partition = cut_layers(model, parallel, placement)
     optimizer, data = _optimizer(config.optimizer, training, batch), config.data

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
@@ -19,7 +20,7 @@ from megapipe.formatting import text_table
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
 from megapipe.plan.activations import layers_with_recompute
-from megapipe.plan.hardware import GIGA, TERA, Hardware
+from megapipe.plan.hardware import GIGA, TERA, WITHOUT_MATRIX_UNITS, Hardware
 from megapipe.plan.layer_costs import layer_flops
 from megapipe.plan.layer_time import OpSeconds, context_links, expert_links_of, ring_link
 from megapipe.plan.run_plan import RunPlan
@@ -32,7 +33,6 @@ from megapipe.schedule.partition import StageLayers
 GEMM_SHARE, MEMORY_SHARE = 690 / 989, 2.5 / 3.35
 ATTENTION_SHARES = (600 / 989, 480 / 989)
 KERNEL_SECONDS = 2e-6  # from the end of one kernel to the start of the next
-WITHOUT_MATRIX_UNITS = 16  # times slower than 16 bits: GEMMs in fp32, in which the configuration allows no TF32
 # kinds of launches; '' moves memory
 GEMM, ATTENTION, ATTENTION_BACKWARD = "GEMM", "attention", "attention backward"
 COLLECTIVE, MESSAGE, HOST_WAIT = "collective", "message", "host wait"
@@ -72,12 +72,10 @@ Counted = Mapping[int, Sequence[Timed]]  # of each rank one step
 
 def achievable(hardware: Hardware) -> Hardware:
     """Return hardware with the rates of good kernels in place of those of the time model."""
-    rate = hardware.memory_bytes_per_second * MEMORY_SHARE
-    shares = ((1, GEMM_SHARE), (2, GEMM_SHARE))
     return replace(
         hardware,
-        gemm_shares=shares,
-        memory_bytes_per_second=rate,
+        gemm_shares=((1, GEMM_SHARE), (2, GEMM_SHARE)),
+        memory_bytes_per_second=hardware.memory_bytes_per_second * MEMORY_SHARE,
         attention_share=ATTENTION_SHARES[0],
         attention_rates={},
     )
@@ -86,7 +84,6 @@ def achievable(hardware: Hardware) -> Hardware:
 def launch_seconds(plan: RunPlan, hardware: Hardware) -> Callable[[Launch], float]:
     """Return the function that gives the seconds of a launch. hardware: `achievable`."""
     dtypes = {"float16": "fp16", "bfloat16": "bf16"}
-    own = plan.config.precision.dtype
     shares = {GEMM: GEMM_SHARE, ATTENTION: ATTENTION_SHARES[0], ATTENTION_BACKWARD: ATTENTION_SHARES[1]}
 
     def peak(dtype: str) -> float:
@@ -103,7 +100,7 @@ def launch_seconds(plan: RunPlan, hardware: Hardware) -> Callable[[Launch], floa
         computed = launch.flops / (peak(launch.dtype) * shares[launch.kind]) if launch.kind else 0.0
         return max(moved, computed) + KERNEL_SECONDS
 
-    hardware.peak(own)  # an error before anything is counted
+    hardware.peak(plan.config.precision.dtype)  # an error before anything is counted
     return seconds
 
 
@@ -135,15 +132,6 @@ class Row:
     flops: float = 0.0
     seconds: float = 0.0
 
-    def add(self, launch: Launch, seconds: float, share: float = 1.0) -> None:
-        """Add a launch, or a share of it where it is one of several alike."""
-        self.seconds += seconds * share
-        self.waits += share * (launch.kind == HOST_WAIT)
-        self.collectives += share * (launch.kind == COLLECTIVE)
-        self.kernels += share * (launch.kind in KERNELS)
-        self.flops += launch.flops * share
-        self.num_bytes += launch.num_bytes * share * (launch.kind in ("", COLLECTIVE))
-
     def __add__(self, other: Row) -> Row:
         return Row(*(one + two for one, two in zip(vars(self).values(), vars(other).values(), strict=True)))
 
@@ -164,8 +152,14 @@ class Work:
         return sum(self.rows.values(), Row())
 
     def add(self, launch: Launch, seconds: float, share: float = 1.0) -> None:
-        """Add a launch to its row."""
-        self.rows[f"{launch.group} messages" if launch.group else launch.part].add(launch, seconds, share)
+        """Add a launch to its row, or a share of it where it is one of several alike."""
+        row = self.rows[f"{launch.group} messages" if launch.group else launch.part]
+        row.seconds += seconds * share
+        row.waits += share * (launch.kind == HOST_WAIT)
+        row.collectives += share * (launch.kind == COLLECTIVE)
+        row.kernels += share * (launch.kind in KERNELS)
+        row.flops += launch.flops * share
+        row.num_bytes += launch.num_bytes * share * (launch.kind in ("", COLLECTIVE))
 
 
 class Kind(NamedTuple):
@@ -190,11 +184,9 @@ Owner = Kind | Ends
 def kinds_of(plan: RunPlan, stage: StageLayers) -> list[tuple[int, Kind, LayerSpec]]:
     """Return the layers of a stage by their global number; those of multi-token prediction come after all others."""
     found = []
-    for place, (spec, recompute) in enumerate(layers_with_recompute(plan.model, plan.shape, stage)):
-        number = stage.first_layer + place
-        predicts = number >= stage.last_layer_exclusive
-        if predicts:
-            number += plan.config.model.num_layers - stage.last_layer_exclusive
+    numbers = chain(range(stage.first_layer, stage.last_layer_exclusive), count(plan.config.model.num_layers))
+    for number, (spec, recompute) in zip(numbers, layers_with_recompute(plan.model, plan.shape, stage), strict=False):
+        predicts = number >= plan.config.model.num_layers
         parts = tuple(
             (type(part).__name__, getattr(part, "cp_comm_type", ""), *_values(part.model)) for part in spec.parts
         )
@@ -255,11 +247,10 @@ def roofline(plan: RunPlan, small: RunPlan, hardware: Hardware, counted: Counted
     """Return the step of a plan. small: the plan whose ranks were counted. hardware: of the table."""
     hardware = achievable(hardware)
     works, updates = _works(small, hardware, counted)
-    stages, casts = [], []
-    for stage in plan.partition.stages:
-        held = [works[kind] for _, kind, _ in kinds_of(plan, stage)]
-        casts.append(sum(work.once for work in held))
-        stages.append(_op_seconds([*held, works.get(Ends(stage.has_embedding, stage.has_head), Work())]))
+    held = [[works[kind] for _, kind, _ in kinds_of(plan, stage)] for stage in plan.partition.stages]
+    casts = [sum(work.once for work in of_stage) for of_stage in held]
+    ends = [works.get(Ends(stage.has_embedding, stage.has_head), Work()) for stage in plan.partition.stages]
+    stages = tuple(_op_seconds([*layers, of_ends]) for layers, of_ends in zip(held, ends, strict=True))
     longest = max(updates, key=lambda rank: updates[rank].total.seconds)
     # an update is as long as its bytes, which the planner knows for both
     counted_bytes = _update_bytes(small, small.topology.coordinates(longest).pp_rank)
@@ -268,7 +259,7 @@ def roofline(plan: RunPlan, small: RunPlan, hardware: Hardware, counted: Counted
         rate * _update_bytes(plan, pp_rank) + sum(casts[stage] for stage in plan.placement.stages_of(pp_rank))
         for pp_rank in range(plan.topology.pp)
     )
-    return Roofline(plan, works, updates[longest], seconds, predict_step(plan, hardware, tuple(stages)))
+    return Roofline(plan, works, updates[longest], seconds, predict_step(plan, hardware, stages))
 
 
 def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
@@ -277,33 +268,31 @@ def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
 
 def _works(small: RunPlan, hardware: Hardware, counted: Counted) -> tuple[dict[Owner, Work], dict[int, Work]]:
     """Return the mean work of layers of each kind and of the ends of stages, and what each rank does once a step."""
-    seconds_of, owner_of = launch_seconds(small, hardware), _owners(small)
+    seconds_of = launch_seconds(small, hardware)
+    layers = {number: kind for stage in small.partition.stages for number, kind, _ in kinds_of(small, stage)}
     works: dict[Owner, Work] = defaultdict(Work)
     once: dict[int, Work] = defaultdict(Work)
-    launches = [
-        (rank, owner_of(launch), launch, seconds)
-        for rank, log in counted.items()
-        for launch, seconds in log
-        if launch.kind != MESSAGE  # the simulated schedule has them
-    ]
+    owned: list[tuple[int, Owner, Launch, float]] = []
     seen: dict[tuple[int, int], set[int]] = defaultdict(set)  # microbatches, by rank and stage
-    for rank, owner, launch, _ in launches:
-        if owner is not None:
+    for rank, (launch, seconds) in ((rank, timed) for rank, log in counted.items() for timed in log):
+        owner = _owner(small, layers, launch)
+        if launch.kind == MESSAGE:  # the simulated schedule has them
+            continue
+        if owner is None:
+            once[rank].add(launch, 0.0 if launch.group else seconds)
+        else:
+            owned.append((rank, owner, launch, seconds))
             seen[rank, launch.stage].add(launch.microbatch)
     ends = {key: (min(numbers), max(numbers)) for key, numbers in seen.items()}
     # what is counted several times: an owner on ranks and in layers, and there each op after the first microbatch
     places: dict[Owner, set[Any]] = defaultdict(set)
     runs: dict[tuple[Owner, str], set[Any]] = defaultdict(set)
-    for rank, owner, launch, _ in launches:
-        if owner is not None:
-            place, (first, last) = (rank, launch.stage, launch.layer), ends[rank, launch.stage]
-            places[owner].add(place)
-            if launch.microbatch > first or first == last:
-                runs[owner, launch.op].add((place, launch.microbatch))
-    for rank, owner, launch, seconds in launches:
-        if owner is None:
-            once[rank].add(launch, 0.0 if launch.group else seconds)
-            continue
+    for rank, owner, launch, _ in owned:
+        place, (first, last) = (rank, launch.stage, launch.layer), ends[rank, launch.stage]
+        places[owner].add(place)
+        if launch.microbatch > first or first == last:
+            runs[owner, launch.op].add((place, launch.microbatch))
+    for rank, owner, launch, seconds in owned:
         if launch.group == "ep" and small.parts is not None:
             seconds = seconds_of(launch)  # what overlap hides is the planner's
         work, share, (first, last) = works[owner], 1 / len(places[owner]), ends[rank, launch.stage]
@@ -317,17 +306,12 @@ def _works(small: RunPlan, hardware: Hardware, counted: Counted) -> tuple[dict[O
     return dict(works), once
 
 
-def _owners(small: RunPlan) -> Callable[[Launch], Owner | None]:
-    """Return the function that gives what a launch is work of; None: of the step."""
-    layers = {number: kind for stage in small.partition.stages for number, kind, _ in kinds_of(small, stage)}
-
-    def owner(launch: Launch) -> Owner | None:
-        if launch.op not in COMPUTE or (launch.group and launch.group.partition("_")[0] not in LAYER_GROUPS):
-            return None
-        stage = small.partition.stages[launch.stage]
-        return Ends(stage.has_embedding, stage.has_head) if launch.layer is None else layers[launch.layer]
-
-    return owner
+def _owner(small: RunPlan, layers: Mapping[int, Kind], launch: Launch) -> Owner | None:
+    """Return what a launch is work of; None: of the step. layers: the kind of each, by its number."""
+    if launch.op not in COMPUTE or (launch.group and launch.group.partition("_")[0] not in LAYER_GROUPS):
+        return None
+    stage = small.partition.stages[launch.stage]
+    return Ends(stage.has_embedding, stage.has_head) if launch.layer is None else layers[launch.layer]
 
 
 def _op_seconds(works: Iterable[Work]) -> OpSeconds:
@@ -349,17 +333,14 @@ def report(found: Roofline, cut: Sequence[str], hardware: Hardware) -> str:
     fast, plan = achievable(hardware), found.plan
     peak = hardware.peak(plan.config.precision.dtype)
     tera = [share * peak / TERA for share in (GEMM_SHARE, *ATTENTION_SHARES)]
+    is_compiled = plan.config.kernels.compile_blocks == "on"
+    how = "are compiled" if is_compiled else "run as written (--compile-blocks on counts them compiled)"
     lines = [
         f"roofline of {hardware.name}: counted on a fake device, derived, not measured. TFLOP/s: GEMMs {tera[0]:.0f}, "
         f"attention {tera[1]:.0f} forward and {tera[2]:.0f} backward; memory "
         f"{fast.memory_bytes_per_second / TERA:.2f} TB/s, {1e6 * KERNEL_SECONDS:.0f} us between kernels",
         *(f"  counted with {line}" for line in cut),
-        "  a compiled region counts as one kernel; "
-        + (
-            "blocks are compiled"
-            if plan.config.kernels.compile_blocks == "on"
-            else "blocks run as written (--compile-blocks on counts them compiled)"
-        ),
+        f"  a compiled region counts as one kernel; blocks {how}",
     ]
     for kind, (numbers, spec) in found.layers.items():
         work = found.works[kind]

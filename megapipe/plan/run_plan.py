@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, RecomputeConfig
@@ -15,7 +17,7 @@ from megapipe.config.rules.context import slice_unit
 from megapipe.config.training import OPTIMIZERS
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape, stage_parameters
 from megapipe.layers.table import RankShape
-from megapipe.plan.activations import group_sizes, reads_weights_in_w
+from megapipe.plan.activations import group_sizes, layers_of, reads_weights_in_w
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.expert_load import BALANCED, ExpertLoad, with_load
 from megapipe.plan.layer_costs import LayerCosts, flop_costs, measured_costs, sequence_slices, slice_shares, stage_costs
@@ -92,6 +94,18 @@ def decisive_counts(
     return found | {full: full}
 
 
+class BufferOptions(NamedTuple):
+    """The arguments of `layout_buffers` after the parameters and the tp_rank."""
+
+    tp: int
+    num_shards: int
+    bucket_size: int
+    tied_kind: BufferKind
+    num_expert_ranks: int
+    num_expert_shards: int
+    matrices_apart: bool  # in buckets, for --optimizer muon
+
+
 @dataclass(frozen=True, eq=False)
 class ParameterLayout:
     """The parameters of every stage, and what decides on their layout in flat buffers."""
@@ -99,20 +113,16 @@ class ParameterLayout:
     model: ResolvedModelConfig
     sequence_parallel: bool
     partition: Partition
-    tp: int
-    num_shards: int
-    bucket_size: int
-    tied_kind: BufferKind
-    expert_ranks: tuple[int, int]  # ep x etp, and etp
-    num_expert_shards: int
-    matrices_apart: bool  # in buckets, for --optimizer muon
+    etp: int
+    options: BufferOptions
 
     @cached_property
     def stages(self) -> tuple[tuple[ParamSpec, ...], ...]:
         """The parameters of every stage, in model order."""
-        specs = model_parameters(self.model, self.sequence_parallel, self.expert_ranks[1])
+        specs = model_parameters(self.model, self.sequence_parallel, self.etp)
+        has_copy = self.options.tied_kind == "tied"
         return tuple(
-            stage_parameters(specs, range(first, end), has_embedding, has_head, has_tied_copy=self.tied_kind == "tied")
+            stage_parameters(specs, range(first, end), has_embedding, has_head, has_tied_copy=has_copy)
             for first, end, has_embedding, has_head in self.partition.stages
         )
 
@@ -199,13 +209,10 @@ class RunPlan:
     def sharding(self) -> ShardingPolicy | None:
         """When weights are gathered and gradients reduced within a step; None without sharded gradients."""
         parallel = self.config.parallel
-        if parallel.data_parallel_sharding_strategy not in SHARDED_GRADS:
+        strategy, granularity = parallel.data_parallel_sharding_strategy, parallel.data_parallel_sharding_granularity
+        if strategy not in SHARDED_GRADS:
             return None
-        return ShardingPolicy(
-            parallel.data_parallel_sharding_strategy == SHARDED_PARAMS,
-            parallel.data_parallel_sharding_granularity,
-            parallel.data_parallel_sharding_prefetch,
-        )
+        return ShardingPolicy(strategy == SHARDED_PARAMS, granularity, parallel.data_parallel_sharding_prefetch)
 
     def whole_stages(self) -> RunPlan:
         """Return the plan without units."""
@@ -221,19 +228,17 @@ class RunPlan:
 
     @cached_property
     def _parameter_layout(self) -> ParameterLayout:
-        parallel = self.config.parallel
-        return _parameter_layout(
-            self.config.model,
-            parallel.sequence_parallel,
-            self.partition,
-            self.topology.tp,
+        parallel, t = self.config.parallel, self.topology
+        options = BufferOptions(
+            t.tp,
             self.num_optimizer_shards,
             parallel.ddp_bucket_size,
             self.tied_kind,
-            (self.topology.ep * self.topology.etp, self.topology.etp),
-            self.topology.sharing(True)[0] if parallel.use_distributed_optimizer else 1,
+            t.ep * t.etp,
+            t.sharing(True)[0] if parallel.use_distributed_optimizer else 1,
             OPTIMIZERS[self.config.optimizer.optimizer].matrix_states is not None,
         )
+        return _parameter_layout(self.config.model, parallel.sequence_parallel, self.partition, t.etp, options)
 
     def buffers(self, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
         """Return the flat buffers of a stage on this tp_rank."""
@@ -248,7 +253,14 @@ class RunPlan:
 
     def num_elements(self, stages: Iterable[int]) -> int:
         """Return the parameters of these stages on one rank, padding of the buffers included."""
-        return sum(layout.numel for stage in stages for layout in self.buffers(stage, 0))
+        return self.elements_by_kind(stages).total()
+
+    def elements_by_kind(self, stages: Iterable[int]) -> Counter[bool]:
+        """Return the parameters of these stages on one rank, padding included: False dense ones, True of experts."""
+        held: Counter[bool] = Counter()
+        for layout in (layout for stage in stages for layout in self.buffers(stage, 0)):
+            held[layout.is_expert] += layout.numel
+        return held
 
     def shard_elements(self, stages: Iterable[int]) -> dict[bool, int]:
         """Return the parameters of these stages whose optimizer state is on one rank, padding included: True for
@@ -257,7 +269,7 @@ class RunPlan:
         total = {False: 0, True: 0}
         for layout in (layout for stage in stages for layout in self.buffers(stage, 0)):
             for bucket in layout.buckets:
-                is_apart = self._parameter_layout.matrices_apart and bucket.has_matrices
+                is_apart = self._parameter_layout.options.matrices_apart and bucket.has_matrices
                 total[is_apart] += (bucket.stop - bucket.start) // layout.num_shards
         return total
 
@@ -294,8 +306,7 @@ class RunPlan:
 
     def layer_recompute(self, stage: int) -> tuple[RecomputeConfig, ...]:
         """Return the recompute of each layer of a stage."""
-        first, end, *_ = self.partition.stages[stage]
-        return layer_recompute(self.model.layers[first:end], self.shape)
+        return layer_recompute(layers_of(self.model, self.partition.stages[stage]), self.shape)
 
     @property
     def rank_speeds(self) -> tuple[float, ...]:
@@ -528,14 +539,4 @@ def _forward_only_schedule(
 
 @lru_cache(maxsize=64 * SCHEDULES_CACHED)
 def _stage_buffers(layout: ParameterLayout, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
-    return layout_buffers(
-        layout.stages[stage],
-        tp_rank,
-        layout.tp,
-        layout.num_shards,
-        layout.bucket_size,
-        layout.tied_kind,
-        layout.expert_ranks[0],
-        layout.num_expert_shards,
-        layout.matrices_apart,
-    )
+    return layout_buffers(layout.stages[stage], tp_rank, *layout.options)

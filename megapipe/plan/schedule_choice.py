@@ -13,6 +13,7 @@ from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.fields import nearest
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
+from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 from megapipe.layers.model import model_spec
@@ -85,9 +86,7 @@ def check_schedule(config: Config) -> None:
             f"--pipeline-schedule {name} computes with several versions of the weights in turn; use 1f1b",
         ),
     )
-    messages = [message for is_given, message in rules if is_given]
-    if messages:
-        raise ConfigError("\n".join(messages))
+    Problems([message for is_given, message in rules if is_given]).raise_all()
 
 
 def _known_name(parallel: ParallelConfig) -> str:
@@ -209,14 +208,9 @@ def check_cut(model: ModelConfig, parallel: ParallelConfig, placement: Placement
     if parallel.pipeline_model_parallel_layout is not None:
         return parse_layout(parallel.pipeline_model_parallel_layout, num_layers, num_stages, model.mtp_num_layers or 0)
     if is_by_hand(parallel) or parallel.pipeline_balance == "even":
-        return cut_evenly(
-            num_layers,
-            placement.rank_of_stage,
-            parallel.decoder_first_pipeline_num_layers,
-            parallel.decoder_last_pipeline_num_layers,
-            parallel.account_for_embedding_in_pipeline_split,
-            parallel.account_for_loss_in_pipeline_split,
-        )
+        ends = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+        counted = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
+        return cut_evenly(num_layers, placement.rank_of_stage, *ends, *counted)
     if num_layers < num_stages:
         raise ConfigError(
             f"--num-layers {num_layers} is fewer than {pp} pipeline ranks x {num_stages // pp} chunks = "
@@ -232,16 +226,3 @@ def _cut_by_flops(model: ResolvedModelConfig, num_stages: int) -> Partition:
     costs = [layer_flops(layer, model.seq_length, causal=False) for layer in spec.layers]
     predictions = sum(layer_flops(layer, model.seq_length, causal=False) for _, layer in spec.predictions)
     return cut_by_cost(costs, head_flops(spec) + predictions, num_stages)
-
-
-def check_rank_settings(config: Config) -> None:
-    """Raise ConfigError for settings of pipeline ranks that do not fit the pipeline."""
-    parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
-    if parallel.pipeline_balance == "measured" and parallel.pipeline_layer_times is None:
-        raise ConfigError("--pipeline-balance measured needs --pipeline-layer-times FILE, from megapipe profile-layers")
-    for flag, values, counts, rule in (
-        ("--pipeline-rank-speeds", parallel.pipeline_rank_speeds, (pp,), "one number for each"),
-        ("--pipeline-rank-memory", parallel.pipeline_rank_memory, (1, pp), "one number, or one for each"),
-    ):
-        if values is not None and len(values) not in counts:
-            raise ConfigError(f"{flag} names {len(values)} ranks, --pipeline-model-parallel-size is {pp}; give {rule}")

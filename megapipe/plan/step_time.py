@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.linear import casts
+from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import ALL_REDUCE, RankShape
 from megapipe.plan.activations import fp8_gemms, layer_groups, layers_of, layers_with_recompute, with_recompute
 from megapipe.plan.expert_overlap import hidden_seconds
@@ -50,8 +52,8 @@ class StepTime:
 
     parts: the seconds of the rank that computes longest, which add up to `seconds`: 'gemm', 'attention', 'pointwise',
     'tp' (tensor-parallel messages that no GEMM hides), 'cp' (messages of attention that it does not hide), 'ep' (with
-    experts: all-to-alls of rows that no computation hides), 'overhead' (of a software stack), 'host' (where layers are
-    offloaded: waits for copies), 'bubble' (idle, and waits for messages), 'reduce' and 'gather' (gradients and
+    experts: all-to-alls of rows that no computation hides), 'overhead' (of a software stack), 'host' (waits for copies
+    of offloaded layers, or for launches), 'bubble' (idle, and waits for messages), 'reduce' and 'gather' (gradients and
     parameters between replicas, what the computation does not hide), 'optimizer' (with fp8 the cast of its new weights,
     too). timeline: of whole stages, whose all-to-alls block the computation.
     """
@@ -110,7 +112,7 @@ def predict_step(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...
         timeline = simulate(schedule, replace(costs, seconds={**costs.seconds, **collective_seconds(plan, hardware)}))
         waits, reduce = _exposed_in_row(plan, timeline, span)
     parts["reduce"] = reduce
-    if not hardware.overlapped_instances:
+    if not hardware.stack.overlapped_instances:
         parts["reduce"] += max(_instance_seconds(plan, hardware, stages_of_rank) for stages_of_rank in held)
     # all ranks wait for the norm, and for the next step's first stage
     is_compiled = plan.config.kernels.optimizer_impl == "compiled"
@@ -206,11 +208,15 @@ def _slice_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> tuple
     config, model = plan.config, plan.model
     tp_link, experts = ring_link(plan.topology, "tp", hardware.node, hardware.network), expert_links(plan, hardware)
     contexts = context_links(plan.topology, hardware.node, hardware.network)
-    of_layer = cache(
-        lambda layer, recompute: layer_seconds(
-            layer, with_recompute(shape, recompute), hardware, tp_link, contexts, experts
-        )
-    )
+
+    @cache
+    def of_layer(layer: LayerSpec, recompute: RecomputeConfig) -> OpSeconds:
+        seconds = layer_seconds(layer, with_recompute(shape, recompute), hardware, tp_link, contexts, experts)
+        if layer.experts is None:
+            return seconds
+        held, overlaps = layer.experts.num_experts // shape.ep, plan.parts is not None
+        return seconds.launched(hardware.stack.launch_seconds(held, overlaps), overlaps)
+
     nothing = layer_seconds(model.layers[0], shape, hardware, tp_link) * 0
     found: dict[frozenset[Any], OpSeconds] = {}  # by the number of layers of each kind and recompute
     stages = []

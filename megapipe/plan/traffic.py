@@ -53,14 +53,8 @@ def instance_bytes(plan: RunPlan, stage: int, is_expert: bool) -> float:
 
 
 def _replica_bytes(plan: RunPlan, stage: int, element: int, kinds: tuple[bool, ...]) -> float:
-    layouts = plan.buffers(stage, 0)
-    return sum(
-        ring_bytes(
-            sum(layout.numel for layout in layouts if layout.is_expert == kind) * element,
-            plan.topology.sharing(kind)[0],
-        )
-        for kind in kinds
-    )
+    held = plan.elements_by_kind((stage,))
+    return sum(ring_bytes(held[kind] * element, plan.topology.sharing(kind)[0]) for kind in kinds)
 
 
 def exchanged_bytes(plan: RunPlan, stage: int) -> Counter[str]:
@@ -68,9 +62,8 @@ def exchanged_bytes(plan: RunPlan, stage: int) -> Counter[str]:
     at balanced routing, and attention over cp; replays included.
     """
     total: Counter[str] = Counter()
-    for (layer, recompute), count in Counter(
-        layers_with_recompute(plan.model, plan.shape, plan.partition.stages[stage])
-    ).items():
+    layers = Counter(layers_with_recompute(plan.model, plan.shape, plan.partition.stages[stage]))
+    for (layer, recompute), count in layers.items():
         sent: list[Mapping[str, float]] = [layer_expert_bytes(plan, layer, recompute)]
         if layer.attention is not None and plan.topology.cp > 1:
             for shape in (with_recompute(each, recompute) for each in plan.slice_shapes):
@@ -127,13 +120,8 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     held = plan.placement.stages_of(pp_rank)
     ran = Counter((stage, op) for stage, op, _ in row)  # several reductions where a step has several updates
     slices = plan.num_slices  # all of a microbatch's together send what a whole one does
-    collectives = (
-        sum(
-            ran[stage, Op.B] * stage_collectives(plan, stage) + ran[stage, Op.I] * stage_collectives(plan, stage, True)
-            for stage in held
-        )
-        / slices
-    )
+    whole, split_up = ({stage: stage_collectives(plan, stage, splits) for stage in held} for splits in (False, True))
+    collectives = sum(ran[stage, Op.B] * whole[stage] + ran[stage, Op.I] * split_up[stage] for stage in held) / slices
     # the all-reduce of the tied embedding's gradients between the first rank and the last, after the replicas' sums
     tied = [layout for stage in held for layout in plan.buffers(stage, 0) if layout.kind == "tied"]
     tied_elements = sum(layout.numel // layout.num_shards for layout in tied)
@@ -169,9 +157,8 @@ def _of_updates(plan: RunPlan, held: Iterable[int], ran: Mapping[tuple[int, Op],
         within = reduction_bytes(plan, stage, (is_expert,)) + gather_bytes(plan, stage, (is_expert,))
         between = instance_bytes(plan, stage, is_expert)
         names = plan.topology.shard_group(is_expert), "expert_instances" if is_expert else "instances"
-        found.update(
-            {name: ran[stage, Op.REDUCE_GRAD] * sent for name, sent in zip(names, (within, between), strict=True)}
-        )
+        for name, sent in zip(names, (within, between), strict=True):
+            found.update({name: ran[stage, Op.REDUCE_GRAD] * sent})
     return dict(found)
 
 

@@ -12,9 +12,8 @@ from functools import cache
 from megapipe.config.config import Config
 from megapipe.config.flags import Requests
 from megapipe.config.layers import layer_kinds, layers_text
-from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import SHARDED_PARAMS, strategy_of
-from megapipe.config.problems import Problems, divisors
+from megapipe.config.problems import divisors
 from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
 from megapipe.config.rules.check import Rule
@@ -22,14 +21,7 @@ from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, OPTIONS, Optio
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 from megapipe.plan.batch import BatchSchedule, batch_schedule
-from megapipe.plan.schedule_choice import (
-    check_cut,
-    check_rank_settings,
-    check_schedule,
-    group_size,
-    memory_limit,
-    schedule_and_chunks,
-)
+from megapipe.plan.schedule_choice import check_cut, check_schedule, group_size, memory_limit, schedule_and_chunks
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.parts import MERGED
@@ -63,36 +55,27 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(placement_of, of_model.chunks),
         _rule(lambda c: group_size(c.parallel, schedule_of(c)), of_model.chunks),
         _rule(lambda c: memory_limit(c.parallel, schedule_of(c)), of_model.chunks),
-        _rule(
-            lambda c: Problems(list(refusals(c, REFUSED_BY_SCHEDULES, options))).raise_all(),
-            of_model.chunks,
-        ),
+        _rule(lambda c: refusals(c, REFUSED_BY_SCHEDULES, options), of_model.chunks),
         _rule(lambda c: check_cut(c.model, c.parallel, placement_of(c)), of_model.chunks, of_model.layers_of_stages),
         _rule(_check_ends, of_model.chunks),
-        _rule(check_rank_settings),
-        _rule(
-            lambda c: kv_replicas(c.model, c.parallel.tensor_model_parallel_size),
-            of_model.shape,
-            of_model.attention,
-            of_model.layers_that_differ,
-        ),
+        _rule(_check_rank_settings),
+        _rule(_kv_replicas, of_model.shape, of_model.attention, of_model.layers_that_differ),
         _rule(grid_of, of_model.axes),
         _rule(check_batch, of_training.batch, of_model.axes, of_model.chunks),
         _rule(check_post_validation, of_training.post_validation, of_model.chunks),
-        _rule(_check_experts, of_model.chunks),
-        _rule(_check_sharding, of_model.chunks),
-        _rule(_check_overlap, of_model.chunks),
+        _rule(_ruled_out, of_model.chunks),
     )
 
 
 def _rule(question: Callable[[Config], object], *before: Rule) -> Rule:
-    """Return the rule that yields the lines of the ConfigError of a question, unless a rule before it is broken."""
+    """Return the rule that yields the lines of a question or of its ConfigError, unless a rule before it is broken."""
 
     def rule(config: Config) -> Iterator[str]:
         if any(True for other in before for _ in other(config)):
             return
         try:
-            question(config)
+            found = question(config)
+            yield from found if isinstance(found, Iterator) else ()
         except ConfigError as error:
             yield from str(error).splitlines()
 
@@ -127,6 +110,19 @@ def _check_ends(config: Config) -> None:
         )
 
 
+def _check_rank_settings(config: Config) -> None:
+    """Raise ConfigError for settings of pipeline ranks that do not fit the pipeline."""
+    parallel, pp = config.parallel, config.parallel.pipeline_model_parallel_size
+    if parallel.pipeline_balance == "measured" and parallel.pipeline_layer_times is None:
+        raise ConfigError("--pipeline-balance measured needs --pipeline-layer-times FILE, from megapipe profile-layers")
+    for flag, values, counts, rule in (
+        ("--pipeline-rank-speeds", parallel.pipeline_rank_speeds, (pp,), "one number for each"),
+        ("--pipeline-rank-memory", parallel.pipeline_rank_memory, (1, pp), "one number, or one for each"),
+    ):
+        if values is not None and len(values) not in counts:
+            raise ConfigError(f"{flag} names {len(values)} ranks, --pipeline-model-parallel-size is {pp}; give {rule}")
+
+
 def topology_of(config: Config, world_size: int, ranks_per_node: int | None, replicas: int | None = None) -> Topology:
     """Return the grid of ranks. Raises ConfigError if it does not fit.
 
@@ -143,7 +139,7 @@ def topology_of(config: Config, world_size: int, ranks_per_node: int | None, rep
         order=parallel.rank_order,
         ranks_per_node=ranks_per_node,
         allow_tp_across_nodes=parallel.allow_tp_across_nodes,
-        kv_replicas=replicas or kv_replicas(config.model, parallel.tensor_model_parallel_size),
+        kv_replicas=replicas or _kv_replicas(config),
         mirrored_pipeline=is_mirrored,
         ep=parallel.expert_model_parallel_size,
         expert_tp=parallel.expert_tensor_parallel_size,
@@ -156,11 +152,12 @@ def topology_of(config: Config, world_size: int, ranks_per_node: int | None, rep
 _topology = cache(Topology.of_world)  # a search asks for the same grids again and again
 
 
-def kv_replicas(model: ModelConfig, tp: int) -> int:
+def _kv_replicas(config: Config) -> int:
     """Return how many neighbouring tp ranks hold the same key/value heads: 1, tp, or the one number between them.
 
     Raises ConfigError if heads cannot be spread over tp, or if layers differ in a number between 1 and tp.
     """
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
     found: dict[int, int] = {}  # replicas -> key/value heads
     for layer, numbers in layer_kinds(model).items():
         groups = layer.num_query_groups
@@ -229,37 +226,25 @@ def check_post_validation(config: Config) -> None:
         )
 
 
-def _check_experts(config: Config) -> None:
-    """Raise ConfigError for losses of experts over the whole batch with a schedule whose pp_ranks see half of it."""
-    name, model = schedule_of(config), config.model
-    if model.num_experts is None:
-        return
-    if "global_aux_loss" in model.moe_router_load_balancing_type and placement_of(config).is_mirrored:
-        raise ConfigError(
+def _ruled_out(config: Config) -> Iterator[str]:
+    """Yield a line for each option of experts and sharding that the schedule rules out."""
+    name, model, strategy = schedule_of(config), config.model, strategy_of(config.parallel)
+    has_global_loss = model.num_experts is not None and "global_aux_loss" in model.moe_router_load_balancing_type
+    if has_global_loss and placement_of(config).is_mirrored:
+        yield (
             f"--moe-router-load-balancing-type global_aux_loss does not work with --pipeline-schedule {name}: each of "
             "the two pipeline ranks of a stage sees half of the microbatches; use dualpipe-v"
         )
-
-
-def _check_sharding(config: Config) -> None:
-    """Raise ConfigError for sharded weights of an embedding that two ranks use in different orders."""
-    name, strategy = schedule_of(config), strategy_of(config.parallel)
-    is_tied = not config.model.untie_embeddings_and_output_weights
+    is_tied = not model.untie_embeddings_and_output_weights
     if strategy == SHARDED_PARAMS and is_tied and placement_of(config).is_mirrored:
-        raise ConfigError(
+        yield (
             f"--data-parallel-sharding-strategy {strategy} with a tied embedding and --pipeline-schedule {name}: "
             "opposite ranks use the embedding at both ends in different orders, and would gather it differently often; "
             "add --untie-embeddings-and-output-weights, use dualpipe-v, or shard gradients only (optim_grads)"
         )
-
-
-def _check_overlap(config: Config) -> None:
-    """Raise ConfigError for a schedule without pairs if the all-to-alls of experts are to run under computation."""
-    if not config.parallel.overlap_moe_expert_parallel_comm:
-        return
-    name = schedule_of(config)
-    if name not in MERGED and Op.OVERLAP not in _small_schedule(name).ops:
-        raise ConfigError(
+    overlaps = config.parallel.overlap_moe_expert_parallel_comm
+    if overlaps and name not in MERGED and Op.OVERLAP not in _small_schedule(name).ops:
+        yield (
             f"--overlap-moe-expert-parallel-comm runs the all-to-alls of a forward under the backward of another "
             f"microbatch, but --pipeline-schedule {name} has no such pairs; use 1f1b, interleaved, dualpipe or "
             "dualpipe-v, or leave the flag out"

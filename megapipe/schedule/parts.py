@@ -238,15 +238,17 @@ def merge(forward: Sequence[Action], backward: Sequence[Action], network: frozen
     chains = deque(backward), deque(forward)
     row: list[Action] = []
     turn = int(all(action.stage not in network for action in backward[:2]))
+    exchanges = [sum(action.stage in network for action in each) for each in chains]  # that are left
+    computations = [len(each) - count for each, count in zip(chains, exchanges, strict=True)]
     while all(chains):
-        own, other = chains[turn], chains[1 - turn]
-        exchanges = sum(action.stage in network for action in other)
-        share = -(-sum(action.stage not in network for action in own) // (1 + exchanges))
-        issued = False
+        own, issued = chains[turn], False
+        share = -(-computations[turn] // (1 + exchanges[1 - turn]))
         while own and not (issued and own[0].op is not Op.W) and (share > 0 or own[0].stage in network):
             row.append(own.popleft())
-            issued |= row[-1].stage in network
-            share -= row[-1].stage not in network
+            is_exchange = row[-1].stage in network
+            issued |= is_exchange
+            share -= not is_exchange
+            (exchanges if is_exchange else computations)[turn] -= 1
         turn = 1 - turn
     return row + list(chain(*chains))
 

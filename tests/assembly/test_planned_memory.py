@@ -19,7 +19,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
-from megapipe.plan.memory import peak_of_row, rank_memory, stage_activation_bytes
+from megapipe.plan.memory import SliceBytes, peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.train.step import train_step
@@ -243,7 +243,7 @@ def test_a_step_takes_the_bytes_in_the_plan(name: str, dtype: str, rank_pools: C
         kept = {stage: sum(stage_activation_bytes(plan, stage).values()) for stage in plan.placement.stages_of(pp_rank)}
         schedule = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
         # peak of activations alone
-        peak = peak_of_row(schedule.rows[pp_rank], pp_rank, plan.placement, kept, kept, 0, 2)
+        peak = peak_of_row(schedule.rows[pp_rank], pp_rank, plan.placement, [SliceBytes(kept, kept, {}, 0)], 2)
         assert real == {what: planned[what] for what in ("weights", "gradients", "optimizer", "rollback")} | {
             "activations": peak.activation_bytes
         }

@@ -17,7 +17,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.model.microbatch import Microbatch
 from megapipe.plan.activations import deferred_bytes
-from megapipe.plan.memory import peak_of_row, stage_activation_bytes
+from megapipe.plan.memory import SliceBytes, peak_of_row, stage_activation_bytes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.train.step import TrainStep
@@ -90,7 +90,7 @@ def planned_bytes(plan: RunPlan, pp_rank: int) -> tuple[list[int], int]:
         if change is not None:
             level += change
             levels.append(level)
-    return levels, peak_of_row(row, pp_rank, plan.placement, kept, waiting, 0, 2).activation_bytes
+    return levels, peak_of_row(row, pp_rank, plan.placement, [SliceBytes(kept, waiting, {}, 0)], 2).activation_bytes
 
 
 @pytest.mark.parametrize("name", CASES)

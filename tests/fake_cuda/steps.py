@@ -42,7 +42,7 @@ from megapipe.extras.streams.recorder import Device, where
 from megapipe.extras.streams.rows import rows_of_experts
 from megapipe.extras.streams.shapes import ACTIVE, DEVICE, ShapesOnly, tensors
 from megapipe.plan.memory import rank_memory
-from megapipe.plan.roofline import COLLECTIVE, COMPUTE, HOST_WAIT, MESSAGE, Launch, Row
+from megapipe.plan.roofline import COLLECTIVE, COMPUTE, HOST_WAIT, MESSAGE, Launch, Work
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 from megapipe.train.step import train_step
@@ -96,8 +96,9 @@ class Seen:
                     f"{launch.group} messages" if launch.group else launch.part, {"all_bytes": 0.0}
                 )
                 row["all_bytes"] += launch.num_bytes
-                added = Row()
-                added.add(launch, 0.0)
+                work = Work()
+                work.add(launch, 0.0)
+                (added,) = work.rows.values()
                 row |= {name: value + row.get(name, 0.0) for name, value in vars(added).items()}
         self.parts = parts
 

@@ -87,8 +87,8 @@ def test_messages_of_two_levels_take_their_bytes_over_both_links(etp: int) -> No
 
 def test_pipelined_levels_take_as_long_as_the_slower() -> None:
     plan = plan_of(4, 2, moe_token_dispatcher_type="flex", moe_router_topk=4, ep=4)
-    links = {"node": Link(4e9, 0.0), "network": Link(1e9, 0.0), "pipelined_exchanges": True}
-    (stage,) = stage_seconds(plan, dataclasses.replace(H100, **links))
+    stack = dataclasses.replace(H100.stack, pipelined_exchanges=True)
+    (stage,) = stage_seconds(plan, dataclasses.replace(H100, node=Link(4e9, 0.0), network=Link(1e9, 0.0), stack=stack))
     sent = layer_expert_bytes(plan, plan.model.layers[0])
     known = plan.model.layers[0].experts.sent_bytes(plan.shape)["ep_places"]
     rows = max(sent["ep_nodes"] / 1e9, (sent["ep_places"] - (known[0] - known[1])) / 4e9)

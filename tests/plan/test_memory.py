@@ -23,7 +23,7 @@ from megapipe.layers.model import ModelSpec, layer_table, model_spec
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import LayerGroup, backward_peak, bytes_by_name, group_backward, replay_bytes
 from megapipe.plan.hardware import hardware_named
-from megapipe.plan.memory import all_rank_memory, peak_of_row, rank_memory, stage_activation_bytes
+from megapipe.plan.memory import SliceBytes, all_rank_memory, peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve
 from megapipe.plan.traffic import reduction_bytes
 from megapipe.schedule.action import Action, Op, parse_action
@@ -54,7 +54,7 @@ def test_equal_stages_peak_where_the_schedule_says(
     schedule = build_lowered(*family_shapes(name, num_ranks, num_chunks, num_microbatches))
     for pp_rank, peak in enumerate(peak_live_chunks(schedule)):
         sizes = dict.fromkeys(schedule.placement.stages_of(pp_rank), 7)
-        found = peak_of_row(schedule.rows[pp_rank], pp_rank, schedule.placement, sizes, sizes, 0, 2)
+        found = peak_of_row(schedule.rows[pp_rank], pp_rank, schedule.placement, [SliceBytes(sizes, sizes, {}, 0)], 2)
         assert found.activation_bytes == 7 * peak
         assert sum(found.live.values()) == peak
         assert found.message_bytes == 0
@@ -83,7 +83,7 @@ def test_equal_stages_peak_where_the_schedule_says(
 def test_uneven_chunks_peak_by_their_own_bytes(
     text: str, sizes: dict[int, int], peak: int, live: dict[int, int]
 ) -> None:
-    found = peak_of_row(row(text), 0, loop(2, 2), sizes, {0: 4, 2: 4}, 0, 2)
+    found = peak_of_row(row(text), 0, loop(2, 2), [SliceBytes(sizes, {0: 4, 2: 4}, {}, 0)], 2)
     assert (found.activation_bytes, found.live) == (peak, live)
 
 
@@ -111,7 +111,8 @@ def test_uneven_chunks_peak_by_their_own_bytes(
 )
 def test_messages_count_from_post_to_use(text: str, pp_rank: int, placement: Placement, messages: int) -> None:
     sizes = {action.stage: 0 for action in row(text)}
-    assert peak_of_row(row(text), pp_rank, placement, sizes, sizes, 5, 2).message_bytes == 5 * messages
+    peak = peak_of_row(row(text), pp_rank, placement, [SliceBytes(sizes, sizes, {}, 5)], 2)
+    assert peak.message_bytes == 5 * messages
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])

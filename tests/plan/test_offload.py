@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megapipe.formatting import bytes_text
+from megapipe.plan.activations import layer_groups
 from megapipe.plan.hardware import HARDWARE
 from megapipe.plan.memory import offloaded_groups, rank_memory, stage_activation_bytes
 from megapipe.plan.report import plan_text
@@ -82,6 +83,14 @@ def test_copies_that_no_layer_hides_take_time() -> None:
     both_ways = 2 * count * sum(group.moved for group in offloaded_groups(plan, 0)) / slow.host_bytes_per_second
     assert exposed.seconds == pytest.approx(bare.seconds + exposed.parts["host"])
     assert 0.9 * both_ways < exposed.parts["host"] < both_ways
+
+
+def test_layers_that_a_block_does_not_recompute_are_not_timed_as_recomputed() -> None:
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    plan = one_rank(**ALL | block)
+    first, second, *_ = layer_groups(plan.model.layers, plan.shape)
+    granularities = [group.shape(plan.shape).recompute.recompute_granularity for group in (first, second)]
+    assert granularities == ["full", None]
 
 
 def test_the_report_names_host_memory_and_what_travels() -> None:

@@ -24,12 +24,12 @@ from megapipe.plan.queues import (
     TP,
     Enqueued,
     Program,
+    QueueRun,
     RankTraffic,
     Stream,
     beside,
     enqueue,
     queue_map,
-    run_queues,
     slowdown,
     waiting_receives,
     why_it_hangs,
@@ -112,7 +112,7 @@ def test_random_programs_hang_where_a_literal_machine_does(
     programs: tuple[Program, ...], connections: int, seed: int
 ) -> None:
     expected = literal(programs, connections, seed)
-    assert bool(run_queues(programs, connections, high_priority=("pp",)).blocked) == expected
+    assert bool(QueueRun(programs, connections, high_priority=("pp",)).blocked) == expected
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -122,7 +122,7 @@ def test_schedules_hang_where_a_literal_machine_does(name: str, depth: int) -> N
     programs = enqueue(build_lowered(name, 2, 1, 4, None, depth))
     for connections in (1, 2, 3):
         expected = literal(programs, connections, seed=0)
-        assert bool(run_queues(programs, connections, high_priority=("pp",)).blocked) == expected
+        assert bool(QueueRun(programs, connections, high_priority=("pp",)).blocked) == expected
 
 
 def test_a_planted_hang_is_found_and_named() -> None:
@@ -133,7 +133,7 @@ def test_a_planted_hang_is_found_and_named() -> None:
         received = program.communicate(Enqueued(STREAMS[other], "receive", message=(other, 0), is_receive=True))
         program.wait(CURRENT, received, "forward")
         program.add(Enqueued(STREAMS[mine], "send", message=(mine, 0)))
-    (first, _) = run_queues(programs, 1).blocked
+    (first, _) = QueueRun(programs, 1).blocked
     assert first == "rank 0: forward waits for receive, with 1 entries behind it in its queue"
     assert why_it_hangs(programs, 1) == first
     assert not why_it_hangs(programs, 8)
@@ -161,7 +161,7 @@ def test_shared_communicators_need_no_more_sends_in_flight_than_validate_proves(
         training = build_lowered(*family_shapes(name, p, v, m), receive_depth=depth)
         for schedule in (training, build_forward_only(training.placement, training.num_microbatches, depth)):
             traffic = RankTraffic(send_depth=max(1, validate(schedule).send_depth))
-            assert not run_queues(enqueue(schedule, traffic), None).blocked
+            assert not QueueRun(enqueue(schedule, traffic), None).blocked
 
 
 @pytest.mark.parametrize("connections", [1, 2, 8])
@@ -184,8 +184,8 @@ def test_a_tensor_parallel_group_hangs_where_one_of_its_ranks_does(connections: 
                     works.append(work)
                 twice.append(dataclasses.replace(program, works=works))
         for mapping in MAPPINGS:
-            alone = run_queues(programs, connections, mapping).blocked
-            assert bool(run_queues(tuple(twice), connections, mapping).blocked) == bool(alone)
+            alone = QueueRun(programs, connections, mapping).blocked
+            assert bool(QueueRun(tuple(twice), connections, mapping).blocked) == bool(alone)
 
 
 def test_more_communicators_than_streams_in_torchs_pool_share_streams() -> None:
@@ -242,12 +242,10 @@ def test_every_offloaded_group_is_copied_out_and_back_in_the_order_of_the_runtim
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe-v", "gpipe"])
 def test_offloading_neither_hangs_with_queues_of_their_own_nor_changes_the_time_if_copies_take_none(name: str) -> None:
     schedule = build_lowered(name, 4, 2 if "v" in name else 1, 8, None, 1)
-    plain, moved = (
-        run_queues(enqueue(schedule, RankTraffic(moves=each)), None) for each in ((), moves_of(schedule, 2))
-    )
+    plain, moved = (QueueRun(enqueue(schedule, RankTraffic(moves=each)), None) for each in ((), moves_of(schedule, 2)))
     assert not moved.blocked
     assert max(map(max, moved.ends)) == pytest.approx(max(map(max, plain.ends)))
-    slow = run_queues(enqueue(schedule, RankTraffic(moves=moves_of(schedule, 2), copy_seconds=3.0)), None)
+    slow = QueueRun(enqueue(schedule, RankTraffic(moves=moves_of(schedule, 2), copy_seconds=3.0)), None)
     assert max(map(max, slow.ends)) > max(map(max, plain.ends)) and not slow.blocked
 
 
@@ -255,7 +253,7 @@ def test_a_graph_is_one_entry_that_takes_as_long() -> None:
     schedule = build_lowered("1f1b", 2, 1, 4, None, 1)
     eager, graphs = (enqueue(schedule, RankTraffic(tp_collectives=2, graphs=each)) for each in (False, True))
     assert {work.stream for work in eager[0].works} - {work.stream for work in graphs[0].works} == {TP}
-    ends = [max(map(max, run_queues(each, None).ends)) for each in (eager, graphs)]
+    ends = [max(map(max, QueueRun(each, None).ends)) for each in (eager, graphs)]
     assert ends[0] == pytest.approx(ends[1])
 
 
@@ -269,7 +267,7 @@ def test_an_evaluation_has_the_streams_of_training() -> None:
     assert all(set(program.streams) < set(other.streams) for program, other in zip(alone, both, strict=True))
     assert all(program.streams == other.streams for program, other in zip(both, programs, strict=True))
     assert DP in both[0].streams and both[0].works == alone[0].works
-    assert not run_queues(both, 32).blocked
+    assert not QueueRun(both, 32).blocked
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -277,7 +275,7 @@ def test_evaluations_hang_where_a_literal_machine_does(depth: int) -> None:
     programs = enqueue(build_forward_only(build_lowered("1f1b", 2, 1, 4).placement, 4, depth))
     for connections in (1, 2, 3):
         expected = literal(programs, connections, seed=0)
-        assert bool(run_queues(programs, connections, high_priority=("pp",)).blocked) == expected
+        assert bool(QueueRun(programs, connections, high_priority=("pp",)).blocked) == expected
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v", "dualpipe", "dualpipe-v"])
@@ -295,7 +293,7 @@ def test_what_the_host_enqueues_after_it_has_waited_starts_later() -> None:
     before = program.add(Enqueued(EP, "before"))
     program.host = first
     after = program.add(Enqueued(EP, "after"))
-    run = run_queues((program,), None)
+    run = QueueRun((program,), None)
     assert (run.starts[0][before], run.starts[0][after]) == (0.0, 2.0)
 
 
@@ -311,7 +309,7 @@ def test_messages_of_a_ring_travel_under_computation() -> None:
     schedule = build_lowered("1f1b", 2, 1, 4, None, 1)
     ends = []
     for traffic in (RankTraffic(cp_messages=2), RankTraffic(tp_collectives=2)):
-        run = run_queues(enqueue(schedule, dataclasses.replace(traffic, collective_seconds=0.2)), None)
+        run = QueueRun(enqueue(schedule, dataclasses.replace(traffic, collective_seconds=0.2)), None)
         ends.append(max(map(max, run.ends)))
     assert ends[0] < ends[1]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
-from megapipe.plan.memory import all_rank_memory, peak_of_row, step_memory
+from megapipe.plan.memory import SliceBytes, all_rank_memory, peak_of_row, step_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import decisive_counts
 from megapipe.schedule.action import Op
@@ -39,9 +39,8 @@ def needs(name: str, pp: int, chunks: int, count: int, group_size: int | None) -
             for kept, waiting, message in SIZES:
                 of_stage = {stage: kept * (1 + 2 * (stage == stages[0])) for stage in stages}
                 inside = {(stage, op): 40 + 30 * (op is Op.B) for stage in stages for op in (Op.F, Op.B, Op.I, Op.W)}
-                peak = peak_of_row(
-                    row, rank, schedule.placement, of_stage, dict.fromkeys(stages, waiting), message, sends, inside
-                )
+                size = SliceBytes(of_stage, dict.fromkeys(stages, waiting), inside, message)
+                peak = peak_of_row(row, rank, schedule.placement, [size], sends)
                 found["bytes", rank, sends, kept] = peak.total
         if rule := SCHEDULES[name].versions:
             found["versions", rank] = max(weight_versions(schedule, rank, rule, group_size or 1).buffer_of)

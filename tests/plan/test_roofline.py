@@ -18,6 +18,7 @@ from megapipe.extras.streams import device
 from megapipe.extras.streams.order import COMMUNICATOR, HOST, Mark, Wait
 from megapipe.extras.streams.roofline import read, roofline_of, roofline_text, written
 from megapipe.extras.streams.timeline import timed
+from megapipe.layers.model import layer_table
 from megapipe.plan.hardware import hardware_named
 from megapipe.plan.roofline import (
     ATTENTION,
@@ -144,6 +145,28 @@ def test_the_page_has_the_numbers_of_other_flags(row: tuple[str, ...], monkeypat
     step = re.search(r"^a step of .* MFU ([\d.]+%)", text, re.M)
     assert layer and total and step, text
     assert (total[1], total[2] or "", layer[1], step[1]) == (kernels, collectives, milliseconds, mfu)
+
+
+WRITTEN_OUT = {
+    "softmax": "--attention-softmax-in-fp32 --attention-dropout 0",
+    "dropout": "--attention-dropout 0.1",
+    "cap": "--attn-logit-softcapping 30 --attention-dropout 0",
+}
+
+
+@pytest.mark.usefixtures("has_compiler")
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_written_out_attention_moves_the_planned_bytes(name: str) -> None:
+    words = (
+        "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 2048 --vocab-size 512 --bf16 "
+        f"--hidden-dropout 0 --micro-batch-size 1 --global-batch-size 4 {WRITTEN_OUT[name]}"
+    ).split()
+    text = roofline_text([*words, "--world-size", "1"], H100)
+    counted = re.search(r"^  core_attention +\d+ +[\d.]+ +([\d.]+) ", text, re.M)
+    plan = plan_for(words, 1)
+    table = layer_table(plan.model.layers[0], plan.shape)
+    (core,) = [each.attention for each in table.operations if each.attention is not None]
+    assert counted and sum(core.moved_bytes) / 1e9 == pytest.approx(float(counted[1]), rel=0.08)
 
 
 SMALL = (

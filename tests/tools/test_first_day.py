@@ -41,7 +41,7 @@ def test_every_measured_step_stands_beside_its_estimate(first_day: ModuleType) -
     assert row[:2] == ("8b-8k", "megapipe")
     assert row[4:] == ("2.000", f"{predicted.mfu / 2:.1%}", f"{predicted.mfu:.1%}")
     figures["device"] = "CPU"
-    assert first_day.comparison(figures)[0][3] == "no data sheet of this device"
+    assert next(first_day.comparison(figures))[3] == "no data sheet of this device"
 
 
 def test_every_training_run_fits_and_has_an_estimate(first_day: ModuleType, tmp_path: Path) -> None:
@@ -61,11 +61,30 @@ def test_every_training_run_fits_and_has_an_estimate(first_day: ModuleType, tmp_
 
 def test_measured_rates_stand_beside_those_of_the_table(first_day: ModuleType) -> None:
     h100 = HARDWARE["h100"]
-    rows = {name: texts for name, *texts in first_day.rate_rows(h100, h100, 2)}
-    assert all(found == sheet for found, sheet in rows.values()) and len(rows) == 4
+    rows = {name: texts for name, *texts in first_day.rate_rows(h100, h100, "cuda", 2)}
+    assert all(found == sheet for found, sheet in rows.values()) and len(rows) == 6
     reached = float(rows["GEMM of 8192 in bf16, TFLOP/s"][0])
     assert reached == pytest.approx(989 * h100.gemm_share(8192, 8192, 8192), rel=0.01)
-    assert {texts[1] for _, *texts in first_day.rate_rows(h100, None, 1)} == {first_day.NO_SHEET}
+    measured = dataclasses.replace(h100, gemm_shares=((64, 0.1), (512, 0.5)))  # there was no time for larger ones
+    rates = {name: texts for name, *texts in first_day.rate_rows(measured, h100, "cuda", 1)}
+    assert rates["GEMM of 512 in bf16, TFLOP/s"] == ["494", f"{989 * h100.gemm_share(512, 512, 512):.3g}"]
+    assert {texts[1] for _, *texts in first_day.rate_rows(h100, None, "cuda", 1)} == {first_day.NO_SHEET}
+
+
+@pytest.mark.parametrize("gpu", ["h100", "a100-80", "b200", "mi300x"])
+def test_the_assumed_share_of_attention_is_the_one_that_plans_use(first_day: ModuleType, gpu: str) -> None:
+    """Measured in place of the kernel's curves, the share gives the same seconds of attention in a plan."""
+    hardware = HARDWARE[gpu]
+    plan = resolve(load_config(first_day.run_flags("run-dense", "cuda")).config, 1)
+    share = first_day.attention_share(hardware, "cuda")
+    measured = dataclasses.replace(hardware, attention_share=share, attention_rates={})
+    curves, one_share = (predict_step(plan, each).parts["attention"] for each in (hardware, measured))
+    assert one_share == pytest.approx(curves, rel=1e-3)
+    assert first_day.attention_share(measured, "cuda") == pytest.approx(share)
+    rows = {name: texts for name, *texts in first_day.rate_rows(measured, hardware, "cuda", 1)}
+    (rate,) = (texts for name, texts in rows.items() if name.startswith("attention") and name.endswith("TFLOP/s"))
+    (shown,) = (texts for name, texts in rows.items() if "(attention_share)" in name)
+    assert shown == [f"{share:.3g}"] * 2 and rate == [f"{share * hardware.peak('bf16') / 1e12:.3g}"] * 2
 
 
 def test_parts_need_the_gpus_that_there_are(first_day: ModuleType, tmp_path: Path) -> None:

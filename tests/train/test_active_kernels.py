@@ -89,5 +89,5 @@ def test_the_start_says_what_attention_dropout_costs(gpu: str, rates: str) -> No
     (line,) = module.dropout_line(plan_for(LLAMA_8B, 1), gpu)
     assert line.strip().startswith("--attention-dropout 0.1 has no fused kernel: layers take ")
     assert line.endswith(f" times as long as with 0 (an estimate, with the rates of {rates})")
-    assert 1.8 < float(line.split("take ")[1].split()[0]) < 3.5
+    assert 2.5 < float(line.split("take ")[1].split()[0]) < 4.5
     assert module.dropout_line(plan_for([*LLAMA_8B, "--attention-dropout", "0"], 1), gpu) == ()

@@ -29,7 +29,7 @@ import torch
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.parts import Exchange, part_runners
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.bootstrap import shutdown, start
+from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.load import load_config
@@ -168,7 +168,7 @@ def expert_model(arguments: argparse.Namespace) -> ExpertModel:
     return ExpertModel((True,) * arguments.layers, attention, mlp, mlp, head, both, both)
 
 
-def measure(name: str, arguments: argparse.Namespace, world: Any) -> dict[str, Any]:
+def measure(name: str, arguments: argparse.Namespace, world: World) -> dict[str, Any]:
     """Return the measured and simulated seconds of one schedule."""
     pp, chunks = world.world_size // EP, SCHEDULES[name]
     flags = f"{MODEL} --num-layers {arguments.layers} --pipeline-model-parallel-size {pp} --pipeline-schedule {name}"

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from bench_processes import BenchError
 from bench_table import as_markdown
 from gpu_bench.agreement import Agreement, agreement
 from gpu_bench.contenders import Contender, Megapipe, Options, draw_weights, plain, transformers_llama
@@ -47,10 +48,6 @@ CONTENDERS = (*OURS, "plain", "transformers")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COMPILED = {"none": (), "fp8": ("megapipe-fp8",), "all": OURS}  # --compile-pointwise
 GIB = 1 << 30
-
-
-class BenchError(Exception):
-    """An error that ends the benchmark, for a person."""
 
 
 def options_of(arguments: argparse.Namespace, name: str) -> Options:

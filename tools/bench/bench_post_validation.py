@@ -17,15 +17,16 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from bench_table import Quartiles
 
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.bootstrap import shutdown, start
+from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.load import load_config
@@ -80,7 +81,7 @@ def stretch(runner: StageRunner, seconds: float) -> None:
 class Contender:
     """One run's runtime, and the times of its verdicts."""
 
-    def __init__(self, schedule: str, is_ahead: bool, arguments: argparse.Namespace, world: Any) -> None:
+    def __init__(self, schedule: str, is_ahead: bool, arguments: argparse.Namespace, world: World) -> None:
         flags = (
             f"{MODEL} --pipeline-model-parallel-size {world.world_size} --global-batch-size {arguments.microbatches}"
         )
@@ -129,9 +130,11 @@ def main() -> None:
     )
     parser.add_argument("--microbatches", type=int, default=8, help="of a step (default: 8)")
     parser.add_argument("--rounds", type=int, default=4, help="number of turns of each contender (default: 4)")
-    parser.add_argument("--steps", type=int, default=7, help="steps of a turn (default: 7)")
+    parser.add_argument("--steps", type=int, default=7, help="steps of a turn, at least 4 (default: 7)")
     parser.add_argument("--json", type=Path, help="write every measured time to this file")
     arguments = parser.parse_args()
+    if arguments.steps < 4:
+        parser.error(f"--steps {arguments.steps} is too few: the first two and the last of a turn are not timed; use 4")
     torch.set_num_threads(1)
     world = start(read_environment(), "gloo", 120.0, "cpu")
     found: dict[str, dict[str, list[float]]] = {}
@@ -153,8 +156,7 @@ def line(schedule: str, times: dict[str, list[float]], ideal: dict[str, float]) 
     """Return a row of a Markdown table: milliseconds a step, their ratio, the simulated ratio."""
     cells = []
     for name in ("barrier", "ahead"):
-        low, _, high = quantiles(times[name], n=4)
-        cells.append(f"{1e3 * median(times[name]):.0f} [{1e3 * low:.0f}, {1e3 * high:.0f}]")
+        cells.append(Quartiles.of([1e3 * seconds for seconds in times[name]]).text(".0f"))
     ratio = median(times["barrier"]) / median(times["ahead"])
     return f"| {schedule} | {cells[0]} | {cells[1]} | {ratio:.3f} | {ideal['barrier'] / ideal['ahead']:.3f} |"
 

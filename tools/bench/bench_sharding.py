@@ -98,7 +98,8 @@ def rank_main(connection: Connection, rank: int, own: argparse.Namespace, port: 
         runtime = TrainingRuntime(plan, groups, torch.device("cpu"))
         (batch,) = random_batches(plan.config, own.dp, [own.microbatches], seed=1)
         steps[name] = train_step(runtime), share_of(runtime, batch, 0), groups.world
-    rates, seconds, losses = Rates(1e-3, 0.0), {name: [] for name in steps}, {}
+    rates, losses = Rates(1e-3, 0.0), {}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for repeat in range(own.repeats + 1):
         for name, (step, microbatches, everyone) in steps.items():
             barrier(everyone)

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from bench_table import as_markdown
 from gpu_bench.contenders import Options
@@ -43,6 +43,9 @@ from gpu_bench.shapes import Shape, configuration
 
 from megapipe.config.load import load_config
 from megapipe.errors import MegapipeError
+from megapipe.extras.calibrate.rates import BACKWARD_OF_ATTENTION, GEMM_SIZES
+from megapipe.extras.calibrate.rates import SIZES as SIZES_OF_CALIBRATE
+from megapipe.layers.table import AttentionWork
 from megapipe.plan.hardware import Hardware, hardware_of, read_hardware
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.resolve import resolve
@@ -124,7 +127,7 @@ class Part:
         return cls(name, tuple(words), code, time.monotonic() - began, (counts or lines or [""])[-1][:200])
 
 
-def _ended(words: Sequence[str], file: io.TextIOBase) -> int:
+def _ended(words: Sequence[str], file: IO[str]) -> int:
     """Run a command to its end, with all of its processes, also when this one is interrupted."""
     process = subprocess.Popen(words, cwd=REPOSITORY, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -163,7 +166,7 @@ def commands(device: str, num_gpus: int, folder: Path) -> dict[str, tuple[str, .
             "kernels": (*PYTEST, "tests/gpu/test_signatures.py"),
             "features": (*features, "--all", "--ledger-part", "all", "-k", "on_cpus and Muon"),
             **{name: run_words(name, device, folder) for name in ON_CPU},
-            "links": (*calibrate, str(links), "--device", "cpu", "--seconds", "3"),
+            "links": (*calibrate, str(links), *"--device cpu --dtype bf16 --seconds 3".split()),
             "bench-tiny": (sys.executable, *bench, str(folder / "bench-tiny.json"), *small.split()),
         }
 
@@ -214,9 +217,9 @@ def devices(device: str) -> tuple[int, str]:
     return int(count), name
 
 
-def comparison(figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return rows of measured and predicted steps from bench_gpu.py's figures."""
-    rows, hardware = [], hardware_of(figures["device"])
+def comparison(figures: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield rows of measured and predicted steps from bench_gpu.py's figures."""
+    hardware = hardware_of(figures["device"])
     for key, found in figures["shapes"].items():
         shape = Shape(**found["shape"])
         for name, turns in found["turns"].items():
@@ -224,14 +227,13 @@ def comparison(figures: Mapping[str, Any]) -> list[tuple[str, ...]]:
                 continue
             measured = statistics.median(turn["gradients"] + turn["update"] for turn in turns)
             if hardware is None:
-                rows.append((key, name, f"{1e3 * measured:.1f}", NO_SHEET, "", "", ""))
+                yield key, name, f"{1e3 * measured:.1f}", NO_SHEET, "", "", ""
                 continue
             config = OPTIONS[name].applied_to(configuration(shape, "bf16", "cuda"))
             estimate = predict_step(resolve(config, 1), hardware)
             ratio = measured / estimate.seconds
             shares = f"{estimate.mfu / ratio:.1%}", f"{estimate.mfu:.1%}"
-            rows.append((key, name, f"{1e3 * measured:.1f}", f"{1e3 * estimate.seconds:.1f}", f"{ratio:.3f}", *shares))
-    return rows
+            yield key, name, f"{1e3 * measured:.1f}", f"{1e3 * estimate.seconds:.1f}", f"{ratio:.3f}", *shares
 
 
 def run_rows(device: str, hardware: Hardware | None, folder: Path) -> Iterator[tuple[str, ...]]:
@@ -260,12 +262,26 @@ def run_rows(device: str, hardware: Hardware | None, folder: Path) -> Iterator[t
             yield (*row, f"{1e3 * seconds:.1f}", f"{measured / seconds:.3f}", *bytes_text)
 
 
-def rate_rows(found: Hardware, sheet: Hardware | None, num_ranks: int) -> Iterator[tuple[str, ...]]:
+def attention_share(hardware: Hardware, device: str) -> float:
+    """Return the share of the peak, forward and backward together, at the sizes that calibrate measures."""
+    seq, _, _, head_size = SIZES_OF_CALIBRATE[device].attention
+    # "cudnn": the kernel of --attention-impl sdpa, which calibrate measures too
+    core = AttentionWork(1.0, (0.0, 0.0), BACKWARD_OF_ATTENTION, "cudnn", seq / 2, head_size)
+    forward, backward = (hardware.attention_share_of(core, is_backward) for is_backward in (False, True))
+    return (1.0 + core.backward_forwards) / (1.0 / forward + core.backward_forwards / backward)
+
+
+def rate_rows(found: Hardware, sheet: Hardware | None, device: str, num_ranks: int) -> Iterator[tuple[str, ...]]:
     """Yield the rates that calibrate measured beside those the planner assumes."""
+    seq, _, _, head_size = SIZES_OF_CALIBRATE[device].attention
+    attention = f"attention of {seq} tokens, heads of {head_size}"
+    size = found.gemm_shares[-1][0] if found.gemm_shares else GEMM_SIZES[-1]  # the largest that there was time for
     ways: dict[str, Callable[[Hardware], float]] = {
         "memory, TB/s": lambda h: h.pointwise_share * h.memory_bytes_per_second / 1e12,
-        "GEMM of 8192 in bf16, TFLOP/s": lambda h: h.gemm_share(8192, 8192, 8192) * h.peak("bf16") / 1e12,
-        "fused attention in bf16, TFLOP/s": lambda h: h.attention_share * h.peak("bf16") / 1e12,
+        "peak in bf16, TFLOP/s": lambda h: h.peak("bf16") / 1e12,
+        f"GEMM of {size} in bf16, TFLOP/s": lambda h: h.gemm_share(size, size, size) * h.peak("bf16") / 1e12,
+        f"{attention}, in bf16, TFLOP/s": lambda h: attention_share(h, device) * h.peak("bf16") / 1e12,
+        f"{attention}, of that peak (attention_share)": lambda h: attention_share(h, device),
     }
     if num_ranks > 1:
         ways["link inside the node, GB/s"] = lambda h: h.node.bytes_per_second / 1e9
@@ -297,7 +313,7 @@ def report(done: Mapping[str, Part], device: str, num_gpus: int, name: str, fold
     tables["Training runs"] = [head, *run_rows(device, hardware, folder)]
     tables["Rates of this machine"] = [("rate", "measured", "assumed by the planner")]
     with suppress(MegapipeError):
-        tables["Rates of this machine"] += rate_rows(read_hardware(folder / "links.yaml"), hardware, num_gpus)
+        tables["Rates of this machine"] += rate_rows(read_hardware(folder / "links.yaml"), hardware, device, num_gpus)
     lines = ["# The first day on this machine", "", f"{name}, torch {torch_version or '?'}", "", as_markdown(rows), ""]
     lines += ["Estimates are the planner's (megapipe plan): what a figure should be, not what was measured."]
     for title, table in tables.items():

@@ -147,9 +147,8 @@ def slowest(found: Sequence[MeasuredRates]) -> MeasuredRates:
     some rank lacks are left out.
     """
     flops, gemms = _least([rates.flops for rates in found]), _least([rates.gemms for rates in found])
-    return MeasuredRates(
-        flops, gemms, *(min(getattr(rates, name) for rates in found) for name in ("attention", "memory", "pointwise"))
-    )
+    others = (min(getattr(rates, name) for rates in found) for name in ("attention", "memory", "pointwise"))
+    return MeasuredRates(flops, gemms, *others)
 
 
 def _least(found: Sequence[Mapping[Key, float]]) -> dict[Key, float]:

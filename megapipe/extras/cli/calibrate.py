@@ -5,7 +5,6 @@ best settings of a run, `profile-layers` the layers of a configuration.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
@@ -15,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +29,7 @@ from megapipe.config.tuned import TUNABLE, Tuned, to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, write_file
+from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, switch, write_file
 from megapipe.formatting import ranges_text
 from megapipe.plan.hardware import hardware_of
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
@@ -40,13 +39,13 @@ from megapipe.plan.world_rules import placement_of, topology_of
 
 CALIBRATE_OPTIONS = (
     option("--output", "never overwritten without --force", type=Path, default="hardware.yaml", metavar="FILE.yaml"),
-    option("--force", "overwrite the file", action="store_true"),
+    switch("--force", "overwrite the file"),
     option("--seconds", "that it may take, about; with fewer, smaller sizes are measured", default=30.0, above=0),
     option("--dtype", "of GEMMs by size, attention, memory (default: bf16 on GPU, fp32 on CPU)", choices=TENSOR_DTYPES),
     option("--name", "of the hardware in the file (default: the device's)"),
     option("--device", "default: cuda if there is a GPU", choices=DEVICES, default="auto"),
     option("--timeout-seconds", "after which a message that does not come is an error", default=60.0, above=0),
-    option("--json", "the figures as one JSON object instead of the table", action="store_true"),
+    switch("--json", "the figures as one JSON object instead of the table"),
 )
 PROFILE_OPTIONS = (
     option("--output", "the file to write", type=Path, required=True, metavar="FILE.json"),
@@ -54,10 +53,10 @@ PROFILE_OPTIONS = (
 )
 
 TUNE_OPTIONS = (
-    option("--tune", "measure settings of a run instead of the machine", action="store_true"),
+    switch("--tune", "measure settings of a run instead of the machine"),
     option("--nproc-per-node", "ranks of the measured runs, on this machine", type=int, required=True, above=0),
     option("--output", "never overwritten without --force", type=Path, default="tuned.yaml", metavar="FILE.yaml"),
-    option("--force", "overwrite the file", action="store_true"),
+    switch("--force", "overwrite the file"),
     option("--steps", "counted in each run, after two to warm up; every candidate runs twice", default=8, above=0),
 )
 DOCTOR_OPTIONS = (
@@ -70,7 +69,7 @@ DOCTOR_OPTIONS = (
     ),
     option("--seconds", "for the repeats of one size of one group", default=0.1, above=0),
     option("--timeout-seconds", "after which a message that does not come is an error", default=60.0, above=0),
-    option("--json", "one JSON object", action="store_true"),
+    switch("--json", "one JSON object"),
 )
 
 
@@ -247,10 +246,9 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
     world = join(plan.config, environment)
     groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
     kinds = layer_kinds(config.model)
-    costs = []  # embedding, one layer, and head, with layers of each kind
-    for layer in kinds:
-        alike = resolve(one_pipeline_rank(config, world_size, layer), world_size, local)
-        costs.append(profile_parts(alike, groups, world.device, own.seconds))
+    alike = (resolve(one_pipeline_rank(config, world_size, layer), world_size, local) for layer in kinds)
+    # embedding, one layer, and head, with layers of each kind
+    costs = [profile_parts(each, groups, world.device, own.seconds) for each in alike]
     if environment.global_rank == 0:
         name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.machine()
         measured = {
@@ -274,7 +272,7 @@ def _text(embedding: PartCost, layers: dict[str, PartCost], head: PartCost) -> s
     width = max(12, *(len(name) + 1 for name in layers))
     lines = ["milliseconds".ljust(width) + "     F      B      I      W  replay"]
     for name, part in {"embedding": embedding, **layers, "head": head}.items():
-        lines.append(f"{name:<{width}}" + "".join(f"{1000 * value:7.2f}" for value in dataclasses.astuple(part)))
+        lines.append(f"{name:<{width}}" + "".join(f"{1000 * value:7.2f}" for value in astuple(part)))
     layer = sum(part.forward + part.backward for part in layers.values()) / len(layers)
     ends = ((part.forward + part.backward) / layer for part in (head, embedding))
     return "\n".join([*lines, "the head weighs {:.2f} layers, the embedding {:.2f}".format(*ends)])

@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError, DataError
 from megapipe.extras.cli.frame import command, option
-from megapipe.extras.cli.inference import (
-    CHECKPOINT_OPTIONS,
-    GRID_OPTIONS,
-    SAMPLING_OPTIONS,
-    SavedModel,
-    open_model,
-    tell_copies,
-)
+from megapipe.extras.cli.inference import CHECKPOINT_OPTIONS, GRID_OPTIONS, SAMPLING_OPTIONS, SavedModel, open_model
 from megapipe.tokenizers.chat import ChatTokenizer
 from megapipe.tokenizers.hugging_face import optional_package
 from megapipe.tokenizers.tokenizer import end_tokens
@@ -169,13 +162,12 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
         raise ConfigError(f"--host {own.host} lets other machines use the model; give a --token that they must send")
     model = open_model(own, environment, micro_batch_size=1)
     tokenizer, chats = model.required_tokenizer(), model.chat_tokenizer()[0]
-    tell_copies(model)
+    model.tell_copies()
     listener = None
     if environment.global_rank == 0:
         try:
-            listener = socket.create_server(
-                (own.host, own.port), family=socket.AF_INET6 if ":" in own.host else socket.AF_INET
-            )
+            family = socket.AF_INET6 if ":" in own.host else socket.AF_INET
+            listener = socket.create_server((own.host, own.port), family=family)
         except OverflowError:
             raise ConfigError(f"--port {own.port}: a port is at most 65535; 0 takes a free one") from None
         except OSError as error:

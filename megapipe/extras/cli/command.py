@@ -10,45 +10,34 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-
-class Subcommand(NamedTuple):
-    """A subcommand: a function of a module of this package, from the words after its name to the exit code."""
-
-    module: str
-    function: str
-    help: str
-
-
+# module of this package, its function from the words after the name to the exit code, help
 SUBCOMMANDS = {
-    "quickstart": Subcommand("quickstart", "main", "train a small GPT on text of this machine, in minutes"),
-    "pretrain": Subcommand("pretrain", "main", "pretrain a GPT on this rank; the same as pretrain_gpt.py"),
-    "launch": Subcommand("launch", "main", "start a script on several ranks: torchrun without its tracebacks"),
-    "plan": Subcommand("plan", "main", "show what a configuration will do on a number of ranks, without starting any"),
-    "explain": Subcommand("explain", "main", "explain a flag, and its cost in memory and time for a configuration"),
-    "profile-layers": Subcommand("calibrate", "profile_layers", "measure embedding, layers, head, to balance stages"),
-    "calibrate": Subcommand("calibrate", "calibrate", "measure this machine and its links: a hardware file for plan"),
-    "schedule": Subcommand("schedule", "main", "draw, compare, check and simulate pipeline schedules"),
-    "queues": Subcommand("schedule", "queues", "simulate CUDA's work queues and the SMs that waiting receives hold"),
-    "doctor": Subcommand(
-        "calibrate", "doctor", "check this machine or allocation: versions, interfaces, links of groups"
-    ),
-    "status": Subcommand("report", "status", "show what every rank of a run does now, and which ranks it waits for"),
-    "configs": Subcommand("explain", "configs", "list or copy the configurations that come with megapipe"),
-    "progress": Subcommand("plan", "progress", "print the step that a run has reached, for job scripts"),
-    "report": Subcommand("report", "main", "write an HTML report of a run"),
-    "compare": Subcommand("report", "compare", "compare runs: settings that differ, results, an HTML page of curves"),
-    "verify": Subcommand("pretrain", "verify", "compare the grid with one process; with --streams look for CUDA races"),
-    "generate": Subcommand("inference", "generate", "generate texts with a trained model"),
-    "chat": Subcommand("chat", "chat", "talk to a trained model in the terminal"),
-    "serve": Subcommand("chat", "serve", "serve a trained model over HTTP, in the form of OpenAI's API"),
-    "evaluate": Subcommand("inference", "evaluate", "compute a model's loss and perplexity on a text or token file"),
-    "preprocess": Subcommand("data", "preprocess", "tokenize text into token files"),
-    "train-tokenizer": Subcommand("data", "train_tokenizer", "train a tokenizer on text"),
-    "merge": Subcommand("data", "merge", "merge several token files into one"),
-    "convert": Subcommand("convert", "main", "convert checkpoints from and to Hugging Face and Megatron"),
-    "migrate": Subcommand("migrate", "main", "show what each flag of a Megatron-LM launch script does here"),
+    "quickstart": ("quickstart", "main", "train a small GPT on text of this machine, in minutes"),
+    "pretrain": ("pretrain", "main", "pretrain a GPT on this rank; the same as pretrain_gpt.py"),
+    "launch": ("launch", "main", "start a script on several ranks: torchrun without its tracebacks"),
+    "plan": ("plan", "main", "show what a configuration will do on a number of ranks, without starting any"),
+    "explain": ("explain", "main", "explain a flag, and its cost in memory and time for a configuration"),
+    "profile-layers": ("calibrate", "profile_layers", "measure embedding, layers, head, to balance stages"),
+    "calibrate": ("calibrate", "calibrate", "measure this machine and its links: a hardware file for plan"),
+    "schedule": ("schedule", "main", "draw, compare, check and simulate pipeline schedules"),
+    "queues": ("schedule", "queues", "simulate CUDA's work queues and the SMs that waiting receives hold"),
+    "doctor": ("calibrate", "doctor", "check this machine or allocation: versions, interfaces, links of groups"),
+    "status": ("report", "status", "show what every rank of a run does now, and which ranks it waits for"),
+    "configs": ("explain", "configs", "list or copy the configurations that come with megapipe"),
+    "progress": ("plan", "progress", "print the step that a run has reached, for job scripts"),
+    "report": ("report", "main", "write an HTML report of a run"),
+    "compare": ("report", "compare", "compare runs: settings that differ, results, an HTML page of curves"),
+    "verify": ("pretrain", "verify", "compare the grid with one process; with --streams look for CUDA races"),
+    "generate": ("inference", "generate", "generate texts with a trained model"),
+    "chat": ("chat", "chat", "talk to a trained model in the terminal"),
+    "serve": ("chat", "serve", "serve a trained model over HTTP, in the form of OpenAI's API"),
+    "evaluate": ("inference", "evaluate", "compute a model's loss and perplexity on a text or token file"),
+    "preprocess": ("data", "preprocess", "tokenize text into token files"),
+    "train-tokenizer": ("data", "train_tokenizer", "train a tokenizer on text"),
+    "merge": ("data", "merge", "merge several token files into one"),
+    "convert": ("convert", "main", "convert checkpoints from and to Hugging Face and Megatron"),
+    "migrate": ("migrate", "main", "show what each flag of a Megatron-LM launch script does here"),
 }
 # words of commands that only print: `| head` ends them like any other tool
 PRINTING = frozenset("-h --help help plan explain schedule queues status progress configs migrate compare".split())
@@ -93,14 +82,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     module, function, _ = SUBCOMMANDS[words[0]]
     with ended_by_signals():  # KeyboardInterrupt inside an import leaves a traceback
         imported = importlib.import_module(f"megapipe.extras.cli.{module}")
-    code: int = getattr(imported, function)(words[1:])
-    return code
+    return int(getattr(imported, function)(words[1:]))
 
 
 def help_text() -> str:
     """Return the text of `megapipe --help`."""
     width = max(map(len, SUBCOMMANDS)) + 2
-    lines = [f"  {name.ljust(width)}{subcommand.help}\n" for name, subcommand in SUBCOMMANDS.items()]
+    lines = [f"  {name.ljust(width)}{words}\n" for name, (_, _, words) in SUBCOMMANDS.items()]
     return (
         f"usage: megapipe SUBCOMMAND [arguments]      (each has --help)\n\n{''.join(lines)}\n"
         "pretraining on several ranks: megapipe launch --nproc-per-node N pretrain --config FILE.yaml [flags]\n"

@@ -10,7 +10,7 @@ from megapipe.checkpoint.folder import steps_in
 from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.frame import command, option
+from megapipe.extras.cli.frame import command, option, switch
 from megapipe.extras.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron import has_writable_optimizer, iteration_folder
 from megapipe.extras.convert.megatron_args import MegatronGrid
@@ -37,25 +37,18 @@ def guess(folder: Path) -> str:
     raise CheckpointError(f"{folder} looks like none of {', '.join(FORMATS)}; give its format with --from")
 
 
-# flags that mean something for some formats alone: argument -> (its side, formats)
-CONCERNS = {
-    "ignore_key": ("from", HUGGING_FACE),
-    "text_only": ("from", HUGGING_FACE),
-    "vocab_size": ("from", MEGATRON),
-    "weights_only": ("from", MEGATRON, DCP),
-    "drop_vocab_padding": ("from", MEGATRON),
-    "config": ("from", DCP),
-    "architecture": ("to", HUGGING_FACE),
-    "max_shard_size": ("to", HUGGING_FACE),
-    "like": ("to", HUGGING_FACE, OWN, DCP),
-    "tensor_model_parallel_size": ("to", MEGATRON),
-    "pipeline_model_parallel_size": ("to", MEGATRON),
-    "expert_model_parallel_size": ("to", MEGATRON),
-    "expert_tensor_parallel_size": ("to", MEGATRON),
-    "transformer_impl": ("to", MEGATRON),
-    "ckpt_format": ("to", MEGATRON),
-    "use_distributed_optimizer": ("to", MEGATRON),
-}
+# flags that mean something for some formats alone: these flags, their side, the formats
+CONCERNS = (
+    ("--ignore-key --text-only", "from", HUGGING_FACE),
+    ("--vocab-size", "from", MEGATRON),
+    ("--weights-only", "from", MEGATRON, DCP),
+    ("--drop-vocab-padding", "from", MEGATRON),
+    ("--config", "from", DCP),
+    ("--architecture --max-shard-size", "to", HUGGING_FACE),
+    ("--like", "to", HUGGING_FACE, OWN, DCP),
+    ("--tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size", "to", MEGATRON),
+    ("--expert-tensor-parallel-size --transformer-impl --ckpt-format --use-distributed-optimizer", "to", MEGATRON),
+)
 
 OPTIONS = (
     option("source", "folder to read", type=Path),
@@ -74,23 +67,18 @@ OPTIONS = (
         "run both models and compare logits (default: if transformers is installed)",
         action=argparse.BooleanOptionalAction,
     ),
-    option("--print-config", "print the source's configuration as YAML; convert nothing", action="store_true"),
+    switch("--print-config", "print the source's configuration as YAML; convert nothing"),
     "reading",
     option("--ignore-key", "ignore this key of config.json", action="append", default=[], metavar="KEY"),
-    option(
-        "--text-only",
-        "convert the text model of a model with images, sound or video, and list what is left out",
-        action="store_true",
-    ),
+    switch("--text-only", "convert the text model of a model with images, sound or video, and list what is left out"),
     option("--seq-length", "training length of a converted model (default: its positions, at most 4096)", type=int),
     option("--vocab-size", "true vocabulary size, if a Megatron checkpoint only has the padded one", type=int),
-    option(
+    switch(
         "--drop-vocab-padding",
         "leave out the padding rows of a Megatron run's vocabulary, which its softmax counts: the loss changes",
-        action="store_true",
     ),
     option("--config", "YAML configuration of the model, if a dcp folder has none", type=Path),
-    option("--weights-only", "leave out optimizer state, step and schedules", action="store_true"),
+    switch("--weights-only", "leave out optimizer state, step and schedules"),
     "writing",
     option(
         "--like",
@@ -106,11 +94,7 @@ OPTIONS = (
         choices=("torch", "torch_dist"),
         default="torch",
     ),
-    option(
-        "--use-distributed-optimizer",
-        "Megatron: write the optimizer's state for a run with this flag",
-        action="store_true",
-    ),
+    switch("--use-distributed-optimizer", "Megatron: write the optimizer's state for a run with this flag"),
     option("--tensor-model-parallel-size", "Megatron: tp of the ranks to write for", default=1),
     option("--pipeline-model-parallel-size", "Megatron: pp of the ranks to write for", default=1),
     option("--expert-model-parallel-size", "Megatron: ep of the ranks to write for", default=1),
@@ -138,12 +122,13 @@ def main(own: argparse.Namespace) -> None:
     target_format = own.target_format or (HUGGING_FACE if source_format == OWN else OWN)
     if target_format == source_format:
         raise ConfigError(f"{own.source} is already {source_format}; give the format to write with --to")
-    defaults = main.parser()
-    for name, (side, *meant) in CONCERNS.items():
-        is_side = source_format if side == "from" else target_format
-        if getattr(own, name) != defaults.get_default(name) and is_side not in meant:
-            rule = f"applies only to a conversion {side} {' or '.join(meant)}, this one is {side} {is_side}"
-            raise ConfigError(f"--{name.replace('_', '-')} {rule}")
+    defaults, formats = main.parser(), {"from": source_format, "to": target_format}
+    for flags, side, *meant in CONCERNS:
+        for flag in flags.split() if formats[side] not in meant else ():
+            name = flag[2:].replace("-", "_")
+            if getattr(own, name) != defaults.get_default(name):
+                rule = f"applies only to a conversion {side} {' or '.join(meant)}, this one is {side} {formats[side]}"
+                raise ConfigError(f"{flag} {rule}")
     snapshot = read(source_format, own)
     if own.like is not None:
         snapshot = hugging_face.with_settings_of(snapshot, own.like)
@@ -225,17 +210,17 @@ def _is_checked(asked: bool | None, source_format: str, target_format: str) -> b
     """Return True if the models can and shall be compared. Raises ConfigError if --check asks for it in vain."""
     if asked is False:
         return False
-    if HUGGING_FACE not in (source_format, target_format):
-        if asked:
-            formats_read = f"neither {source_format} nor {target_format}"
-            raise ConfigError(f"--check compares with transformers, which reads {formats_read}")
-        return False
-    if importlib.util.find_spec("transformers") is None:
-        if asked:
-            raise ConfigError("--check needs the package transformers: pip install 'megapipe[transformers]'")
+    is_read = HUGGING_FACE in (source_format, target_format)
+    if is_read and importlib.util.find_spec("transformers") is not None:
+        return True
+    if asked and is_read:
+        raise ConfigError("--check needs the package transformers: pip install 'megapipe[transformers]'")
+    if asked:
+        formats_read = f"neither {source_format} nor {target_format}"
+        raise ConfigError(f"--check compares with transformers, which reads {formats_read}")
+    if is_read:
         print("not checked against transformers: it is not installed")
-        return False
-    return True
+    return False
 
 
 def _compare(snapshot: Snapshot, own: argparse.Namespace) -> None:

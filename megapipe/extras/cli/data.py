@@ -33,7 +33,7 @@ from megapipe.data.text_source import (
     read_records,
 )
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import command, option
+from megapipe.extras.cli.frame import command, option, switch
 from megapipe.tokenizers.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, described, tokenizer_fingerprint
 from megapipe.tokenizers.training import train_tokenizer as train
 
@@ -74,10 +74,10 @@ PREPROCESS_OPTIONS = (
     option("--vocab-size", "for NullTokenizer", type=int),
     option("--vocab-file", "for GPT2BPETokenizer: vocabulary (JSON)"),
     option("--merge-file", "for GPT2BPETokenizer: merges (text)"),
-    option("--append-eod", "end each document with the end-of-document token", action="store_true"),
+    switch("--append-eod", "end each document with the end-of-document token"),
     "output",
     option("--output-prefix", "PREFIX of PREFIX_KEY_document.bin/.idx", required=True),
-    option("--overwrite", "replace existing files, and drop the work of another interrupted run", action="store_true"),
+    switch("--overwrite", "replace existing files, and drop the work of another interrupted run"),
     option("--workers", "tokenizing threads, or processes where the tokenizer's library has no threads", default=1),
     option("--log-interval", "without a terminal: print progress after every N documents (default: never)", type=int),
 )
@@ -94,7 +94,7 @@ REFUSED = {  # Megatron's flags that are not here, and what to do instead
 MERGE_OPTIONS = (
     option("--input", "file prefixes (without .bin/.idx), or directories", nargs="+", required=True),
     option("--output-prefix", "prefix of the merged .bin/.idx", required=True),
-    option("--overwrite", "replace existing files", action="store_true"),
+    switch("--overwrite", "replace existing files"),
 )
 NO_FILE = "\ninterrupted; no file was written"
 KEPT = "\ninterrupted; the same command continues from the last commit (from the beginning, if the input was a pipe)"

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -88,34 +87,33 @@ def _costs(field: ConfigField, configuration: Sequence[str], hardware: Hardware)
     least = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     world_size = loaded.requests.world_size or least
     found = alternatives(field, config, world_size, loaded.requests.ranks_per_node, hardware)
-    current = found[0].cost
+    current = next(iter(found.values()))
     if isinstance(current, str):
         raise ConfigError(f"the configuration itself cannot run on {world_size} ranks: {current}")
-    costs = [(alternative, alternative.cost) for alternative in found if isinstance(alternative.cost, Cost)]
+    costs = {value: cost for value, cost in found.items() if isinstance(cost, Cost)}
     if len(found) == 1:
         yield "  cost: unknown to the model of memory and time; its values are not compared"
         return
-    if len({cost for _, cost in costs}) == 1 and len(costs) == len(found):  # no value changes memory or time
-        values = ", ".join(alternative.value for alternative in found)
-        yield f"  cost: none in memory or time, by the plan's model ({values} compared)"
+    if len(set(costs.values())) == 1 and len(costs) == len(found):  # no value changes memory or time
+        yield f"  cost: none in memory or time, by the plan's model ({', '.join(found)} compared)"
         return
     yield f"  cost on {world_size} x {hardware.name}, by the plan's model (docs/time_model.md):"
-    rows = [_row(alternative, cost, current.seconds) for alternative, cost in costs]
+    rows = [_row(value, cost, current) for value, cost in costs.items()]
     yield from text_table([("value", "fullest rank", "step", "", "bubble"), *rows], indent=4)
-    for alternative in found:
-        if isinstance(alternative.cost, str):
-            yield f"    {alternative.value} is refused: {alternative.cost}"
+    for value, why in found.items():
+        if isinstance(why, str):
+            yield f"    {value} is refused: {why}"
     if current.seconds is None:
         yield f"    no step time: {hardware.name} has no matrix rate for this dtype; give --hardware FILE, or --bf16"
 
 
-def _row(alternative: Alternative, cost: Cost, current_seconds: float | None) -> tuple[str, ...]:
+def _row(value: str, cost: Cost, current: Cost) -> tuple[str, ...]:
     seconds = "unknown" if cost.seconds is None else f"{cost.seconds:.4g} s"
-    change = "as it is" if alternative.is_current else ""
-    if not change and cost.seconds is not None and current_seconds:
-        change = f"{cost.seconds / current_seconds - 1:+.1%}"
-    value = alternative.value if len(alternative.value) < MOST_COLUMNS else alternative.value[:MOST_COLUMNS] + "..."
-    return value, bytes_text(max(cost.rank_bytes)), seconds, change, f"{cost.bubble_share:.1%}"
+    change = "as it is" if cost is current else ""
+    if not change and cost.seconds is not None and current.seconds:
+        change = f"{cost.seconds / current.seconds - 1:+.1%}"
+    shown = value if len(value) < MOST_COLUMNS else value[:MOST_COLUMNS] + "..."
+    return shown, bytes_text(max(cost.rank_bytes)), seconds, change, f"{cost.bubble_share:.1%}"
 
 
 @dataclass(frozen=True)
@@ -127,37 +125,26 @@ class Cost:
     bubble_share: float
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """A value of the field as text, with its cost, or with the reason why it is illegal."""
-
-    value: str
-    is_current: bool
-    cost: Cost | str
-
-
 def alternatives(
     field: ConfigField, config: Config, world_size: int, ranks_per_node: int | None, hardware: Hardware
-) -> list[Alternative]:
-    """Return the field's value in the configuration, then the other values."""
+) -> dict[str, Cost | str]:
+    """Return the field's value in the configuration as text, then the others: with the cost, or why it is illegal."""
     current = value_of(config, field)
-    found: list[Alternative] = []
+    found: dict[str, Cost | str] = {}
     for value in [current, *other_values(field, current)]:
-        section = dataclasses.replace(getattr(config, field.section), **{field.name: value})
-        changed = dataclasses.replace(config, **{field.section: section})
-        cost: Cost | str
+        section = replace(getattr(config, field.section), **{field.name: value})
+        changed = replace(config, **{field.section: section})
         try:
             plan = resolve(changed, world_size, ranks_per_node)
             bubble = expected_bubble(plan, plan.batch.num_microbatches).share
             memory = tuple(rank.total for rank in all_rank_memory(plan))
         except MegapipeError as error:
-            cost = str(error)
-        else:
-            seconds = None
-            with suppress(MegapipeError):  # the hardware has no rate for the dtype
-                seconds = predict_step(plan, hardware).seconds
-            cost = Cost(memory, seconds, bubble)
-        found.append(Alternative(value_text(value), not found, cost))
+            found[value_text(value)] = str(error)
+            continue
+        seconds = None
+        with suppress(MegapipeError):  # the hardware has no rate for the dtype
+            seconds = predict_step(plan, hardware).seconds
+        found[value_text(value)] = Cost(memory, seconds, bubble)
     return found
 
 

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
@@ -40,9 +40,6 @@ EXTENSION_HELP = "--extension FILE.py or MODULE loads what extensions add (docs/
 TITLES = {  # exception -> first words of its message; "error" for all others
     "DataError": "data error",
     "CheckpointError": "checkpoint error",
-    "DamageError": "checkpoint error",
-    "NewerVersionError": "checkpoint error",
-    "SaveRefusedError": "checkpoint error",
     "CommunicationError": "communication error",
     "TrainingError": "training stopped",
     "ScheduleError": "schedule error",
@@ -81,6 +78,11 @@ def option(
     return Option(tuple(names.split()), {"help": help, **settings}, above, at_least)
 
 
+def switch(name: str, help: str) -> Option:
+    """Return an option without a value, for the table of a command."""
+    return option(name, help, action="store_true")
+
+
 HARDWARE_OPTIONS = (
     option("--gpu", "the accelerator, by its name in the hardware table (docs/planner.md)", metavar="NAME"),
     option("--hardware", "the accelerator and its links, as a YAML file", type=Path),
@@ -108,7 +110,7 @@ def hardware_given(own: argparse.Namespace) -> Hardware | None:
     from megapipe.plan.stacks import stack_named
 
     hardware = hardware_named(own.gpu) if own.hardware is None else read_hardware(own.hardware)
-    return stack_named("megapipe" if stack is None else stack).applied_to(hardware)
+    return hardware if stack is None else replace(hardware, stack=stack_named(stack))
 
 
 class Parser(argparse.ArgumentParser):
@@ -274,7 +276,7 @@ def guarded(
         if isinstance(error, MegapipeError):
             code = error.exit_code
             where = f" (rank {global_rank})" if world_size > 1 else ""
-            title = TITLES.get(type(error).__name__, "error")
+            title = next((TITLES[name] for kind in type(error).__mro__ if (name := kind.__name__) in TITLES), "error")
             head = painted(f"{title}{where}:", "red", sys.stderr)
             print(f"{head} {abridged(str(error))}", file=sys.stderr, flush=True)
         else:

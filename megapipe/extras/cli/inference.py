@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,7 @@ from megapipe.data.text_source import TEXT_KEY, find_files, read_records
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, ConfigError, DataError
-from megapipe.extras.cli.frame import command, option, write_file
+from megapipe.extras.cli.frame import command, option, switch, write_file
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.chat import ChatTokenizer
@@ -70,7 +69,7 @@ GENERATE_OPTIONS = (
     option("--batch-size", "prompts per batch", default=8),
     option("--output", "write JSON lines {prompt, text, num_tokens} instead of printing", type=Path),
     option("--max-new-tokens", default=128, at_least=1),
-    option("--ignore-eod", "continue after the tokens that end a text", action="store_true"),
+    switch("--ignore-eod", "continue after the tokens that end a text"),
     *SAMPLING_OPTIONS,
 )
 EVALUATE_OPTIONS = (
@@ -81,7 +80,7 @@ EVALUATE_OPTIONS = (
     option("--seq-length", "length of a window (default: as trained)", type=int),
     option("--stride", "tokens scored in a window (default: all)", type=int),
     option("--micro-batch-size", "windows at a time", default=4),
-    option("--json", "print one JSON object", action="store_true"),
+    switch("--json", "print one JSON object"),
 )
 
 
@@ -125,6 +124,15 @@ class SavedModel:
         runtime.load_weights(open_folder(self.folder))
         return runtime
 
+    def tell_copies(self) -> None:
+        """Say on rank 0 if there are more ranks than the model needs."""
+        ranks = self.plan.topology
+        num_copies = min(ranks.dp, ranks.edp) if self.plan.model.has_experts else ranks.dp
+        if num_copies > 1 and self.environment.global_rank == 0:
+            copies = f"{ranks.world_size} ranks hold {num_copies} copies of the model, which write the same text"
+            remark = f"{copies}: {ranks.world_size // num_copies} generate as fast"
+            print(remark, file=sys.stderr)
+
 
 def located(run: Path, step: int | None) -> tuple[Path, int | None]:
     """Return the folder of checkpoints and the step of a run's folder, its `checkpoints`, or one of the checkpoints."""
@@ -152,7 +160,7 @@ def open_model(
         positions = model.max_position_embeddings or model.seq_length
         if not 1 <= seq_length <= positions:
             raise ConfigError(f"--seq-length {seq_length} must be in 1 .. {positions}, the trained model's positions")
-        model = dataclasses.replace(model, seq_length=seq_length, max_position_embeddings=positions)
+        model = replace(model, seq_length=seq_length, max_position_embeddings=positions)
     grid = {name: getattr(own, name) for name in GRID if hasattr(own, name)}
     config = Config(
         model=model,
@@ -208,7 +216,7 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
     model = open_model(own, environment, micro_batch_size=max(1, min(own.batch_size, len(prompts))))
     tokenizer = model.required_tokenizer()
     is_first = environment.global_rank == 0
-    tell_copies(model)
+    model.tell_copies()
     from megapipe.extras.inference.generate import Generator, Limits, Sampling, TextStream
 
     sampling = Sampling(own.temperature, own.top_k, own.top_p, own.seed)
@@ -242,16 +250,6 @@ def generate(own: argparse.Namespace, environment: Environment) -> None:
         return
     write_file(own.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "--output")
     print(f"wrote {len(rows)} texts to {own.output}", file=sys.stderr)
-
-
-def tell_copies(model: SavedModel) -> None:
-    """Say on rank 0 if there are more ranks than the model needs."""
-    ranks = model.plan.topology
-    num_copies = min(ranks.dp, ranks.edp) if model.plan.model.has_experts else ranks.dp
-    if num_copies > 1 and model.environment.global_rank == 0:
-        enough = f"{ranks.world_size // num_copies} generate as fast"
-        remark = f"{ranks.world_size} ranks hold {num_copies} copies of the model, which write the same text: {enough}"
-        print(remark, file=sys.stderr)
 
 
 @command("megapipe evaluate", EVALUATE_OPTIONS, on_ranks=True)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,6 +182,7 @@ def _traffic(plan: RunPlan) -> Iterator[str]:
 
 SHOWN_AXES = ("pp", "dp", "cp", "tp")
 MOST_RANKS_SHOWN = 32
+EXCHANGES = ("ep", "ep_nodes")  # groups with all-to-alls
 # groups that send much in a step
 SENDING = (
     "tp cp cp_a2a cp_p2p pp replicas shards instances embedding ep ep_nodes ep_places etp "
@@ -227,50 +228,38 @@ def boxes(topology: Topology) -> list[Box]:
 
     Neighbours are joined within a node along any axis, then similar nodes along one.
     """
-    found: list[Box] = []
-    for node in range(topology.num_nodes):
-        of_node = _node_boxes(topology, node)
-        if len(of_node) == 1 and found:
-            before, box = found[-1], of_node[0]
-            axis, num_nodes = _next_along(before, box), len(before.nodes)
-            is_whole = len(before.ranks) == num_nodes * len(box.ranks)
-            # a whole node continues the box if each node has an equal share of one axis
-            if axis is not None and is_whole and len(before.places[axis]) == num_nodes * len(box.places[axis]):
-                found[-1] = _join(before, box)
-                continue
-        found += of_node
-    return found
-
-
-def _node_boxes(topology: Topology, node: int) -> list[Box]:
-    """Return the boxes of one node: single ranks, joined while any two neighbours can be."""
-    per_node = topology.ranks_per_node or topology.world_size
     found = []
-    for rank in range(node * per_node, min((node + 1) * per_node, topology.world_size)):
-        places = tuple(range(place, place + 1) for place in topology.coordinates(rank))
+    for rank, place in all_coordinates(topology):
+        node, places = topology.node_of(rank), tuple(range(at, at + 1) for at in place)
         found.append(Box(range(node, node + 1), range(rank, rank + 1), places))
-    while True:
-        joined: list[Box] = []
-        for box in found:
-            if joined and _next_along(joined[-1], box) is not None:
-                joined[-1] = _join(joined[-1], box)
-            else:
-                joined.append(box)
-        if len(joined) == len(found):
-            return found
+    while len(joined := _join(found, lambda before, box: before.nodes == box.nodes)) < len(found):
         found = joined
+    of_node = Counter(box.nodes for box in found)
+
+    def continues(before: Box, box: Box) -> bool:  # with a whole node, if each node has an equal share of one axis
+        return of_node[box.nodes] == 1 and len(before.ranks) == len(before.nodes) * len(box.ranks)
+
+    return _join(found, continues)
 
 
-def _next_along(box: Box, other: Box) -> int | None:
-    """Return the only axis on which `other` follows `box`, all others being equal; None if it does not."""
-    differing = [axis for axis, (one, two) in enumerate(zip(box.places, other.places, strict=True)) if one != two]
-    if len(differing) != 1 or box.ranks.stop != other.ranks.start:
+def _join(found: Iterable[Box], may_join: Callable[[Box, Box], bool]) -> list[Box]:
+    """Return the boxes with each joined to the one before it where that is one box and may be."""
+    joined: list[Box] = []
+    for box in found:
+        both = _joined(joined[-1], box) if joined and may_join(joined[-1], box) else None
+        if both is None:
+            joined.append(box)
+        else:
+            joined[-1] = both
+    return joined
+
+
+def _joined(box: Box, other: Box) -> Box | None:
+    """Return both as one box if `other` follows `box` on a single axis, all others being equal; None if it does not."""
+    differing = [(one, two) for one, two in zip(box.places, other.places, strict=True) if one != two]
+    is_next = len(differing) == 1 and differing[0][0].stop == differing[0][1].start
+    if not is_next or box.ranks.stop != other.ranks.start:
         return None
-    (axis,) = differing
-    return axis if box.places[axis].stop == other.places[axis].start else None
-
-
-def _join(box: Box, other: Box) -> Box:
     nodes, ranks = range(box.nodes.start, other.nodes.stop), range(box.ranks.start, other.ranks.stop)
     places = tuple(range(one.start, two.stop) for one, two in zip(box.places, other.places, strict=True))
     return Box(nodes, ranks, places)
@@ -313,15 +302,13 @@ def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
                 for other, count in to[pp_rank].items():
                     if topology.node_of(rank + (other - pp_rank) * topology.strides["pp"]) != node:
                         leaving[node] += count * plan.sent_bytes / plan.num_slices
-        elif name in ("ep", "ep_nodes"):  # no ring: every rank sends to every other one
-            for group in crossing:
-                sent_by_one = by_pp_rank[topology.coordinates(group[0]).pp_rank][name]
-                for node, here in Counter(map(topology.node_of, group)).items():
-                    leaving[node] += here * sent_by_one * (len(group) - here) / (len(group) - 1)
         else:
             for group in crossing:
-                for node in topology.nodes_of(group):
-                    leaving[node] += by_pp_rank[topology.coordinates(group[0]).pp_rank].get(name, 0.0)
+                sent_by_one = by_pp_rank[topology.coordinates(group[0]).pp_rank].get(name, 0.0)
+                for node, here in Counter(map(topology.node_of, group)).items():
+                    # every rank of an all-to-all sends to every other one, one rank of a ring to another node
+                    away = len(group) - here
+                    leaving[node] += here * sent_by_one * away / (len(group) - 1) if name in EXCHANGES else sent_by_one
         network_bytes = max(leaving.values(), default=0.0)
         found.append(GroupTraffic(name, len(groups[0]), len(groups), len(crossing), most, network_bytes))
     return tuple(found)

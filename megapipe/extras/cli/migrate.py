@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.cli.frame import command, option
+from megapipe.extras.cli.frame import command, option, switch
 from megapipe.extras.migrate.judge import (
     Judgement,
     Migration,
@@ -33,7 +33,7 @@ OPTIONS = (
     option("--set", "a variable of the script's environment", metavar="NAME=VALUE", action="append", default=[]),
     option("--ranks", "check for N ranks, not those of the launcher", type=int, above=0),
     option("--write", "write the configuration here as YAML, with every decision as a comment", metavar="FILE"),
-    option("--json", "print everything as JSON", action="store_true"),
+    switch("--json", "print everything as JSON"),
 )
 
 

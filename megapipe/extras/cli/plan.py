@@ -18,7 +18,7 @@ from megapipe.config.parallel import strategy_of
 from megapipe.config.rules.gpu import own_kernels
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.frame import PREDICTION_OPTIONS, command, hardware_given, option, write_file
+from megapipe.extras.cli.frame import PREDICTION_OPTIONS, command, hardware_given, option, switch, write_file
 from megapipe.extras.report.folder import logged_load
 from megapipe.extras.report.grid import context_svg, grid_svg
 from megapipe.extras.search.experiments import experiments
@@ -55,16 +55,14 @@ OPTIONS = (
         choices=("megapipe", "megatron"),
         default="megapipe",
     ),
-    option(
+    switch(
         "--roofline",
         "with --gpu or --hardware: also count the kernels of each kind of layer and of a step on a fake device, and "
         "print them with the time that they would take; needs torch and g++",
-        action="store_true",
     ),
-    option(
+    switch(
         "--explain",
         "with --gpu or --hardware: print the seconds of each term of the predicted step, and where they come from",
-        action="store_true",
     ),
     option(
         "--expert-imbalance",
@@ -84,7 +82,7 @@ OPTIONS = (
     option("--price", "of an accelerator and hour, for the objective cost and for --days", type=float, above=0),
     option("--tokens-per-second", "to reach, for the objectives gpus and cost", type=float, above=0),
     option("--output", "write the best layout as a configuration", type=Path),
-    option("--json", "print everything as JSON", action="store_true"),
+    switch("--json", "print everything as JSON"),
     "days of a run with failures, with --world-size N or --gpus N",
     option("--days", "of TOKENS (15.6T), or of --train-iters or -samples", nargs="?", const="", metavar="TOKENS"),
     *DAYS_OPTIONS,
@@ -217,6 +215,8 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "parallel.sequence_parallel": layout.tp == 1 or layout.sequence_parallel == parallel.sequence_parallel,
         "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
         "parallel.data_parallel_sharding_strategy": strategy == strategy_of(parallel),
+        "parallel.num_distributed_optimizer_instances": layout.instances
+        == parallel.num_distributed_optimizer_instances,
         "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
         "parallel.overlap_moe_expert_parallel_comm": layout.overlap == parallel.overlap_moe_expert_parallel_comm,
         "parallel.delay_wgrad_compute": layout.overlap or not parallel.delay_wgrad_compute,
@@ -296,11 +296,10 @@ def expert_load_given(own: argparse.Namespace, config: Config, ep: int) -> Exper
 def as_configured(config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> Candidate | str:
     """Predict the layout of the configuration itself, or return why it cannot run."""
     try:
-        plan = dataclasses.replace(
-            resolve(config, world_size, hardware.on(world_size).ranks_per_node), expert_load=load
-        )
+        plan = resolve(config, world_size, hardware.on(world_size).ranks_per_node)
     except ConfigError as error:
         return str(error)
+    plan = dataclasses.replace(plan, expert_load=load)
     t, parallel = plan.topology, config.parallel
     layout = Layout(
         t.tp,
@@ -320,6 +319,7 @@ def as_configured(config: Config, world_size: int, hardware: Hardware, load: Exp
         plan.num_slices,
         parallel.overlap_moe_expert_parallel_comm and plan.model.has_experts,
         config.model.moe_token_dispatcher_type == "flex",
+        parallel.num_distributed_optimizer_instances,
     )
     return predict_plan(layout, plan, hardware)
 

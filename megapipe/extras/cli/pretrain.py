@@ -66,7 +66,8 @@ def verify(arguments: Sequence[str]) -> int:
 def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer | None = None) -> int:
     """Train with a loaded configuration, or do what it requests instead, and return the exit code."""
     requests, checkpoint, weights = loaded.requests, loaded.config.checkpoint, None
-    rules, compare = world_rules(*_world(requests, environment)), _compare(environment)
+    world = _world(requests, environment)
+    rules = world_rules(*world)
     if is_hugging_face(checkpoint.load):
         from megapipe.extras.convert.hugging_face import start_from
 
@@ -79,7 +80,6 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
         if loaded.is_bare:
             loaded = with_tokenizer(loaded, saved_tokenizer(folder, saved.data), str(folder))
         loaded = with_checkpoint_model(loaded, saved, str(folder), rules, taker)
-    world = _world(requests, environment)
     if requests.print_config:
         if environment.global_rank == 0:
             try:
@@ -93,7 +93,7 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
     try:
         plan = planned(loaded, *world)
     except ConfigError as error:
-        raise ConfigError("\n".join([str(error), *broken_rules(loaded.config, compare)])) from None
+        raise ConfigError("\n".join([str(error), *broken_rules(loaded.config, _compare(environment))])) from None
     is_training = not (requests.plan or requests.dry_run or requests.verify_grid is not None)
     if environment.global_rank == 0 and not (loaded.config.logging.quiet and is_training):
         print("\n".join([*loaded.remarks, plan_text(plan)]), flush=True)

@@ -28,7 +28,7 @@ from megapipe.data.partial_output import PartialOutput, output_prefix
 from megapipe.data.preprocess import Progress, preprocess
 from megapipe.data.text_source import TEXT_KEY, corpus_documents, read_records, write_jsonl
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import command, option, write_file
+from megapipe.extras.cli.frame import command, option, switch, write_file
 from megapipe.extras.cli.quickstart_chat import finetune_and_export, say
 from megapipe.extras.cli.report import write_report
 from megapipe.extras.report.folder import read_run
@@ -48,14 +48,11 @@ TOKENIZER = "HuggingFaceTokenizer"
 TOKENIZER_CHARACTERS = 1_000_000  # of text to train it on; more takes longer and hardly improves it
 STDLIB_NAME, STDLIB_PROMPTS = "python-stdlib", ("def __init__(self", "import ", "    for i in ")
 PROMPT_WORDS, NUM_PROMPTS, SAMPLE_TOKENS = 4, 3, 40
-SET_HERE = {  # fields that the quickstart sets itself -> what to use instead
-    "data.data_path": "--corpus",
-    "data.tokenizer_type": "--corpus and --vocab-size",
-    "data.tokenizer_model": "--corpus and --vocab-size",
-    "training.train_iters": "--steps",
-    "training.train_samples": "--steps",
-    "checkpoint.save": "--out",
-    "checkpoint.load": "--out",
+SET_HERE = {  # what to use -> fields that the quickstart sets itself
+    "--corpus": ("data.data_path",),
+    "--corpus and --vocab-size": ("data.tokenizer_type", "data.tokenizer_model"),
+    "--steps": ("training.train_iters", "training.train_samples"),
+    "--out": ("checkpoint.save", "checkpoint.load"),
 }
 OPTIONS = (
     option("--corpus", "text to train on (default: the source of Python's standard library)", metavar="DIR_OR_FILE"),
@@ -64,7 +61,7 @@ OPTIONS = (
     option("--ranks", f"ranks to start (default: {CPU_RANKS} on a CPU, else as many GPUs as the grid uses)", type=int),
     option("--vocab-size", "tokens of the tokenizer", default=2048),
     option("--megabytes", "most text to use", default=8.0, above=0),
-    option("--sft", "then finetune on conversations, show one, export the model for transformers", action="store_true"),
+    switch("--sft", "then finetune on conversations, show one, export the model for transformers"),
 )
 
 
@@ -190,7 +187,7 @@ def count_gpus() -> int:
 def _config(flags: Sequence[str]) -> Config:
     """Load the configuration so far. Raises ConfigError for unknown flags and for those that the quickstart sets."""
     loaded = load_config(flags, is_job=False)
-    for key, instead in SET_HERE.items():
+    for instead, key in ((instead, key) for instead, keys in SET_HERE.items() for key in keys):
         if loaded.origins[key].startswith("flag"):
             raise ConfigError(f"{fields_by_key()[key].main_flag} is set by the quickstart itself; use {instead}")
     return loaded.config

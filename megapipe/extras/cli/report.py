@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import command, option, painted, write_file
+from megapipe.extras.cli.frame import command, option, painted, switch, write_file
 from megapipe.extras.report.charts import loss_svg
 from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import read_run
@@ -27,9 +27,7 @@ OPTIONS = (
     option("--output", f"where to write it (default: RUN/{FILE_NAME})", type=Path),
     option("--loss-svg", "also write only the chart of losses, as SVG", type=Path),
     option("--svg", "also write only the drawing of plan and measurement, as SVG", type=Path),
-    option(
-        "--serve", "show it at an address of this machine and keep it up to date, until Ctrl-C", action="store_true"
-    ),
+    switch("--serve", "show it at an address of this machine and keep it up to date, until Ctrl-C"),
     option("--port", f"port of --serve (default: {PORT})", type=int),
 )
 COMPARE_OPTIONS = (
@@ -107,7 +105,7 @@ def compare(own: argparse.Namespace) -> None:
 
 STATUS_OPTIONS = (
     option("run", "the run's folder (default: the newest run)", type=Path, metavar="RUN", nargs="?"),
-    option("--json", "one JSON object instead of a table", action="store_true"),
+    switch("--json", "one JSON object instead of a table"),
     option("--watch", "repeat every SECONDS seconds, until Ctrl-C", type=float, above=0.0, metavar="SECONDS"),
 )
 
@@ -141,15 +139,9 @@ def show(run: Path, as_json: bool) -> None:
         ranks = []
         for sighting in sightings:
             member, record, snapshot = sighting.member, sighting.record, sighting.snapshot
-            found: dict[str, Any] = {
-                "rank": member.rank,
-                "host": member.host,
-                "pid": member.pid,
-                "place": member.place,
-                "stages": list(member.stages),
-                "process": None if sighting.process is None else str(sighting.process),
-                "answers": sighting.answers,
-            }
+            process = None if sighting.process is None else str(sighting.process)
+            found: dict[str, Any] = {key: getattr(member, key) for key in ("rank", "host", "pid", "place", "stages")}
+            found |= {"process": process, "answers": sighting.answers}
             if record is not None:
                 found |= {
                     "step": record.step,

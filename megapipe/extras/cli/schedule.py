@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import Option, command, option
+from megapipe.extras.cli.frame import Option, command, option, switch
 from megapipe.extras.report.timeline import grid_text, parts_svg, svg
 from megapipe.formatting import text_table
 from megapipe.plan.queues import BY_POOL, BY_USE, RankTraffic, beside, enqueue, waiting_receives, why_it_hangs
@@ -31,7 +31,7 @@ from megapipe.schedule.placement import Placement, linear, loop, two_directions,
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.sharding import GRANULARITIES, ShardingPolicy, shard, split_stages
 from megapipe.schedule.simulate import unhindered_send_depth
-from megapipe.schedule.validate import validate
+from megapipe.schedule.validate import ValidationReport, validate
 
 HELP = """\
 usage: megapipe schedule COMMAND [arguments]      (each has --help)
@@ -61,7 +61,7 @@ _HALVES: dict[str, Any] = {"type": float, "nargs": 3, "metavar": ("F", "I", "W")
 _WAYS: dict[str, Any] = {"type": float, "nargs": 2, "metavar": ("F", "B")}
 EXPERTS = (
     "mixture of experts; times in milliseconds (or any unit) of a layer and microbatch, defaults like DeepSeek-V3's",
-    option("--experts", "cut stages into attention, dispatch, MLP and combine; overlap", action="store_true"),
+    switch("--experts", "cut stages into attention, dispatch, MLP and combine; overlap"),
     option("--layers", "of the model", default=61),
     option("--dense-layers", "the first of them, which have no experts", default=3),
     option("--attention", "with norms and router: forward, I and W", default=(5.5, 7.5, 3.5), **_HALVES),
@@ -74,11 +74,11 @@ EXPERTS = (
 NAMES = option("names", "which schedules (default: all)", nargs="*", metavar="NAME")
 MODEL = (
     "shape",
-    option("-p --ranks", "pipeline ranks", default=4),
-    option("-m --microbatches", "default: twice the ranks", type=int),
-    option("-v --chunks", "stages a rank (default: 2 where a schedule has several)", type=int),
+    option("-p --ranks", "pipeline ranks", default=4, above=0),
+    option("-m --microbatches", "default: twice the ranks", type=int, above=0),
+    option("-v --chunks", "stages a rank (default: 2 where a schedule has several)", type=int, above=0),
     option("-g --group-size", "microbatches that run through a chunk before the next, at least the ranks", type=int),
-    option("-k --slices", "cut every microbatch into this many slices along its sequence (Seq1F1B)", default=1),
+    option("-k --slices", "cut every microbatch into so many slices along its sequence (Seq1F1B)", default=1, above=0),
     "costs, in seconds (or any unit), of all the layers of one rank",
     option("--forward", default=1.0, at_least=0),
     option("--input-grad", default=1.0, at_least=0),
@@ -87,13 +87,13 @@ MODEL = (
     option("--rank-speeds", "speed of each rank relative to the given seconds (mixed GPUs)", type=float, nargs="+"),
     option("--p2p", "latency of a message: from an action's end to its use on the next rank", default=0.0, at_least=0),
     option("--transfer", "time that a message occupies its channel, before --p2p", default=0.0, at_least=0),
-    option("--no-overlap", "a rank is idle while it sends (for --transfer)", action="store_true"),
+    switch("--no-overlap", "a rank is idle while it sends (for --transfer)"),
     option("--pair-share", "time of an overlapped F and B relative to their sum (DualPipe)", default=1.0, at_least=0),
     option("--optimizer", "norm, update and gather after the last action", default=0.0, at_least=0),
     option("--activation-bytes", "of one microbatch in the layers of one rank", default=0.0, at_least=0),
     option("--kept-for-weights", "fraction of it that is kept between I and W, 0 to 1", default=1.0, at_least=0),
     option("--memory-limit", "of zb-auto, in microbatches (compare: may be repeated)", type=float, action="append"),
-    option("--json", "machine-readable output", action="store_true"),
+    switch("--json", "machine-readable output"),
 )
 _SHARDING = "data-parallel-sharding-"
 SHARDING = (
@@ -102,7 +102,7 @@ SHARDING = (
     option(f"--{_SHARDING}granularity", "gather and reduce for each", choices=GRANULARITIES, default="run"),
     option(f"--{_SHARDING}prefetch", "computations that a gather starts ahead of its use", default=1),
     option(f"--{_SHARDING}units", "of every stage, gathered and reduced one by one", default=1),
-    option("--reshard-after-forward", "also where the backward of a stage follows at once", action="store_true"),
+    switch("--reshard-after-forward", "also where the backward of a stage follows at once"),
     option("--max-gathered", "stages (or units) of a rank gathered at once, at most", type=int),
     option("--gather", "of the weights, once", default=0.0, at_least=0),
     option("--reduce", "of the gradients, once", default=0.0, at_least=0),
@@ -111,7 +111,7 @@ DRAWINGS = (
     option("--svg", "write a drawing", type=Path),
     option("--trace", "write a trace for ui.perfetto.dev", type=Path),
     option("--csv-out", "write the rows as CSV", type=Path),
-    option("--lowered", "CSV with messages and reductions", action="store_true"),
+    switch("--lowered", "CSV with messages and reductions"),
     option("--width", "pixels of the drawing, columns of the text (default: as needed, 160)", type=int),
 )
 DEPTHS = (
@@ -396,24 +396,15 @@ def _check(own: argparse.Namespace) -> None:
     else:
         _check_unread(own, SHARDING[1:6], "with rows without messages", "leave them out of the file,")
     report = validate(schedule, own.send_depth, max_gathered)
+    least = report.least_send_depth
+    order = sorted(least, key=lambda channel: (channel.boundary, channel.kind.value, channel.direction))
     channels = [
-        {"channel": str(channel), "least_send_depth": depth, "most_posted": report.most_posted.get(channel, 0)}
-        for channel, depth in sorted(
-            report.least_send_depth.items(), key=lambda item: (item[0].boundary, item[0].kind.value, item[0].direction)
-        )
+        {"channel": str(each), "least_send_depth": least[each], "most_posted": report.most_posted.get(each, 0)}
+        for each in order
     ]
+    _print_proof(own, report, is_synchronous=schedule.is_synchronous, channels=channels)
     if own.json:
-        summary = {
-            "schedule": str(report.schedule),
-            "valid": True,
-            "num_actions": report.num_actions,
-            "send_depth": report.send_depth,
-            "is_synchronous": schedule.is_synchronous,
-            "channels": channels,
-        }
-        print(json.dumps(summary))
         return
-    print(report)
     if not schedule.is_synchronous:
         print(_NOT_SYNCHRONOUS)
     width = max((len(str(entry["channel"])) for entry in channels), default=0)
@@ -430,8 +421,13 @@ def _check_parts(own: argparse.Namespace, schedule: Schedule, model: ExpertModel
         expanded = parts.from_csv(own.parts.read_text(encoding="utf-8"), expanded)
     rows = expanded if expanded.is_lowered else lower(expanded, own.receive_depth)
     report = prove(rows, paired, parts, own.send_depth)
-    summary = {"schedule": str(rows), "valid": True, "num_actions": report.num_actions, "send_depth": report.send_depth}
-    print(json.dumps(summary) if own.json else report)
+    _print_proof(own, report)
+
+
+def _print_proof(own: argparse.Namespace, report: ValidationReport, **more: Any) -> None:
+    """Print what a proof found, with --json and as JSON also `more`."""
+    summary = {"schedule": str(report.schedule), "valid": True, "num_actions": report.num_actions}
+    print(json.dumps({**summary, "send_depth": report.send_depth, **more}) if own.json else report)
 
 
 @command("megapipe schedule simulate", (*NAME, *MODEL, *SHARDING), needs_words=False)
@@ -463,13 +459,13 @@ QUEUES_OPTIONS = (
     option("-p --ranks", "pipeline ranks", default=4, above=0),
     option("-m --microbatches", "default: four times the ranks", type=int, above=0),
     option("-v --chunks", "stages a rank where a schedule takes any number", default=2, above=0),
-    option("--tp", "with tensor parallelism: two collectives in every forward and backward", action="store_true"),
+    switch("--tp", "with tensor parallelism: two collectives in every forward and backward"),
     option("--offload", "layers of every stage, all offloaded to the host", default=0, at_least=0, metavar="LAYERS"),
-    option("--evaluation", "of the forwards of an evaluation instead of a training step", action="store_true"),
+    switch("--evaluation", "of the forwards of an evaluation instead of a training step"),
     option("--channels", "NCCL channels of a message, each of which holds an SM while it waits", default=4, above=0),
     option("--sms", "of the GPU; H100: 132", default=132, above=0),
-    option("--sm-table", "print the SMs that waiting receives hold instead of the hangs", action="store_true"),
-    option("--json", "machine-readable output", action="store_true"),
+    switch("--sm-table", "print the SMs that waiting receives hold instead of the hangs"),
+    switch("--json", "machine-readable output"),
 )
 
 
@@ -481,15 +477,16 @@ def queues(own: argparse.Namespace) -> None:
     their senders, on average while a rank computes and at most. All of this is simulated (docs/gpu_queues.md).
     """
     names = own.names or list(SCHEDULES)
-    rows = [row for name in names for row in (_held if own.sm_table else _hangs)(name, own)]
+    rows = [
+        {"schedule": name, "chunks": schedule_family(name).num_chunks(own.chunks), **row}
+        for name in names
+        for row in (_held if own.sm_table else _hangs)(name, own)
+    ]
     if own.json:
         print(json.dumps(rows))
         return
-    print(
-        "\n".join(
-            text_table([list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)], left=(0,), indent=0)
-        )
-    )
+    table = [list(rows[0]), *(list(map(str, row.values())) for row in rows)]
+    print("\n".join(text_table(table, left=(0,), indent=0)))
     if own.sm_table:
         of = f"of {own.sms} SMs with {own.channels} channels a message"
         print(f"\nreceives that wait, of the worst rank: mean while it computes, and at most; {of}")
@@ -502,8 +499,8 @@ def queues(own: argparse.Namespace) -> None:
 Step = tuple[Schedule, RankTraffic]
 
 
-def _steps(name: str, own: argparse.Namespace) -> Iterator[tuple[int, int, Step, Step]]:
-    """Yield (depth, chunks, the lowered schedule to look at with its traffic, those of training) at every depth."""
+def _steps(name: str, own: argparse.Namespace) -> Iterator[tuple[int, Step, Step]]:
+    """Yield (depth, the lowered schedule to look at with its traffic, those of training) at every depth."""
     family, p = schedule_family(name), own.ranks
     chunks, count = family.num_chunks(own.chunks), own.microbatches or 4 * p
     goal = AutoGoal(Costs.equal(p, 1.0, 1.0, 1.0), p) if family.is_automatic else None
@@ -513,37 +510,33 @@ def _steps(name: str, own: argparse.Namespace) -> Iterator[tuple[int, int, Step,
         send_depth = 1 + max(unhindered_send_depth(schedule), unhindered_send_depth(forward) if own.evaluation else 0)
         moves: tuple[Moves, ...] = ()
         if own.offload:
-            groups = {
-                stage: StageGroups(own.offload, own.offload, stage == schedule.placement.num_stages - 1)
-                for stage in range(schedule.placement.num_stages)
-            }
+            last = schedule.num_stages - 1
+            groups = {stage: StageGroups(own.offload, own.offload, stage == last) for stage in range(last + 1)}
             moves = tuple(plan_moves(row, groups) for row in schedule.rows)
         traffic = RankTraffic(2 if own.tp else 0, True, send_depth, MESSAGE_SECONDS, moves=moves)
         training = schedule, traffic
         evaluation = forward, replace(traffic, dp=False, moves=())
-        yield depth, chunks, evaluation if own.evaluation else training, training
+        yield depth, evaluation if own.evaluation else training, training
 
 
 def _hangs(name: str, own: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield one row: for every number of connections the depths at which the schedule can hang."""
-    row: dict[str, Any] = {"schedule": name, "chunks": 0} | {str(connections): [] for connections in CONNECTIONS}
-    for depth, chunks, step, training in _steps(name, own):
-        row["chunks"], programs = chunks, beside(enqueue(*step), enqueue(*training))
-        for connections in CONNECTIONS:
+    found: dict[int, list[str]] = {connections: [] for connections in CONNECTIONS}
+    for depth, step, training in _steps(name, own):
+        programs = beside(enqueue(*step), enqueue(*training))
+        for connections, depths in found.items():
             if why_it_hangs(programs, connections, mappings=(BY_USE,)):
-                row[str(connections)].append(str(depth))
+                depths.append(str(depth))
             elif why_it_hangs(programs, connections, mappings=(BY_POOL,)):
-                row[str(connections)].append(f"({depth})")
-    yield {key: (" ".join(value) or "-") if isinstance(value, list) else value for key, value in row.items()}
+                depths.append(f"({depth})")
+    yield {str(connections): " ".join(depths) or "-" for connections, depths in found.items()}
 
 
 def _held(name: str, own: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for depth, chunks, step, _ in _steps(name, own):
+    for depth, step, _ in _steps(name, own):
         held = waiting_receives(*step)
         mean, peak, bound = (max(each[index] for each in held) for index in range(3))
         yield {
-            "schedule": name,
-            "chunks": chunks,
             "depth": depth,
             "mean": f"{mean:.2f}",
             "peak": peak,

@@ -11,8 +11,6 @@ from megapipe.extras.cli.frame import command
 from megapipe.extras.streams import device
 from megapipe.plan.world_rules import rules_of_world
 
-EXIT_CODE_RACES = 1
-
 
 @command("megapipe verify --streams", (), takes_config=True)
 def verify_streams(own: argparse.Namespace) -> int:
@@ -34,12 +32,7 @@ def verify_streams(own: argparse.Namespace) -> int:
     library = device.build()
     if "torch" not in sys.modules:  # an extension may import it
         device.load(library)
-    return _check(own.flags, str(library))
-
-
-def _check(flags: list[str], library: str) -> int:
-    """Plan the configuration for GPUs, check its smallest step, print the result and return the exit code."""
-    loaded = load_config(["--plan", *flags], is_job=False, more=rules_of_world)
+    loaded = load_config(["--plan", *own.flags], is_job=False, more=rules_of_world)
     if loaded.config.training.device == "cpu":
         raise ConfigError("--device cpu: --streams checks the streams of a GPU; leave it out")
     if loaded.requests.world_size is None:
@@ -47,6 +40,5 @@ def _check(flags: list[str], library: str) -> int:
     from megapipe.extras.streams.ranks import prepare
     from megapipe.extras.streams.report import check_and_report
 
-    prepare(library)
-    has_races = check_and_report(loaded)
-    return EXIT_CODE_RACES if has_races else 0
+    prepare(str(library))
+    return 1 if check_and_report(loaded) else 0

@@ -6,7 +6,7 @@ prediction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,6 @@ from megapipe.errors import ConfigError
 from megapipe.extras.convert.layer_types import regular_period, runs_text
 from megapipe.extras.convert.tables import (
     EXPERT,
-    LAYER,
     LLAMA,
     OURS,
     REQUIRED,
@@ -27,15 +26,12 @@ from megapipe.extras.convert.tables import (
     always,
     fixed,
     gate_and_up,
-    interleaved_experts,
     key,
-    latent_keys,
-    latent_queries,
     nullable,
     of_experts,
     of_experts_transposed,
-    stacked_experts,
-    stacked_transposed_experts,
+    rows_of,
+    stated,
     unwritten,
 )
 
@@ -44,15 +40,7 @@ from megapipe.extras.convert.tables import (
 # here the modules share.
 PREDICTED, OTHER_NAME = "num_nextn_predict_layers", "num_mtp_layers"
 PREDICTION = key((PREDICTED, OTHER_NAME), "mtp_num_layers", 0, none=0)
-PREDICTION_ROWS = tuple(
-    Row(f"mtp.layers.{LAYER}.{ours}", (f"{LLAMA}.{theirs}",))
-    for ours, theirs in (
-        ("enorm", "enorm"),
-        ("hnorm", "hnorm"),
-        ("eh_proj", "eh_proj"),
-        ("final_layernorm", "shared_head.norm"),
-    )
-)
+PREDICTION_ROWS = rows_of("prediction")
 
 SHARED, TOPK = "moe_shared_expert_intermediate_size", "num_experts_per_tok"
 
@@ -89,34 +77,8 @@ def expert_rows(
 
 ROWS = expert_rows()
 GLM_ROWS = expert_rows(shared="shared_experts", bias=f"gate.{BIAS}")
-GPT_OSS_ROWS = (
-    Row(f"{OURS}.self_attention.softmax_offset", (f"{LLAMA}.self_attn.sinks",)),
-    Row(f"{OURS}.mlp.router", (f"{LLAMA}.mlp.router",)),
-    Row(f"{OURS}.mlp.experts.weight1", (f"{LLAMA}.mlp.experts.gate_up_proj",), interleaved_experts),
-    Row(f"{OURS}.mlp.experts.weight2", (f"{LLAMA}.mlp.experts.down_proj",), stacked_experts),
-    Row(f"{OURS}.mlp.experts.bias1", (f"{LLAMA}.mlp.experts.gate_up_proj_bias",), interleaved_experts),
-    Row(f"{OURS}.mlp.experts.bias2", (f"{LLAMA}.mlp.experts.down_proj_bias",), stacked_experts),
-)
-STACKED_ROWS = (  # of one tensor for all experts
-    *GLM_ROWS,
-    Row(f"{OURS}.mlp.experts.weight1", (f"{LLAMA}.mlp.experts.gate_up_proj",), stacked_experts),
-    Row(f"{OURS}.mlp.experts.weight2", (f"{LLAMA}.mlp.experts.down_proj",), stacked_transposed_experts),
-)
-_LATENTS, _THEIRS = f"{OURS}.self_attention", f"{LLAMA}.self_attn"
-LATENT_ROWS = (
-    Row(f"{_LATENTS}.linear_q_proj", (f"{_THEIRS}.q_proj",), latent_queries),
-    Row(f"{_LATENTS}.linear_q_down_proj", (f"{_THEIRS}.q_a_proj",)),
-    Row(f"{_LATENTS}.q_layernorm", (f"{_THEIRS}.q_a_layernorm",)),
-    Row(f"{_LATENTS}.linear_q_up_proj", (f"{_THEIRS}.q_b_proj",), latent_queries),
-    Row(f"{_LATENTS}.linear_kv_down_proj", (f"{_THEIRS}.kv_a_proj_with_mqa",), latent_keys),
-    Row(f"{_LATENTS}.kv_layernorm", (f"{_THEIRS}.kv_a_layernorm",)),
-    Row(f"{_LATENTS}.linear_kv_up_proj", (f"{_THEIRS}.kv_b_proj",)),
-    *PREDICTION_ROWS,
-)
-QWEN_2_ROWS = (
-    *expert_rows(shared="shared_expert"),
-    Row(f"{OURS}.mlp.shared_experts.gate_weight", (f"{LLAMA}.mlp.shared_expert_gate.weight",)),
-)
+STACKED_ROWS = (*GLM_ROWS, *rows_of("stacked"))  # of one tensor for all experts
+QWEN_2_ROWS = (*expert_rows(shared="shared_expert"), *rows_of("qwen2_moe"))
 
 
 def of_expert_layer(layers: Layers) -> LayerConfig:
@@ -127,15 +89,9 @@ def of_expert_layer(layers: Layers) -> LayerConfig:
     return found
 
 
-def expert_key(
-    theirs: str | Sequence[str],
-    ours: str,
-    default: Any = REQUIRED,
-    words: Mapping[Any, Any] | None = None,
-    none: Any = None,
-) -> Rule:
+def expert_key(theirs: str | Sequence[str], ours: str, default: Any = REQUIRED, **options: Any) -> Rule:
     """Return the rule of one key that corresponds to one field of layers with experts. Arguments as of `key`."""
-    return key(theirs, ours, default, words, lambda layers: getattr(of_expert_layer(layers), ours), none)
+    return key(theirs, ours, default, value_of=lambda layers: getattr(of_expert_layer(layers), ours), **options)
 
 
 def count_and_choice(names: Sequence[str], topk: int) -> tuple[Rule, Rule]:
@@ -172,7 +128,7 @@ def some_layers(num_experts: Sequence[str], topk: int) -> tuple[Rule, ...]:
 
 
 NORMALIZED = "norm_topk_prob"  # a softmax over all experts, divided by the sum over the chosen ones, or as it is
-MAYBE_NORMALIZED = expert_key(NORMALIZED, "moe_router_pre_softmax", False, {True: False, False: True})
+MAYBE_NORMALIZED = expert_key(NORMALIZED, "moe_router_pre_softmax", False, words={True: False, False: True})
 
 
 def expert_layers(marks: list[bool], why: str) -> dict[str, Any]:
@@ -187,8 +143,7 @@ STEP, DENSE = "decoder_sparse_step", "mlp_only_layers"
 
 def read_sparse_step(settings: Settings) -> dict[str, Any]:
     """Read Qwen's layers with experts: every decoder_sparse_step-th, without those of mlp_only_layers."""
-    step, dense, num_layers = settings.get(STEP), settings.get(DENSE) or (), int(settings["num_hidden_layers"])
-    step = 1 if step is None else step
+    step, dense, num_layers = stated(settings, STEP, 1), settings.get(DENSE) or (), int(settings["num_hidden_layers"])
     if not step > 0:
         raise ConfigError(f"{STEP} {step} cannot be expressed: it is the distance of layers with experts")
     marks = [layer % step == 0 and layer - 1 not in dense for layer in range(1, num_layers + 1)]
@@ -216,8 +171,7 @@ def dense_layers(default: int, name: str = FIRST) -> Rule:
     """Return the rule of the number of first layers that have no experts. name: of its key."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        dense, count = settings.get(name), int(settings["num_hidden_layers"])
-        dense = default if dense is None else dense
+        dense, count = stated(settings, name, default), int(settings["num_hidden_layers"])
         if not 0 <= dense < count:
             raise ConfigError(f"{name} {dense} of {count} layers cannot be expressed: no layer would have experts")
         return expert_layers([layer >= dense for layer in range(count)], name)
@@ -232,16 +186,15 @@ def mlp_types(default_dense: int, first: str = FIRST) -> Rule:
     """Return the rule of layers with experts by mlp_layer_types. first: a key with the number of dense layers."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        count, stated = int(settings["num_hidden_layers"]), settings.get(first)
-        dense = default_dense if stated is None else stated
+        count, dense = int(settings["num_hidden_layers"]), stated(settings, first, default_dense)
         types = settings.get(MLP_TYPES) or ["dense"] * dense + ["sparse"] * (count - dense)
         if unknown := sorted(set(types) - MLP_WORDS.keys()):
             raise ConfigError(f"{MLP_TYPES} {unknown[0]!r} cannot be expressed; it can be {', '.join(MLP_WORDS)}")
         if len(types) != count:
             raise ConfigError(f"{MLP_TYPES} has {len(types)} entries, num_hidden_layers is {count}")
         marks = [MLP_WORDS[kind] for kind in types]
-        if stated is not None and marks != [layer >= stated for layer in range(count)]:
-            raise ConfigError(f"{MLP_TYPES} and {first} {stated} contradict each other; correct the file")
+        if settings.get(first) is not None and marks != [layer >= dense for layer in range(count)]:
+            raise ConfigError(f"{MLP_TYPES} and {first} {dense} contradict each other; correct the file")
         return expert_layers(marks, MLP_TYPES)
 
     def write(layers: Layers) -> dict[str, Any]:
@@ -258,8 +211,7 @@ def shared_experts(
     """
 
     def read(settings: Settings) -> dict[str, Any]:
-        count = settings.get(name)
-        count = default_count if count is None else count
+        count = stated(settings, name, default_count)
         if not count >= least:
             raise ConfigError(f"{name} {count} cannot be expressed: this architecture has shared experts")
         return {SHARED: count * settings.get(WIDTH, default_width) or None}
@@ -281,8 +233,7 @@ def groups(count: int, taken: int, scored: int = 2) -> Rule:
     """
 
     def read(settings: Settings) -> dict[str, Any]:
-        of_all = count if settings.get(GROUPS) is None else settings[GROUPS]
-        chosen = taken if settings.get(TAKEN) is None else settings[TAKEN]
+        of_all, chosen = stated(settings, GROUPS, count), stated(settings, TAKEN, taken)
         if of_all == chosen:  # all groups are taken
             return {}
         fields = {"moe_router_num_groups": of_all, "moe_router_group_topk": chosen}
@@ -299,8 +250,7 @@ def normalized(default: bool) -> Rule:
     """Return the rule of whether sigmoid scores are divided by the sum over the chosen experts."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        value = settings.get(NORMALIZED)
-        value = default if value is None else value
+        value = stated(settings, NORMALIZED, default)
         if value and settings.get(TOPK) == 1:
             rule = "weights of one chosen expert are not normalized here"
             raise ConfigError(f"{TOPK} 1 with {NORMALIZED} true cannot be expressed: {rule}")
@@ -318,8 +268,14 @@ def scaling(default: float = 1.0, name: str = SCALING) -> Rule:
 
 
 SIGMOID = always(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True, moe_router_dtype="fp32")
-SIGMOID_ROUTER = (SIGMOID, normalized(True), scaling(), groups(1, 1), shared_experts(1))
-FIRST_DENSE = dense_layers(1)
+
+
+def sigmoid_router(shared: Rule, factor: float = 1.0, is_normalized: bool = True) -> tuple[Rule, ...]:
+    """Return the rules of sigmoid scores with biases and shared experts. shared: of these; the others are defaults."""
+    return (SIGMOID, normalized(is_normalized), scaling(factor), groups(1, 1), shared)
+
+
+SIGMOID_ROUTER = sigmoid_router(shared_experts(1))
 
 # ---------------------------------------------------------------------------------------------------- GPT-OSS
 
@@ -371,9 +327,7 @@ def read_groups_of_v2(settings: Settings) -> dict[str, Any]:
     method = settings.get(METHOD) or GREEDY
     if method not in (GREEDY, BY_GROUP):
         raise ConfigError(f"{METHOD} {method!r} cannot be expressed; it can be {GREEDY}, {BY_GROUP}")
-    if method == GREEDY:
-        return {}
-    return BEST_OF_GROUP.read(settings)
+    return {} if method == GREEDY else BEST_OF_GROUP.read(settings)
 
 
 def write_groups_of_v2(layers: Layers) -> dict[str, Any]:

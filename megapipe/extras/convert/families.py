@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import csv
 import fnmatch
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
@@ -18,51 +16,32 @@ from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts, layer_types, mixtures
 from megapipe.extras.convert.family import (
-    HEAD_DIM,
     INIT_STD,
     LLAMA_BIASES,
     NO_ATTENTION_BIAS,
-    NO_BIAS,
     NORMS_AFTER,
     NORMS_AROUND,
     UNTIED,
     UNUSUAL_HEAD_DIM,
     Family,
     deepseek_family,
-    llama_family,
+    llama_relative,
 )
 from megapipe.extras.convert.snapshot import INTERLEAVE
 from megapipe.extras.convert.tables import (
-    LAYER,
-    OURS,
-    Row,
     Rule,
     Settings,
     again,
     always,
     fixed,
-    fused_qkv,
     key,
     nullable,
+    read_table,
+    rows_of,
     shared,
-    transposed,
     unwritten,
 )
 from megapipe.registry import EXTENSIONS, Registry
-
-GPT2 = f"transformer.h.{LAYER}"
-GPT2_ROWS = (
-    Row("embedding.word_embeddings", ("transformer.wte",)),
-    Row("embedding.position_embeddings", ("transformer.wpe",)),
-    Row(f"{OURS}.input_layernorm", (f"{GPT2}.ln_1",)),
-    Row(f"{OURS}.self_attention.linear_qkv", (f"{GPT2}.attn.c_attn",), fused_qkv),
-    Row(f"{OURS}.self_attention.linear_proj", (f"{GPT2}.attn.c_proj",), transposed),
-    Row(f"{OURS}.pre_mlp_layernorm", (f"{GPT2}.ln_2",)),
-    Row(f"{OURS}.mlp.linear_fc1", (f"{GPT2}.mlp.c_fc",), transposed),
-    Row(f"{OURS}.mlp.linear_fc2", (f"{GPT2}.mlp.c_proj",), transposed),
-    Row("decoder.final_layernorm", ("transformer.ln_f",)),
-    Row("output_layer", ("lm_head",)),
-)
 
 GPT2_ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
@@ -97,11 +76,9 @@ GPT2_RULES = (
 )
 
 
-# Gemma names one of two keys of the activation; the other one may stand beside it, without effect
+# Gemma names one of two keys of the activation; the other one may stand beside it, without effect. gelu: in old files
 TANH, TANH_GELU = "gelu_pytorch_tanh", "here the activation of a Gemma is tanh GELU"
-GEMMA_1_ACTIVATION = key(
-    "hidden_act", "activation", TANH, {TANH: "geglu_tanh", "gelu": "geglu_tanh"}
-)  # gelu: old files
+GEMMA_1_ACTIVATION = key("hidden_act", "activation", TANH, {TANH: "geglu_tanh", "gelu": "geglu_tanh"})
 GEMMA_ACTIVATION = key("hidden_activation", "activation", TANH, {TANH: "geglu_tanh"})
 GEMMA = (
     *NO_ATTENTION_BIAS,
@@ -138,146 +115,83 @@ GEMMA_2 = (
 )
 GEMMA_3 = (
     *GEMMA_2_AND_3,
-    always(qk_layernorm=True),
     fixed("attn_logit_softcapping", None, "the attention of this architecture has no soft-cap in transformers"),
     nullable("final_logit_softcapping", "final_logit_softcapping", None),
 )
-OLMO = (
-    *NO_ATTENTION_BIAS,
-    always(norm_position="after", qk_layernorm=True, qk_layernorm_scope="projection"),
-    UNUSUAL_HEAD_DIM,
-)
+OLMO = (*NO_ATTENTION_BIAS, always(norm_position="after"), UNUSUAL_HEAD_DIM)
 
 _BUILT_IN = (
-    Family("GPT2LMHeadModel", "gpt2", GPT2_ROWS, GPT2_RULES, "transformer.", (".attn.bias", ".attn.masked_bias")),
-    llama_family("LlamaForCausalLM", "llama", 2048, HEAD_DIM, LLAMA_BIASES),
-    llama_family("MistralForCausalLM", "mistral", 131072, HEAD_DIM, NO_BIAS, layer_types.MISTRAL_WINDOWS),
-    llama_family("MinistralForCausalLM", "ministral", 131072, HEAD_DIM, NO_BIAS, layer_types.MINISTRAL_WINDOWS),
-    llama_family("Qwen2ForCausalLM", "qwen2", 32768, NO_BIAS, always(add_qkv_bias=True), layer_types.QWEN_WINDOWS),
-    llama_family(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        32768,
-        key("head_dim", "kv_channels", 128),
-        layer_types.QWEN_WINDOWS,
-        *NO_ATTENTION_BIAS,
-        always(qk_layernorm=True),
-    ),
-    llama_family(
+    Family("GPT2LMHeadModel", "gpt2", rows_of("gpt2"), GPT2_RULES, "transformer.", (".attn.bias", ".attn.masked_bias")),
+    llama_relative("LlamaForCausalLM", LLAMA_BIASES),
+    llama_relative("MistralForCausalLM", layer_types.MISTRAL_WINDOWS),
+    llama_relative("MinistralForCausalLM", layer_types.MINISTRAL_WINDOWS),
+    llama_relative("Qwen2ForCausalLM", always(add_qkv_bias=True), layer_types.QWEN_WINDOWS),
+    llama_relative("Qwen3ForCausalLM", layer_types.QWEN_WINDOWS, *NO_ATTENTION_BIAS),
+    llama_relative(
         "GemmaForCausalLM",
-        "gemma",
-        8192,
         *GEMMA,
         unwritten(fixed("hidden_activation", TANH, TANH_GELU)),
-        tied=True,
         activation=GEMMA_1_ACTIVATION,
     ),
-    llama_family(
-        "Gemma2ForCausalLM", "gemma2", 8192, *GEMMA_2, norms=NORMS_AROUND, tied=True, activation=GEMMA_ACTIVATION
-    ),
-    llama_family(
+    llama_relative("Gemma2ForCausalLM", *GEMMA_2, norms=NORMS_AROUND, activation=GEMMA_ACTIVATION),
+    llama_relative(
         "Gemma3ForCausalLM",
-        "gemma3_text",
-        131072,
         *GEMMA_3,
         norms=NORMS_AROUND,
-        tied=True,
         activation=GEMMA_ACTIVATION,
         rope=layer_types.windows_and_rope(6, 1e6, "rope_local_base_freq", 1e4),
     ),
-    llama_family("Olmo2ForCausalLM", "olmo2", 2048, *OLMO, norms=NORMS_AFTER, epsilon=1e-5),
-    llama_family(
-        "Olmo3ForCausalLM",
-        "olmo3",
-        2048,
-        *OLMO,
-        norms=NORMS_AFTER,
-        epsilon=1e-5,
-        rope=layer_types.windows_and_rope(4, 5e5),
-    ),
-    llama_family(
+    llama_relative("Olmo2ForCausalLM", *OLMO, norms=NORMS_AFTER),
+    llama_relative("Olmo3ForCausalLM", *OLMO, norms=NORMS_AFTER, rope=layer_types.windows_and_rope(4, 5e5)),
+    llama_relative(
         "MixtralForCausalLM",
-        "mixtral",
-        131072,
-        UNUSUAL_HEAD_DIM,
-        NO_BIAS,
         nullable("sliding_window", "window_size", None),
         fixed("router_jitter_noise", 0.0, "the router sees its input without noise here"),
-        epsilon=1e-5,
-        groups=8,
-        rope=layer_types.rope(1e6),
         mlp=experts.all_layers(("num_local_experts",), 2),
         more_rows=experts.expert_rows("block_sparse_moe", experts.MIXTRAL_MLP),
     ),
-    llama_family(
+    llama_relative(
         "Qwen2MoeForCausalLM",
-        "qwen2_moe",
-        32768,
         experts.MAYBE_NORMALIZED,
         experts.SPARSE_STEP,
         *experts.SHARED_GATED,
         key("qkv_bias", "add_qkv_bias", True),
-        NO_BIAS,
         layer_types.QWEN_2_MOE_WINDOWS,
-        groups=16,
         mlp=experts.some_layers(("num_experts",), 4),
         more_rows=experts.QWEN_2_ROWS,
     ),
-    llama_family(
+    llama_relative(
         "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        32768,
-        UNUSUAL_HEAD_DIM,
         experts.MAYBE_NORMALIZED,
         experts.SPARSE_STEP,
         *NO_ATTENTION_BIAS,
-        always(qk_layernorm=True),
         layer_types.QWEN_3_MOE_WINDOWS,
-        groups=4,
         mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
         more_rows=experts.ROWS,
     ),
-    llama_family(
+    llama_relative(
         "OlmoeForCausalLM",
-        "olmoe",
-        4096,
-        UNUSUAL_HEAD_DIM,
         experts.MAYBE_NORMALIZED,
         *NO_ATTENTION_BIAS,
-        always(qk_layernorm=True, qk_layernorm_scope="projection"),
         fixed("clip_qkv", None, "queries, keys and values are not clipped here"),
-        epsilon=1e-5,
         mlp=experts.all_layers(("num_experts",), 8),
         more_rows=experts.ROWS,
     ),
-    llama_family(
+    llama_relative(
         "Glm4MoeForCausalLM",
-        "glm4_moe",
-        131072,
-        UNUSUAL_HEAD_DIM,
         *experts.SIGMOID_ROUTER,
-        experts.FIRST_DENSE,
+        experts.dense_layers(1),
         experts.PREDICTION,
         key("attention_bias", "add_qkv_bias", False),
-        NO_BIAS,
         key("use_qk_norm", "qk_layernorm", False),
-        epsilon=1e-5,
-        groups=8,
         rope=layer_types.rope(1e4, 0.5),
         mlp=experts.some_layers(("n_routed_experts", "num_local_experts"), 8),
         more_rows=(*experts.GLM_ROWS, *experts.PREDICTION_ROWS),
     ),
-    llama_family(
+    llama_relative(
         "SolarOpenForCausalLM",
-        "solar_open",
-        131072,
-        key("head_dim", "kv_channels", 128),
         *experts.SIGMOID_ROUTER,
         key("attention_bias", "add_qkv_bias", False),
-        NO_BIAS,
-        epsilon=1e-5,
-        groups=8,
-        rope=layer_types.rope(1e6),
         mlp=(
             *experts.count_and_choice(("n_routed_experts", "num_local_experts"), 8),
             experts.EXPERT_WIDTH,
@@ -287,31 +201,25 @@ _BUILT_IN = (
         ),
         more_rows=experts.GLM_ROWS,
     ),
-    llama_family(
+    llama_relative(
         "FlexOlmoForCausalLM",
-        "flex_olmo",
-        4096,
         *OLMO,
         experts.MAYBE_NORMALIZED,
         norms=NORMS_AFTER,
-        rope=layer_types.rope(5e5),
         mlp=experts.all_layers(("num_experts",), 5),
         more_rows=experts.ROWS,
     ),
-    llama_family(
+    llama_relative(
         "GptOssForCausalLM",
-        "gpt_oss",
-        131072,
-        key("head_dim", "kv_channels", 64),
         *experts.GPT_OSS,
         layer_types.windows(layer_types.every(2), default_window=128),
-        epsilon=1e-5,
-        groups=8,
         rope=layer_types.rope(15e4, scaling=experts.GPT_OSS_ROPE),
         activation=fixed("hidden_act", "silu", "experts have a clamped SwiGLU, whatever it says"),
         mlp=experts.all_layers(("num_local_experts", "num_experts"), 4),
-        more_rows=experts.GPT_OSS_ROWS,
+        more_rows=rows_of("gpt_oss"),
     ),
+    deepseek_family("DeepseekV3ForCausalLM", experts.DEEPSEEK_V3),
+    deepseek_family("DeepseekV2ForCausalLM", experts.DEEPSEEK_V2, interleave=None),
 )
 # model types whose own code equals that of a known architecture
 SAME_MODEL_TYPES = {"DeepseekV3ForCausalLM": ("kimi_k2",)}
@@ -324,27 +232,25 @@ def of_files() -> tuple[Family, ...]:
     return tuple(found for each in public for name, found in each if isinstance(found, Family) and name[0] != "_")
 
 
-_DEEPSEEK = (
-    deepseek_family("DeepseekV3ForCausalLM", "deepseek_v3", 4096, experts.DEEPSEEK_V3),
-    deepseek_family("DeepseekV2ForCausalLM", "deepseek_v2", 2048, experts.DEEPSEEK_V2, interleave=None),
-)
 FAMILIES: Registry[Family] = Registry(
     "conversion family",
     "--architecture",
-    {family.architecture: family for family in (*_BUILT_IN, *_DEEPSEEK, *of_files()) if not family.is_tower},
+    {family.architecture: family for family in (*_BUILT_IN, *of_files()) if not family.is_tower},
 )
 
 # of models with images that are read with --text-only; an export writes a family that computes the same
 TEXT_TOWERS = {family.model_type: family for family in of_files() if family.is_tower}
 
-REFUSED: dict[str, str] = {
-    "Gemma3ForConditionalGeneration": "it has a vision tower; convert its text model, a Gemma3ForCausalLM, which "
-    "docs/convert.md shows how to save",
-    "GPTJForCausalLM": "attention and MLP are parallel branches, and rotary positions are interleaved",
-    "FalconForCausalLM": "attention and MLP are parallel branches",
-    "CohereForCausalLM": "attention and MLP are parallel branches",
-    "BloomForCausalLM": "it has ALiBi positions and a norm after the embedding",
-}
+
+# A row of missing.csv: a key of config.json, or a beginning of keys that ends in *, that states a feature where it has
+# a value; a model type with a feature that no key states; or an architecture, with the reason why it is refused.
+@cache
+def missing_table(stated_by: str) -> dict[str, str]:
+    """Return the features that megapipe lacks by what states them: 'key', 'model_type' or 'architecture'."""
+    return {row["name"]: row["feature"] for row in read_table("missing.csv") if row["stated_by"] == stated_by}
+
+
+REFUSED = missing_table("architecture")
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -393,16 +299,7 @@ def choose_family(
 
 # ----------------------------------------------------------------------- what is missing, for the message of a refusal
 
-# A row of missing.csv: a key of config.json, or a beginning of keys that ends in *, that states a feature where it has
-# a value; or a model type with a feature that no key states.
 LAYER_TYPES = ("full_attention", "sliding_attention", "moe", "mlp")  # the known ones
-
-
-@cache
-def missing_table(stated_by: str) -> dict[str, str]:
-    """Return the features that megapipe lacks by what states them: 'key' or 'model_type'."""
-    with Path(__file__).with_name("missing.csv").open(encoding="utf-8", newline="") as file:
-        return {row["name"]: row["feature"] for row in csv.DictReader(file) if row["stated_by"] == stated_by}
 
 
 def missing_features(config: Settings) -> tuple[str, ...]:

@@ -24,11 +24,12 @@ from megapipe.extras.convert.tables import (
     always,
     check_expressed,
     fixed,
-    gate_and_up,
     key,
     latent_keys,
     latent_queries,
     read_fields,
+    read_table,
+    rows_of,
     same,
     separate_qkv,
     shared,
@@ -46,17 +47,13 @@ def llama_rows(
     """Return the rows of Llama and its relatives. norms: our norms of the hidden states -> theirs. of_heads: theirs of
     queries and of keys. qkv: the layout of their projections.
     """
+    attention = f"{OURS}.self_attention"
     return (
-        Row("embedding.word_embeddings", ("model.embed_tokens",)),
+        *rows_of("llama"),
         *(Row(f"{OURS}.{ours}", (f"{LLAMA}.{theirs}",)) for ours, theirs in norms.items()),
-        Row(f"{OURS}.self_attention.linear_qkv", tuple(f"{LLAMA}.self_attn.{x}_proj" for x in "qkv"), qkv),
-        Row(f"{OURS}.self_attention.q_layernorm", (f"{LLAMA}.self_attn.{of_heads[0]}",)),
-        Row(f"{OURS}.self_attention.k_layernorm", (f"{LLAMA}.self_attn.{of_heads[1]}",)),
-        Row(f"{OURS}.self_attention.linear_proj", (f"{LLAMA}.self_attn.o_proj",)),
-        Row(f"{OURS}.mlp.linear_fc1", (f"{LLAMA}.mlp.gate_proj", f"{LLAMA}.mlp.up_proj"), gate_and_up),
-        Row(f"{OURS}.mlp.linear_fc2", (f"{LLAMA}.mlp.down_proj",)),
-        Row("decoder.final_layernorm", ("model.norm",)),
-        Row("output_layer", ("lm_head",)),
+        Row(f"{attention}.linear_qkv", tuple(f"{LLAMA}.self_attn.{x}_proj" for x in "qkv"), qkv),
+        Row(f"{attention}.q_layernorm", (f"{LLAMA}.self_attn.{of_heads[0]}",)),
+        Row(f"{attention}.k_layernorm", (f"{LLAMA}.self_attn.{of_heads[1]}",)),
     )
 
 
@@ -182,23 +179,46 @@ UNUSUAL_HEAD_DIM = replace(  # a key that a configuration does not name, but its
         else {"head_dim": layers[0].kv_channels}
     ),
 )
+# the model type of each architecture, and what holds where its config.json lacks a key: positions, rope_theta, the
+# epsilon of norms, key/value heads (as many as heads if empty), tied embeddings, head_dim; attention_bias: a key that
+# must be false; qk_layernorm: the scope of norms of queries and keys, which no key states
+DEFAULTS = {row["architecture"]: row for row in read_table("defaults.csv")}
+HEAD_DIMS = {"": (), "derived": (HEAD_DIM,), "unusual": (UNUSUAL_HEAD_DIM,)}
+
+
+def llama_relative(architecture: str, *more: Rule, **variants: Any) -> Family:
+    """Return the `llama_family` of an architecture of DEFAULTS. more, variants: its further arguments."""
+    row = DEFAULTS[architecture]
+    size, scope = row["head_dim"], row["qk_layernorm"]
+    heads = (key("head_dim", "kv_channels", int(size)),) if size.isdecimal() else HEAD_DIMS[size]
+    biases = NO_ATTENTION_BIAS if row["attention_bias"] else (NO_BIAS,)
+    norms = (always(qk_layernorm=True, qk_layernorm_scope=scope),) if scope else ()
+    defaults = {
+        "epsilon": float(row["epsilon"] or 1e-6),
+        "groups": int(row["groups"]) if row["groups"] else None,
+        "tied": row["tied"] == "yes",
+        "rope": layer_types.rope(float(row["base"] or 1e4)),
+    }
+    rules = (*heads, *biases, *norms, *more)
+    return llama_family(architecture, row["model_type"], int(row["positions"]), *rules, **defaults | variants)
+
+
 _WITHOUT_LATENTS = {f"{OURS}.self_attention.{name}" for name in ("linear_qkv", "q_layernorm", "k_layernorm")}
 
 
 def deepseek_family(
     architecture: str,
-    model_type: str,
-    positions: int,
     rules: tuple[Rule, ...],
     interleave: str | None = INTERLEAVE,
     rope: Rule = layer_types.ROPE,
     expert_rows: tuple[Row, ...] = experts.GLM_ROWS,
 ) -> Family:
-    """Return DeepSeek or a relative of it. rules: of latent attention and experts. positions: the default of their
-    number. interleave: the key that says how rotary pairs are stored; None: they are neighbouring channels.
+    """Return DeepSeek or a relative of it, an architecture of DEFAULTS. rules: of latent attention and experts.
+    interleave: the key that says how rotary pairs are stored; None: they are neighbouring channels.
     """
+    model_type, positions = DEFAULTS[architecture]["model_type"], int(DEFAULTS[architecture]["positions"])
     of_llama = (row for row in llama_rows(NORMS_BEFORE) if row.ours not in _WITHOUT_LATENTS)
-    rows = last_of_each((*of_llama, *experts.LATENT_ROWS, *expert_rows))
+    rows = last_of_each((*of_llama, *rows_of("latent"), *experts.PREDICTION_ROWS, *expert_rows))
     common = (
         *VOCABULARY,
         key("intermediate_size", "ffn_hidden_size"),

@@ -27,7 +27,6 @@ from megapipe.config.rules.check import Rule
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.experts import PREDICTED, QUANTIZATION
 from megapipe.extras.convert.families import choose_family, family_of, text_family_of
-from megapipe.extras.convert.family import Family
 from megapipe.extras.convert.snapshot import (
     DTYPE_NAMES,
     INERT,
@@ -94,7 +93,10 @@ def read(folder: Path, ignored: frozenset[str] = frozenset(), text_only: bool = 
     missing = sorted(wanted - found.keys())
     if missing:
         raise CheckpointError(f"{folder} lacks the tensor {first_of(missing)}, which its {CONFIG} requires")
-    found = _turned(family, mapped, found)
+    for entry in mapped:  # some tensors may be stored transposed
+        for name, shape in zip(entry.theirs, entry.layout.shapes(entry.spec.shape), strict=True):
+            if name.endswith(family.either_way) and found[name].shape == (*shape[:-2], *shape[:-3:-1]) != shape:
+                found[name] = found[name].map(lambda tensor: tensor.transpose(-2, -1), shape)
     extra = found.keys() - wanted - left_out - copies(model).keys() - ({HEAD} if is_tied else set())
     left = sorted(name for name in extra if not name.endswith(family.buffers))
     check_nothing_left(folder, left, f"{family.architecture} as {CONFIG} describes it")
@@ -116,16 +118,6 @@ def read(folder: Path, ignored: frozenset[str] = frozenset(), text_only: bool = 
     return Snapshot(ours, tensors, fresh_state(precision), _companions(folder), settings, remarks)
 
 
-def _turned(family: Family, mapped: Sequence[MappedTensor], found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """Return the tensors, of which those that may be stored either way are in the order of their rows."""
-    turned = dict(found)
-    for entry in mapped:
-        for name, shape in zip(entry.theirs, entry.layout.shapes(entry.spec.shape), strict=True):
-            if name.endswith(family.either_way) and found[name].shape == (*shape[:-2], *shape[:-3:-1]) != shape:
-                turned[name] = found[name].map(lambda tensor: tensor.transpose(-2, -1), shape)
-    return turned
-
-
 TEXT, TIED = "text_config", "tie_word_embeddings"
 TEXT_PREFIXES = ("model.language_model.", "language_model.model.")  # of a text model's tensors, here model.
 
@@ -136,9 +128,8 @@ def text_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(text, Mapping):
         raise ConfigError(f"it has no {TEXT}: the model is a text model; leave --text-only out")
     outer = {name: value for name, value in config.items() if name in INERT or name == TIED}  # tied as the whole is
-    return {name: value for name, value in {**text, **outer}.items() if name != "architectures"} | {
-        "model_type": text.get("model_type")
-    }
+    settings = {**text, **outer, "model_type": text.get("model_type")}
+    return {name: value for name, value in settings.items() if name != "architectures"}
 
 
 def text_tensors(found: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
@@ -197,9 +188,8 @@ def dequantized(folder: Path, found: Mapping[str, LazyTensor], quantization: Any
     tensors = {name: tensor for name, tensor in found.items() if not name.endswith(SCALES)}
     for name in found.keys() - tensors.keys():
         weight, scales = found.get(name.removesuffix(SCALES)), found[name]
-        blocks = (
-            () if weight is None else tuple(-(-size // one) for size, one in zip(weight.shape, block, strict=False))
-        )
+        sizes = () if weight is None else weight.shape
+        blocks = tuple(-(-size // one) for size, one in zip(sizes, block, strict=False))
         if weight is None or blocks != scales.shape:
             of = "no weight" if weight is None else f"a weight {list(weight.shape)} in blocks of {block}"
             raise CheckpointError(f"{folder}: {name} has shape {list(scales.shape)}, for {of}")

@@ -14,30 +14,26 @@ from typing import Any
 from megapipe.config.layer_pattern import REPEAT
 from megapipe.config.layers import LayerConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.convert.tables import Layers, Rule, Settings, again, check_alike
+from megapipe.extras.convert.tables import Layers, Rule, Settings, again, check_alike, stated
 
 THETA, SCALING, PARAMETERS, PARTIAL = "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"
 LENGTH = "original_max_position_embeddings"
-FACTOR = {"factor": ("rope_scaling_factor", None)}
-ORIGINAL_LENGTH = {LENGTH: ("rope_original_max_position_embeddings", None)}
-# their rope_type, which is ours but for default, our none -> their key -> (our field, default or None: required)
-ROPE_TYPES: dict[str, dict[str, tuple[str, float | None]]] = {
-    "default": {},
-    "linear": {**FACTOR},
-    "llama3": {
-        **FACTOR,
-        "low_freq_factor": ("rope_low_freq_factor", None),
-        "high_freq_factor": ("rope_high_freq_factor", None),
-        **ORIGINAL_LENGTH,
-    },
-    "yarn": {
-        **FACTOR,
-        "beta_fast": ("yarn_beta_fast", 32.0),
-        "beta_slow": ("yarn_beta_slow", 1.0),
-        "mscale": ("yarn_mscale", 1.0),
-        "mscale_all_dim": ("yarn_mscale_all_dim", 0.0),
-        **ORIGINAL_LENGTH,
-    },
+# key of rotary positions -> (our field, default or None: required)
+ROPE_KEYS: dict[str, tuple[str, float | None]] = {
+    "factor": ("rope_scaling_factor", None),
+    "low_freq_factor": ("rope_low_freq_factor", None),
+    "high_freq_factor": ("rope_high_freq_factor", None),
+    "beta_fast": ("yarn_beta_fast", 32.0),
+    "beta_slow": ("yarn_beta_slow", 1.0),
+    "mscale": ("yarn_mscale", 1.0),
+    "mscale_all_dim": ("yarn_mscale_all_dim", 0.0),
+    LENGTH: ("rope_original_max_position_embeddings", None),
+}
+ROPE_TYPES = {  # their rope_type, which is ours but for default, our none -> its keys
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", LENGTH),
+    "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", LENGTH),
 }
 
 
@@ -81,11 +77,11 @@ def rope_fields(
             if scaling.get("mscale") or scaling.get("mscale_all_dim") or not math.isclose(given, here, rel_tol=1e-9):
                 rule = f"it is 0.1 ln(factor) + 1 = {here}"
                 raise ConfigError(f"rope_type yarn: attention_factor {given} cannot be expressed: {rule}")
-    for name, (field, default) in ROPE_TYPES[kind].items():
-        value = scaling.pop(name, None)
-        value = default if value is None else value
-        if value is None:
+    for name in ROPE_TYPES[kind]:
+        field, default = ROPE_KEYS[name]
+        if (value := stated(scaling, name, default)) is None:
             raise ConfigError(f"rope_type {kind}: the key {name} is missing")
+        scaling.pop(name, None)
         fields[field] = int(value) if name == LENGTH else float(value)
     if scaling:
         raise ConfigError(f"rope_type {kind}: the key {next(iter(scaling))} cannot be expressed")
@@ -109,7 +105,7 @@ def rope_scaling(layer: LayerConfig) -> dict[str, Any] | None:
     """Return rope_scaling of a layer, None without scaling."""
     if layer.rope_scaling_type == "none":
         return None
-    scaling = {name: getattr(layer, field) for name, (field, _) in ROPE_TYPES[layer.rope_scaling_type].items()}
+    scaling = {name: getattr(layer, ROPE_KEYS[name][0]) for name in ROPE_TYPES[layer.rope_scaling_type]}
     if layer.rope_scaling_type == "yarn" and not layer.yarn_mscale_all_dim:  # transformers takes both or neither
         del scaling["mscale"], scaling["mscale_all_dim"]
     if layer.rope_scaling_type == "yarn" and not layer.yarn_correction_range_round_to_int:

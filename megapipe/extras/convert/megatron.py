@@ -193,20 +193,15 @@ def ordered_parameters(model: ResolvedModelConfig, etp: int, transformer_engine:
 
 # ---------------------------------------------------------------------------------------------------- experts
 
-NAME = re.compile(
-    r"(?P<module>.*\.mlp\.experts)\."
-    r"(?:local_experts\.(?P<number>\d+)\.linear_fc(?P<linear>[12])\.(?P<kind>weight|bias)"
-    r"|linear_fc(?P<grouped_linear>[12])\.(?P<grouped_kind>weight|bias)(?P<grouped_number>\d+))"
-)
+LOCAL = r"local_experts\.(?P<number>\d+)\.linear_fc(?P<linear>[12])\.(?P<kind>weight|bias)"
+GROUPED = r"linear_fc(?P<linear>[12])\.(?P<kind>weight|bias)(?P<number>\d+)"
+NAMES = [re.compile(rf"(?P<module>.*\.mlp\.experts)\.{place}") for place in (LOCAL, GROUPED)]
 
 
 def expert_tensor(name: str) -> tuple[str, int] | None:
     """Return our name of the tensor of all experts to which one expert's belongs, and its number; None for others."""
-    match = NAME.fullmatch(name)
-    if match is None:
-        return None
-    number, linear, kind = (match[group] or match[f"grouped_{group}"] for group in ("number", "linear", "kind"))
-    return f"{match['module']}.{kind}{linear}", int(number)
+    match = next(filter(None, (pattern.fullmatch(name) for pattern in NAMES)), None)
+    return None if match is None else (f"{match['module']}.{match['kind']}{match['linear']}", int(match["number"]))
 
 
 def to_stack(spec: ParamSpec, whole: Tensor, count: int) -> Tensor:

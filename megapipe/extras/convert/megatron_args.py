@@ -15,7 +15,17 @@ from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.dataset import SkippedSamples
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.layer_types import regular_period
-from megapipe.extras.convert.tables import Layers, Rule, Settings, check_expressed, fixed, key, read_fields, write_keys
+from megapipe.extras.convert.tables import (
+    Layers,
+    Rule,
+    Settings,
+    check_expressed,
+    fixed,
+    key,
+    read_fields,
+    stated,
+    write_keys,
+)
 
 AXES = "tensor_model", "pipeline_model", "expert_model", "expert_tensor"  # of MegatronGrid, in the names of args
 
@@ -88,8 +98,7 @@ def read_yarn(args: Settings) -> dict[str, Any]:
     fields: dict[str, Any] = {"rope_scaling_type": "yarn", "rotary_percent": 1.0}
     for ours, (latent, plain, *defaults) in YARN.items():
         name, default = (latent, defaults[0]) if args.get(LATENT) else (plain, defaults[1])
-        value = None if name is None else args.get(name)
-        fields[ours] = default if value is None else value
+        fields[ours] = default if name is None else stated(args, name, default)
     if fields["rope_scaling_factor"] == 1:
         return {"rotary_percent": 1.0}
     if not fields["yarn_mscale"] and fields["yarn_mscale_all_dim"]:
@@ -171,18 +180,14 @@ def marked(marks: Sequence[bool], mark: int) -> int | list[int] | None:
     return period if is_whole else [mark if found else 1 - mark for found in marks]
 
 
-LATENT_SIZES = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-}
+DEFAULTS = vars(ModelConfig())  # those of Megatron's args, too, where these have the name and meaning of our field
+HEAD_SIZE = key("kv_channels", "kv_channels", lambda args: args["hidden_size"] // args["num_attention_heads"])
+LATENT_SIZES = "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim".split()
 
 
-def with_defaults(args: Settings, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the args that have defaults, each with its default where it is missing or None."""
-    return {name: default if args.get(name) is None else args[name] for name, default in defaults.items()}
+def with_defaults(args: Settings, names: Sequence[str]) -> dict[str, Any]:
+    """Return these args, each with its default where it is missing or None."""
+    return {name: stated(args, name, DEFAULTS[name]) for name in names}
 
 
 def read_blocks(args: Settings) -> dict[str, Any]:
@@ -196,27 +201,14 @@ def read_blocks(args: Settings) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------- experts
 
 FREQUENCY, BALANCE, COEFFICIENT = "moe_layer_freq", "moe_router_load_balancing_type", "moe_aux_loss_coeff"
-# args with the name and meaning of our field, and their defaults, which a layer without experts has
-OF_EXPERTS: dict[str, Any] = {
-    "num_experts": None,
-    "moe_ffn_hidden_size": None,
-    "moe_shared_expert_intermediate_size": None,
-    "moe_shared_expert_gate": False,
-    "moe_router_topk": 2,
-    "moe_router_score_function": "softmax",
-    "moe_router_pre_softmax": False,
-    "moe_router_topk_scaling_factor": None,
-    "moe_router_num_groups": None,
-    "moe_router_group_topk": None,
-    "moe_router_dtype": None,
-    "moe_apply_probs_on_input": False,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_bias_update_rate": 1e-3,
-    "moe_z_loss_coeff": None,
-    "moe_expert_capacity_factor": None,
-    "moe_token_drop_policy": "probs",
-    "moe_pad_expert_input_to_capacity": False,
-}
+# args with the name and meaning of our field
+OF_EXPERTS = """
+    num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_topk
+    moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups
+    moe_router_group_topk moe_router_dtype moe_apply_probs_on_input moe_router_enable_expert_bias
+    moe_router_bias_update_rate moe_z_loss_coeff moe_expert_capacity_factor moe_token_drop_policy
+    moe_pad_expert_input_to_capacity
+""".split()
 
 
 def read_experts(args: Settings) -> dict[str, Any]:
@@ -227,8 +219,8 @@ def read_experts(args: Settings) -> dict[str, Any]:
     if fields["moe_router_score_function"] not in EXPERT_SCORES:
         raise ConfigError(f"moe_router_score_function {fields['moe_router_score_function']} cannot be expressed")
     kinds, coefficients = (
-        tuple(given) if isinstance(given, list) else (default if given is None else given,)
-        for given, default in ((args.get(BALANCE), "aux_loss"), (args.get(COEFFICIENT), 0.0))
+        tuple(given) if isinstance(given, list) else (given,)
+        for given in (stated(args, BALANCE, "aux_loss"), stated(args, COEFFICIENT, 0.0))
     )
     for kind in kinds:
         if kind not in LOAD_BALANCING:
@@ -250,18 +242,18 @@ def write_experts(layers: Layers) -> dict[str, Any]:
         )
     if layer.moe_apply_probs_on_input and layer.moe_router_topk > 1 and any(marks):
         raise ConfigError("weights on the inputs of several experts cannot be expressed: Megatron takes one a token")
-    args = {name: getattr(layer, name) if any(marks) else default for name, default in OF_EXPERTS.items()}
+    args = {name: getattr(layer, name) if any(marks) else DEFAULTS[name] for name in OF_EXPERTS}
     width = layer.expert_ffn_size if any(marks) else None
     return args | {
         "moe_ffn_hidden_size": width,
-        BALANCE: _one_or_list(layer.moe_router_load_balancing_type),
-        COEFFICIENT: _one_or_list(layer.moe_aux_loss_coeff),
+        BALANCE: one_or_list(layer.moe_router_load_balancing_type),
+        COEFFICIENT: one_or_list(layer.moe_aux_loss_coeff),
         FREQUENCY: 1 if all(marks) or not any(marks) else marks,
     }
 
 
-def _one_or_list(values: tuple[Any, ...]) -> Any:
-    """Return what Megatron's arguments hold: a single value, or a list."""
+def one_or_list(values: Sequence[Any]) -> Any:
+    """Return what Megatron stores: a single value as it is, several as a list."""
     return values[0] if len(values) == 1 else list(values)
 
 
@@ -269,28 +261,15 @@ def _one_or_list(values: tuple[Any, ...]) -> Any:
 
 EPSILONS = ("norm_epsilon", "layernorm_epsilon")  # the second in older versions
 ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")  # the second before version 0.17
-SAME_NAME = {  # args with the name and meaning of our field, with their defaults
-    "rotary_base": 10000.0,
-    "rotary_percent": 1.0,
-    "normalization": "LayerNorm",
-    "add_bias_linear": True,
-    "add_qkv_bias": False,
-    "untie_embeddings_and_output_weights": False,
-    "qk_layernorm": False,
-    "qk_l2_norm": False,
-    "attention_output_gate": False,
-    "softmax_type": "vanilla",
-    "glu_linear_offset": 0.0,
-    "activation_func_clamp_value": None,
-    "hidden_dropout": 0.1,
-    "attention_dropout": 0.1,
-    "init_method_std": 0.02,
-    "make_vocab_size_divisible_by": 128,
-}
+SAME_NAME = """
+    rotary_base rotary_percent normalization add_bias_linear add_qkv_bias untie_embeddings_and_output_weights
+    qk_layernorm qk_l2_norm attention_output_gate softmax_type glu_linear_offset activation_func_clamp_value
+    hidden_dropout attention_dropout init_method_std make_vocab_size_divisible_by
+""".split()
 SIZES = "num_layers hidden_size num_attention_heads seq_length max_position_embeddings ffn_hidden_size".split()
 MODEL_RULES = (
     *(key(name, name) for name in SIZES),
-    *(key(name, name, default) for name, default in SAME_NAME.items()),
+    *(key(name, name, DEFAULTS[name]) for name in SAME_NAME),
     Rule(
         ZERO_CENTERED,
         lambda args: {"layernorm_zero_centered_gamma": any(bool(args.get(name)) for name in ZERO_CENTERED)},
@@ -325,18 +304,14 @@ MODEL_RULES = (
         },
     ),
     Rule(
-        (LATENT, "kv_channels", *LATENT_SIZES),
-        lambda args: (
-            {LATENT: True, **with_defaults(args, LATENT_SIZES)}
-            if args.get(LATENT)
-            else with_defaults(args, {"kv_channels": args["hidden_size"] // args["num_attention_heads"]})
-        ),
+        (LATENT, *HEAD_SIZE.keys, *LATENT_SIZES),
+        lambda args: {LATENT: True, **with_defaults(args, LATENT_SIZES)} if args.get(LATENT) else HEAD_SIZE.read(args),
         lambda layers: (
             # kv_channels as Megatron sets it, without effect
             {LATENT: True, "kv_channels": layers[0].hidden_size // layers[0].num_attention_heads}
             | {name: getattr(layers[0], name) for name in LATENT_SIZES}
             if layers[0].multi_latent_attention
-            else {LATENT: False, "kv_channels": layers[0].kv_channels}
+            else {LATENT: False, **HEAD_SIZE.write(layers)}
         ),
     ),
     Rule(

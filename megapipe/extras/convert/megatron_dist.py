@@ -40,7 +40,7 @@ from megapipe.extras.convert.megatron import (
 from megapipe.extras.convert.megatron_args import FREQUENCY, MegatronGrid, read_run_config
 from megapipe.extras.convert.pickled import METADATA, StoredTensor, StoredValue, load_pickled, read_folder
 from megapipe.extras.convert.snapshot import EXPERT_BIAS, LazyTensor, Snapshot, check_nothing_left, one_step
-from megapipe.extras.convert.tables import unpadded
+from megapipe.extras.convert.tables import Settings, unpadded
 from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, model_states
 from megapipe.sharding.boxes import Box
@@ -75,6 +75,9 @@ class Place(NamedTuple):
 
 
 Buckets = Mapping[tuple[int, str], StoredTensor]  # of one chunk on one rank, by bucket and kind of state
+Ranks = Mapping[tuple[int, int], Buckets]  # by (model-parallel rank, chunk)
+Stored = Mapping[str, StoredTensor]  # by name, as in the files
+Others = Mapping[str, StoredValue]
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,8 @@ class Cut:
 def state_by_parameter(
     folder: Path,
     model: ResolvedModelConfig,  # with Megatron's padded vocabulary
-    args: Mapping[str, Any],
-    stored: Mapping[str, StoredTensor],
+    args: Settings,
+    stored: Stored,
     weights: Mapping[str, LazyTensor],  # by our names, without vocabulary padding where the result shall have none
 ) -> dict[str, LazyTensor]:
     """Return the masters and moments by `key/name`, unread. Raises CheckpointError if the buckets do not fit the model.
@@ -142,7 +145,7 @@ def state_by_parameter(
     )
 
 
-def _stages(folder: Path, cut: Cut, found: Mapping[int, Mapping[tuple[int, int], Buckets]]) -> list[Stage] | None:
+def _stages(folder: Path, cut: Cut, found: Mapping[int, Ranks]) -> list[Stage] | None:
     """Cut the model into stages with as many layers as fill the buckets of each. None if no cut fills them.
 
     found: the buckets by place in a chain of optimizers, then (model-parallel rank, chunk). Raises CheckpointError if
@@ -178,13 +181,12 @@ def _stages(folder: Path, cut: Cut, found: Mapping[int, Mapping[tuple[int, int],
 
 
 def _with_experts(
-    folder: Path,
-    cut: Cut,
-    stages: list[Stage],
-    experts: Mapping[tuple[int, int], Sequence[ParamSpec]],  # by (chunk, pp_rank)
-    ranks: Mapping[tuple[int, int], Buckets],
+    folder: Path, cut: Cut, stages: list[Stage], experts: Mapping[tuple[int, int], Sequence[ParamSpec]], ranks: Ranks
 ) -> list[Stage] | None:
-    """Return the stages, and those of the experts' optimizer. None if they do not fill its buckets."""
+    """Return the stages, and those of the experts' optimizer. None if they do not fill its buckets.
+
+    experts: by (chunk, pp_rank).
+    """
     found, grid = list(stages), cut.grid
     size = grid.ep * grid.etp
     for pp_rank in range(grid.pp):
@@ -224,10 +226,8 @@ def _tensors(
         for key, theirs in KEYS.items():
             check = weights[spec.name] if key == "master" else None
             shape, dtype = weights[spec.name].shape, next(iter(stage.buckets[0].values())).dtype
-            yield (
-                f"{key}/{spec.name}",
-                LazyTensor(shape, dtype, partial(_read, folder, spec, stage, theirs, cut, shape[0], check)),
-            )
+            reader = partial(_read, folder, spec, stage, theirs, cut, shape[0], check)
+            yield f"{key}/{spec.name}", LazyTensor(shape, dtype, reader)
 
 
 def _read(
@@ -252,7 +252,7 @@ def _read(
     return whole
 
 
-def contents(others: Mapping[str, StoredValue]) -> list[dict[str, Any]]:
+def contents(others: Others) -> list[dict[str, Any]]:
     """Return the groups, and the loss scale if any, of each optimizer of a chain, from the first of its ranks."""
     chain: dict[int, dict[str, Any]] = {}
     for name, value in others.items():
@@ -342,7 +342,7 @@ def read(
     return megatron.run_snapshot(config, tensors, args, common, optimizer, remarks)
 
 
-def _common(folder: Path, others: Mapping[str, StoredValue]) -> Mapping[str, Any]:
+def _common(folder: Path, others: Others) -> Settings:
     """Return everything but tensors: of `common.pt`, since Megatron-Core 0.19 a value among the tensors."""
     inside = others.get(COMMON_VALUE)
     common: Any
@@ -363,9 +363,7 @@ def _common(folder: Path, others: Mapping[str, StoredValue]) -> Mapping[str, Any
     return common
 
 
-def _of_fsdp(
-    folder: Path, stored: Mapping[str, StoredTensor], args: Mapping[str, Any], weights_only: bool
-) -> dict[str, StoredTensor]:
+def _of_fsdp(folder: Path, stored: Stored, args: Settings, weights_only: bool) -> dict[str, StoredTensor]:
     """Return the tensors of Megatron-FSDP as those of `torch_dist`: halves of gated linears joined, experts stacked.
 
     Raises CheckpointError for a run whose layers have no numbers of their own, or whose loss scale is not stored.
@@ -423,11 +421,7 @@ def _lazy(folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec)
 
 
 def _optimizer(
-    folder: Path,
-    common: Mapping[str, Any],
-    stored: Mapping[str, StoredTensor],
-    others: Mapping[str, StoredValue],
-    has_buckets: bool,
+    folder: Path, common: Settings, stored: Stored, others: Others, has_buckets: bool
 ) -> OptimizerState | None:
     """Return the optimizer's state other than tensors, or None if the checkpoint has no optimizer state.
 

@@ -39,17 +39,10 @@ from megapipe.extras.convert.megatron import (
     OptimizerState,
     members,
 )
-from megapipe.extras.convert.megatron_args import MegatronGrid, read_run_config
+from megapipe.extras.convert.megatron_args import MegatronGrid, one_or_list, read_run_config
 from megapipe.extras.convert.pickled import load_pickled
-from megapipe.extras.convert.snapshot import (
-    DTYPES,
-    EXPERT_BIAS,
-    LazyTensor,
-    Snapshot,
-    check_nothing_left,
-    one_step,
-)
-from megapipe.extras.convert.tables import unpadded
+from megapipe.extras.convert.snapshot import DTYPES, EXPERT_BIAS, LazyTensor, Snapshot, check_nothing_left, one_step
+from megapipe.extras.convert.tables import Settings, unpadded
 from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.layers.model import model_parameters, model_states, stage_parameters
 from megapipe.sharding.boxes import pieces
@@ -60,6 +53,7 @@ RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 Weights = Mapping[str, Tensor]  # of one model chunk, by name in model order
+Located = Mapping[str, tuple[int, str]]  # our name of a tensor -> its stage, and its name in the chunks there
 
 
 def is_legacy(root: Path) -> bool:
@@ -136,9 +130,8 @@ def read(
                 continue
             ranks = enumerate(stages[stage])
             parts = tuple(chunk.tensor(theirs, name, spec.local_shape(tp_rank, tp)) for tp_rank, chunk in ranks)
-            tensors[f"{key}/{spec.name}"] = LazyTensor(
-                shape, parts[0].dtype, partial(megatron.joined, spec, parts, shape[0])
-            )
+            reader = partial(megatron.joined, spec, parts, shape[0])
+            tensors[f"{key}/{spec.name}"] = LazyTensor(shape, parts[0].dtype, reader)
     if not config.model.untie_embeddings_and_output_weights and HEAD in located:
         stage, name = located.pop(HEAD)
         for copy, original in zip(stages[stage], stages[0], strict=True):
@@ -151,9 +144,7 @@ def read(
     return megatron.run_snapshot(config, tensors, args, first, state, remarks)
 
 
-def _as_stored(
-    spec: ParamSpec, stages: Sequence[Sequence[Chunk]], located: Mapping[str, tuple[int, str]], tp: int
-) -> ParamSpec:
+def _as_stored(spec: ParamSpec, stages: Sequence[Sequence[Chunk]], located: Located, tp: int) -> ParamSpec:
     """Return a parameter as it is cut there: Megatron's own linears to latents are cut, Transformer Engine's not."""
     cut = megatron.with_cut_latents(spec)
     if cut is spec or spec.name not in located:
@@ -353,9 +344,7 @@ def read_plain(path: Path, optimizer: Mapping[str, Any], chunks: Sequence[Weight
     return OptimizerState(found, one_step(path, steps), optimizer.get("grad_scaler"))
 
 
-def _members(
-    path: Path, groups: Sequence[Mapping[str, Any]], chunks: Sequence[Weights]
-) -> Iterator[list[tuple[int, str]]]:
+def _members(path: Path, groups: Sequence[Settings], chunks: Sequence[Weights]) -> Iterator[list[tuple[int, str]]]:
     """Yield the (chunk, name) of each group's parameters in order.
 
     A group has one weight decay (only matrices decay) and one learning rate (embedding and head may have their own).
@@ -381,7 +370,7 @@ def _members(
 
 
 def read_distributed(
-    path: Path, optimizer: Mapping[str, Any], state: Mapping[Any, Any], chunks: Sequence[Weights]
+    path: Path, optimizer: Settings, state: Mapping[Any, Any], chunks: Sequence[Weights]
 ) -> OptimizerState:
     """Read the distributed optimizer's parameter state, one flat buffer per chunk. Raises CheckpointError."""
     if not state.get("buckets_coalesced"):
@@ -468,13 +457,13 @@ def write(
                 if run.continues and distributed_optimizer:
                     groups = [megatron.param_groups(snapshot, of_experts) for of_experts, _ in rank.optimizers()]
                     states = [megatron.optimizer_content(snapshot, {"param_groups": group}) for group in groups]
-                    content["optimizer"] = _one_or_chain(states)
+                    content["optimizer"] = one_or_list(states)
                     with disk.create(place / OPTIMIZER_FILE) as file:
                         flats = [rank.flat_state(members) for _, members in rank.optimizers()]
-                        torch.save(_one_or_chain(flats), cast(IO[bytes], file))
+                        torch.save(one_or_list(flats), cast(IO[bytes], file))
                 elif run.continues:
                     states = [rank.plain_state(*optimizer) for optimizer in rank.optimizers()]
-                    content["optimizer"] = _one_or_chain(states)
+                    content["optimizer"] = one_or_list(states)
                 with disk.create(place / MODEL_FILE) as file:  # it calls write and flush
                     torch.save(content, cast(IO[bytes], file))
                 del rank, content  # before the next rank's weights are read
@@ -485,11 +474,6 @@ def _ranks(grid: MegatronGrid) -> list[tuple[int, int]]:
     """Return the tp_rank and ep_rank of every rank of a stage that has other slices than those before."""
     size = math.lcm(grid.tp, grid.etp * grid.ep)
     return sorted({(rank % grid.tp, rank // grid.etp % grid.ep) for rank in range(size)})
-
-
-def _one_or_chain(states: Sequence[Any]) -> Any:
-    """Return the state of one optimizer, or that of Megatron's chain of several."""
-    return states[0] if len(states) == 1 else list(states)
 
 
 @dataclass(frozen=True)

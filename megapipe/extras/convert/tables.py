@@ -3,15 +3,17 @@
 A rule maps keys of their configuration to fields of our model section, and the section as each layer has it to keys.
 Writing may lose what the other side has no key for: the writer reads the result again and compares what each layer does
 (`check_expressed`). A row maps a module of ours to theirs by a layout, which is a bijection:
-`split(join(parts)) == parts`. Our weights are [out, in], biases [out].
+`split(join(parts)) == parts`; rows.csv has those that depend on no option. Our weights are [out, in], biases [out].
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +52,11 @@ class Rule:
 
 
 REQUIRED = object()  # in place of a default
+
+
+def stated(settings: Settings, name: str, default: Any) -> Any:
+    """Return the value of a key, the default where it is missing or null."""
+    return default if settings.get(name) is None else settings[name]
 
 
 def key(
@@ -117,7 +124,7 @@ def shared(keys: Sequence[str], ours: str, default: Any, why: str) -> Rule:
     """Return the rule of several keys that must have the same value, which is one field of ours."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        values = {key: default if settings.get(key) is None else settings[key] for key in keys}
+        values = {key: stated(settings, key, default) for key in keys}
         if len(set(values.values())) > 1:
             text = ", ".join(f"{key} {value}" for key, value in values.items())
             raise ConfigError(f"{text} cannot be expressed: {why}")
@@ -377,6 +384,18 @@ class Row:
         numbers = range(num_experts if any(EXPERT in name for name in self.theirs) else 1)
         names = (name.replace(LAYER, layer).replace(EXPERT, str(number)) for number in numbers for name in self.theirs)
         return tuple(f"{name}.{kind}" if kind else name for name in names)
+
+
+def read_table(name: str) -> list[dict[str, str]]:
+    """Return the rows of a CSV file of this folder."""
+    with Path(__file__).with_name(name).open(encoding="utf-8", newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def rows_of(table: str) -> tuple[Row, ...]:
+    """Return the rows of a table of rows.csv, which names layouts of this module; none means `same`."""
+    rows = (row for row in read_table("rows.csv") if row["table"] == table)
+    return tuple(Row(row["ours"], tuple(row["theirs"].split()), globals()[row["layout"] or "same"]) for row in rows)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -144,6 +145,24 @@ class LiveBytes(TorchDispatchMode):
         self.at_new_peak()
 
 
+NUMBERS = {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__bool__: True}  # read without values
+
+
+def ones(tensor: Tensor) -> Any:
+    """Return what `tolist` of a tensor without values returns: nested lists of 1."""
+    return np.ones(tuple(tensor.shape)).tolist()
+
+
+def kernels_of(device: str) -> dict[Any, Answer]:
+    """Return the functions of torch that choose a kernel by their tensors' device, with those of a given device."""
+    rms_norm = {F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormOfCuda.apply(x, weight)}
+    return {
+        F.scaled_dot_product_attention: partial(attention_on, device),
+        torch._fused_sgd_: lambda *tensors, **options: None,  # in place, and without a kernel for such tensors
+        **(rms_norm if device == "cuda" else {}),
+    }
+
+
 class MetaMode(TorchFunctionMode):
     """A function mode in which every number read from a meta tensor is 1: a finite norm, no overflow.
 
@@ -153,36 +172,22 @@ class MetaMode(TorchFunctionMode):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        self._answers: dict[Any, Answer] = {
-            Tensor.tolist: lambda tensor: _ones(tuple(tensor.shape)),
-            Tensor.item: lambda tensor: 1.0,
-            Tensor.__bool__: lambda tensor: True,
-            Tensor.__float__: lambda tensor: 1.0,
-            Tensor.__int__: lambda tensor: 1,
-            F.scaled_dot_product_attention: partial(attention_on, device),
+        self._answers = kernels_of(device) | {
+            Tensor.tolist: ones,
             torch._fused_sdp_choice: lambda *tensors, **options: SDPBackend.FLASH_ATTENTION.value,
             torch.autograd.backward: self._backward,
-            torch._fused_sgd_: lambda *tensors, **options: None,  # in place, and without a kernel for meta tensors
         }
         if device == "cuda":
-            self._answers |= {
-                Tensor.is_cuda.__get__: lambda tensor: True,  # type: ignore[attr-defined]
-                F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormOfCuda.apply(x, weight),
-            }
+            self._answers[Tensor.is_cuda.__get__] = lambda tensor: True  # type: ignore[attr-defined]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = self._answers.get(func, func)
-        return answer(*args, **(kwargs or {}))
+        return NUMBERS[func] if func in NUMBERS else self._answers.get(func, func)(*args, **(kwargs or {}))
 
     def _backward(self, outputs: tuple[Tensor], grad_tensors: Tensor, **_: Any) -> None:
         """Run a backward inside another, that of recomputed layers, within the mode: inside an answer it is off."""
         gradients = (grad_tensors,)
         with self:
             _engine_run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def _ones(shape: tuple[int, ...]) -> Any:
-    return [_ones(shape[1:]) for _ in range(shape[0])] if shape else 1.0
 
 
 def attention_on(

@@ -155,7 +155,7 @@ class Generator:
                 outside = f"outside the vocabulary of {self._vocab_size}"
                 raise ConfigError(f"prompt {number} has tokens {outside}; use the model's tokenizer")
         self._runtime.finish_parameters()
-        at_once = self._batch_size * self._num_in_flight
+        world, at_once = self._runtime.groups.world, self._batch_size * self._num_in_flight
         texts: list[list[int]] = []
         with without_sequence_parallelism(self._runtime.stages.values()):
             for first in range(0, len(prompts), at_once):
@@ -170,8 +170,11 @@ class Generator:
                     tokens = self._next_tokens(batches, position)
                     for batch, row_tokens in zip(batches, tokens, strict=True):
                         self._append(batch, row_tokens, limits, on_token)
-                    if is_stopped is not None and self._is_true_on_first_rank(is_stopped):
-                        break
+                    if is_stopped is not None:
+                        stops = torch.tensor([world.rank == 0 and is_stopped()], device=self._runtime.device)
+                        broadcast(stops, world)
+                        if stops:
+                            break
                 texts += [text for batch in batches for text in batch.texts][: len(numbers)]
         return texts
 
@@ -237,11 +240,6 @@ class Generator:
             batch.newest = row[:, None]
         as_lists: list[list[int]] = chosen.tolist()
         return as_lists
-
-    def _is_true_on_first_rank(self, ask: Callable[[], bool]) -> bool:
-        found = torch.tensor([self._runtime.groups.world.rank == 0 and ask()], device=self._runtime.device)
-        broadcast(found, self._runtime.groups.world)
-        return bool(found)
 
     def _append(self, batch: _Batch, tokens: list[int], limits: Limits, on_token: OnToken | None) -> None:
         for row, token in enumerate(tokens):

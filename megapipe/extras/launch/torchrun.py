@@ -98,9 +98,8 @@ def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -
         try:
             config, command, command_arguments = config_from_args(arguments)
             _find_nodes(config)
-            if remark := allow_open_files(
-                open_files_needed(config.max_nodes * config.nproc_per_node, config.max_nodes, "", True)
-            ):
+            num_files = open_files_needed(config.max_nodes * config.nproc_per_node, config.max_nodes, "", True)
+            if remark := allow_open_files(num_files):
                 print(f"megapipe launch: {remark}", file=sys.stderr)
             agent = _Agent(forwarder, config, command, command_arguments)
             result = agent.run()

@@ -290,10 +290,9 @@ def written(migration: Migration) -> str:
     """
     judgement, loaded = migration.judgement, migration.judgement.loaded
     if loaded is None or judgement.unchecked:
-        why = judgement.problems or (
-            f"the value of {name} is open: give --set NAME=VALUE" for name in judgement.unchecked
-        )
-        raise ConfigError("\n".join(f"--write: {line}" for line in dict.fromkeys(why)))
+        is_open = (f"the value of {name} is open: give --set NAME=VALUE" for name in judgement.unchecked)
+        why = dict.fromkeys(judgement.problems or is_open)
+        raise ConfigError("\n".join(f"--write: {line}" for line in why))
     lines = [f"# from {migration.source}: {migration.world}"]
     for row in judgement.rows:
         if row.outcome in (*TO_CHANGE, NO_EFFECT, TAKEN_AS):

@@ -324,9 +324,8 @@ class Reading:
     calls: list[Call] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    variables: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # name -> elements; one of a variable that is no array
+    # name -> elements; one of a variable that is no array
+    variables: dict[str, list[str]] = field(default_factory=dict)
 
 
 def placeholder(source: str) -> str:

@@ -74,15 +74,13 @@ def _loaded(text: str, path: Path, given: Mapping[str, str]) -> Tree:
 
 def _words(flag: str, value: Any) -> list[str]:
     """Return a flag with a value as words; what stays open in it is a placeholder."""
-    row, takes = megatron_flags().get(flag), "1"
-    if row is not None:
-        takes = row.values
+    row = megatron_flags().get(flag)
     if isinstance(value, str) and len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         value = value[1:-1]  # for the shell that the launcher puts it into
     items = value if isinstance(value, list) else [value]
     if isinstance(value, str) and (match := LISTED.fullmatch(value)):
         items = match[1].replace(",", " ").split()
-    elif isinstance(value, str) and takes == "+":
+    elif isinstance(value, str) and row is not None and row.values == "+":
         items = value.split()
     return [flag, *(VARIABLE.sub(lambda found: placeholder(found[0]), str(item)) for item in items)]
 
@@ -170,11 +168,8 @@ def _of_names(kind: str, section: str, settings: Tree, notes: list[str]) -> Iter
         if found is not None and text in ("0", "1") and f"--{normalised(name)}" in SWITCHES:
             is_on = text == "1"
         is_idle = name in ACTING_WITH and BOOL_WORDS.get(str(settings.get(ACTING_WITH[name])).lower()) is not True
-        if (
-            is_idle
-            or text in (*NONE_WORDS, "", "[]")
-            or (found is None and (is_on is False or isinstance(value, dict)))
-        ):
+        is_unset = text in (*NONE_WORDS, "", "[]") or (found is None and (is_on is False or isinstance(value, dict)))
+        if is_idle or is_unset:
             continue
         if found is None and kind == "bridge":
             notes.append(f"{section}.{name}: {shortened(value)} has no flag in Megatron-LM")

@@ -56,25 +56,22 @@ class ReferenceConfig:
     yarn_mscale: float = 1.0
     yarn_mscale_all_dim: float = 0.0
     yarn_correction_range_round_to_int: bool = True
-    yarn_query_scale: float = (
-        0.0  # latent attention: queries times 1 + this x ln(1 + floor(position / original length))
-    )
+    # latent attention: queries times 1 + this x ln(1 + floor(position / original length))
+    yarn_query_scale: float = 0.0
 
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
     layernorm_zero_centered_gamma: bool = False  # the scale is weight + 1, in every norm of the model
     norm_position: str = "before"  # before: x + f(norm(x)); after: x + norm(f(x)); around: x + norm(f(norm(x)))
     qk_layernorm: bool = False  # norms of q and of k, before the rotation
-    qk_layernorm_scope: str = (
-        "head"  # each head by itself, with one weight for all; projection: all heads as one vector
-    )
+    # head: each head by itself, with one weight for all; projection: all heads as one vector
+    qk_layernorm_scope: str = "head"
 
     activation: str = "gelu"
     glu_linear_offset: float = 0.0  # gated: act(gate) * (up + offset)
     activation_func_clamp_value: float | None = None  # gated: c; gate is at most c, up between -c and c
-    embedding_scale: float = (
-        1.0  # factor on word embeddings, rounded to their dtype; positions are added to the product
-    )
+    # factor on word embeddings, rounded to their dtype; positions are added to the product
+    embedding_scale: float = 1.0
     residual_scale: float = 1.0  # factor on the outputs of attention and MLP in the residual sums
     logits_scaling: float = 1.0  # logits are divided by it
     qk_layernorm_after_rope: bool = False  # norms of q and of k after the rotation
@@ -111,9 +108,8 @@ class ReferenceConfig:
     moe_router_topk_scaling_factor: float | None = None
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
-    moe_router_group_score_topk: int | None = (
-        None  # experts that a group's score is the sum of; None: topk / group_topk
-    )
+    # experts that a group's score is the sum of; None: topk / group_topk
+    moe_router_group_score_topk: int | None = None
     moe_router_norm_topk_prob: bool = True  # sigmoid: weights are divided by their sum
     moe_apply_probs_on_input: bool = False  # weights multiply the inputs of experts, not their results
     moe_router_enable_expert_bias: bool = False

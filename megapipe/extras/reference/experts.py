@@ -177,20 +177,16 @@ class MoE(nn.Module):
         for positions in config.moe_capacity_slices or (tuple(range(weights.shape[1])),):
             held = torch.tensor(positions, device=weights.device)
             # in the order of positions, then sequences
-            shape = weights[:, held].transpose(0, 1).shape
-            rows_of = (weights, chosen, real[..., None].expand(chosen.shape))
-            slices = (each[:, held].transpose(0, 1).flatten() for each in rows_of)
-            (scores, experts, is_real), flags = (
-                slices,
-                torch.zeros(shape, dtype=kept.dtype, device=kept.device).flatten(),
-            )
+            parts = [each[:, held].transpose(0, 1) for each in (weights, chosen, real[..., None].expand(chosen.shape))]
+            scores, experts, is_real = (part.flatten() for part in parts)
+            flags = torch.zeros_like(scores)
             capacity = math.ceil(int(is_real.sum()) / (config.num_experts or 1) * factor)
             for expert in range(config.num_experts or 0):
                 (rows,) = torch.where((experts == expert) & is_real)
                 if config.moe_token_drop_policy == "probs":
                     rows = rows[ordered(scores[rows])[1]]
                 flags[rows[:capacity]] = 1.0
-            kept[:, held] = flags.view(shape).transpose(0, 1)
+            kept[:, held] = flags.view(parts[0].shape).transpose(0, 1)
         return kept
 
     def balance(self) -> None:

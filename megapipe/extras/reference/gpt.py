@@ -9,6 +9,7 @@ of GPT-NeoX, Llama and Megatron-LM).
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,14 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class Context(NamedTuple):
+    """The places of tokens and the dropout masks, as `ReferenceGPT.forward` takes them; positions are known here."""
+
+    position_ids: Tensor
+    document_ids: Tensor | None = None
+    dropout_masks: DropoutMasks | None = None
+
+
 class ReferenceGPT(nn.Module):
     """Embedding, layers, final norm, head. Weights are NaN until loaded, to expose omissions."""
 
@@ -41,7 +50,8 @@ class ReferenceGPT(nn.Module):
         if config.untie_embeddings_and_output_weights:
             self.output_layer = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         if config.mtp_num_layers:
-            self.mtp = Predictions(config)
+            modules = (Prediction(config, number) for number in range(config.mtp_num_layers))
+            self.mtp = nn.ModuleDict({"layers": nn.ModuleList(modules)})
         self.losses_ahead: list[tuple[Tensor, Tensor]] = []  # of the last forward's predictions, as `forward` returns
         with torch.no_grad():
             for parameter in self.parameters():
@@ -65,12 +75,13 @@ class ReferenceGPT(nn.Module):
         """
         for each in self.experts():
             each.padding = padding
-        hidden = self._hidden(tokens, position_ids, document_ids, dropout_masks)
+        context = self._context(tokens, position_ids, document_ids=document_ids, dropout_masks=dropout_masks)
+        hidden = self._hidden(tokens, context)
         self.losses_ahead = []
         for depth in range(1, (self.config.mtp_num_layers or 0) + 1):
             # position i holds what belongs to position i + depth; nothing does where that is another document
             ahead, label, counts = (shifted(each, depth) for each in (tokens, labels, loss_mask))
-            module, place = self.mtp.layers[depth - 1], self._positions(tokens, position_ids)
+            module = self.mtp.get_submodule(f"layers.{depth - 1}")
             if document_ids is not None:
                 numbers = document_ids - document_ids.min() + 1  # above 0, which marks positions past the end
                 is_same = shifted(numbers, depth) == numbers
@@ -79,8 +90,9 @@ class ReferenceGPT(nn.Module):
                     mixture.padding = None if padding is None else padding | ~is_same
             if depth == 1:
                 deeper = hidden
-            embedded = self.embedding(ahead, place, dropout_masks, self.config.num_layers + depth - 1)
-            deeper = module(deeper, embedded, place, document_ids, dropout_masks)
+            layer = self.config.num_layers + depth - 1
+            embedded = self.embedding(ahead, context.position_ids, context.dropout_masks, layer)
+            deeper = module(deeper, embedded, context)
             self.losses_ahead.append(self._loss(deeper, label, counts))
         return self._loss(hidden, labels, loss_mask)
 
@@ -89,35 +101,24 @@ class ReferenceGPT(nn.Module):
         loss_mask = loss_mask.to(losses.dtype)
         return (losses * loss_mask).sum(), loss_mask.sum()
 
-    def logits(
-        self,
-        tokens: Tensor,
-        position_ids: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        dropout_masks: DropoutMasks | None = None,
-    ) -> Tensor:
-        """Return logits [b, s, vocab_size] in at least fp32, without the padded rows of the head."""
-        return self._logits(self._hidden(tokens, position_ids, document_ids, dropout_masks))
+    def logits(self, tokens: Tensor, position_ids: Tensor | None = None, **others: Any) -> Tensor:
+        """Return logits [b, s, vocab_size] in at least fp32, without the padded rows of the head.
 
-    def _hidden(
-        self,
-        tokens: Tensor,
-        position_ids: Tensor | None,
-        document_ids: Tensor | None,
-        dropout_masks: DropoutMasks | None,
-    ) -> Tensor:
-        """Return the hidden states [b, s, h] that the head takes in."""
-        config = self.config
-        if tokens.shape[1] > config.seq_length:
-            raise ValueError(f"a sequence of {tokens.shape[1]} tokens is longer than seq_length {config.seq_length}")
-        position_ids = self._positions(tokens, position_ids)
-        hidden = self.embedding(tokens, position_ids, dropout_masks)
-        return self.decoder(hidden, position_ids, document_ids, dropout_masks)
+        others: document_ids and dropout_masks of `forward`.
+        """
+        return self._logits(self._hidden(tokens, self._context(tokens, position_ids, **others)))
 
-    def _positions(self, tokens: Tensor, position_ids: Tensor | None) -> Tensor:
+    def _context(self, tokens: Tensor, position_ids: Tensor | None, **others: Any) -> Context:
         if position_ids is None:
-            return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return position_ids
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return Context(position_ids, **others)
+
+    def _hidden(self, tokens: Tensor, context: Context) -> Tensor:
+        """Return the hidden states [b, s, h] that the head takes in."""
+        longest = self.config.seq_length
+        if tokens.shape[1] > longest:
+            raise ValueError(f"a sequence of {tokens.shape[1]} tokens is longer than seq_length {longest}")
+        return self.decoder(self.embedding(tokens, context.position_ids, context.dropout_masks), context)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         config = self.config
@@ -166,16 +167,11 @@ class Embedding(nn.Module):
         return dropout(hidden, self.config.hidden_dropout, dropout_masks, layer, "embedding")
 
 
-class Predictions(nn.Module):
-    """The modules of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
-
-    def __init__(self, config: ReferenceConfig) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Prediction(config, number) for number in range(config.mtp_num_layers or 0))
-
-
 class Prediction(nn.Module):
-    """norm(layer(eh_proj [norm(embedding of the tokens ahead); norm(hidden)])); the layer is like the last one."""
+    """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+    norm(layer(eh_proj [norm(embedding of the tokens ahead); norm(hidden)])); the layer is like the last one.
+    """
 
     def __init__(self, config: ReferenceConfig, number: int) -> None:
         super().__init__()
@@ -184,16 +180,9 @@ class Prediction(nn.Module):
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.transformer_layer = Block(config.layer(config.num_layers - 1), config.num_layers + number)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        embedded: Tensor,
-        position_ids: Tensor,
-        document_ids: Tensor | None,
-        dropout_masks: DropoutMasks | None,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, embedded: Tensor, context: Context) -> Tensor:
         hidden = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
-        return self.final_layernorm(self.transformer_layer(hidden, position_ids, document_ids, dropout_masks))
+        return self.final_layernorm(self.transformer_layer(hidden, *context))
 
 
 class Decoder(nn.Module):
@@ -202,11 +191,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config.layer(layer), layer) for layer in range(config.num_layers))
         self.final_layernorm = Norm(config, config.hidden_size)
 
-    def forward(
-        self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None, dropout_masks: DropoutMasks | None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, context: Context) -> Tensor:
         for layer in self.layers:
-            hidden = layer(hidden, position_ids, document_ids, dropout_masks)
+            hidden = layer(hidden, *context)
         return self.final_layernorm(hidden)
 
 
@@ -228,21 +215,16 @@ class Block(nn.Module):
             self.mlp = MLP(config) if config.num_experts is None else MoE(config)
             self.post_mlp_layernorm = Norm(config, config.hidden_size) if norms_output else nn.Identity()
 
-    def forward(
-        self,
-        hidden: Tensor,
-        position_ids: Tensor,
-        document_ids: Tensor | None = None,
-        dropout_masks: DropoutMasks | None = None,
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, *fields: Any) -> Tensor:
+        """Return [b, s, h]. fields: of Context."""
+        context = Context(*fields)
         rate, scale = self.config.hidden_dropout, self.config.residual_scale
         if self.config.has_attention:
-            update = self.self_attention(self.input_layernorm(hidden), position_ids, document_ids, dropout_masks)
-            update = self.post_self_attn_layernorm(update)
-            hidden = hidden + scale * dropout(update, rate, dropout_masks, self.layer, "attention_output")
+            update = self.post_self_attn_layernorm(self.self_attention(self.input_layernorm(hidden), context))
+            hidden = hidden + scale * dropout(update, rate, context.dropout_masks, self.layer, "attention_output")
         if self.config.has_mlp:
             update = self.post_mlp_layernorm(self.mlp(self.pre_mlp_layernorm(hidden)))
-            hidden = hidden + scale * dropout(update, rate, dropout_masks, self.layer, "mlp_output")
+            hidden = hidden + scale * dropout(update, rate, context.dropout_masks, self.layer, "mlp_output")
         return hidden
 
 
@@ -268,9 +250,7 @@ class SelfAttention(nn.Module):
         if config.softmax_type == "learnable":
             self.softmax_offset = nn.Parameter(torch.empty(heads))
 
-    def forward(
-        self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None, dropout_masks: DropoutMasks | None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, context: Context) -> Tensor:
         config = self.config
         batch, seq, _ = hidden.shape
         groups, queries_per_group = config.num_query_groups, config.num_attention_heads // config.num_query_groups
@@ -280,15 +260,15 @@ class SelfAttention(nn.Module):
         if not config.qk_layernorm_after_rope:
             q, k = self._normed(q, k)
         if config.position_embedding_type == "rope":
-            rotary = cos_sin(config, position_ids, at_least_fp32(hidden.dtype))
+            rotary = cos_sin(config, context.position_ids, at_least_fp32(hidden.dtype))
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         if config.qk_layernorm_after_rope:
             q, k = self._normed(q, k)
         if config.position_embedding_type == "none" and config.nope_query_scale:
-            steps = ((position_ids + 1) // config.nope_query_scale_length).to(at_least_fp32(q.dtype))
+            steps = ((context.position_ids + 1) // config.nope_query_scale_length).to(at_least_fp32(q.dtype))
             q = (q * (1.0 + config.nope_query_scale * torch.log(1.0 + steps))[..., None, None]).to(q.dtype)
         k, v = (x.repeat_interleave(queries_per_group, dim=2) for x in (k, v))  # [b, s, n, c]
-        output = self.attend(q, k, v, position_ids, document_ids, dropout_masks)
+        output = self.attend(q, k, v, context)
         if config.attention_output_gate:
             gate = qkv[:, :, :, queries_per_group:-2].flatten(2)
             output = (output * torch.sigmoid(gate.to(at_least_fp32(gate.dtype)))).to(output.dtype)
@@ -303,34 +283,23 @@ class SelfAttention(nn.Module):
             return (wide[0] / roots[0]).to(q.dtype), (wide[1] / roots[1]).to(k.dtype)
         return (self.q_layernorm(q), self.k_layernorm(k)) if self.config.qk_layernorm else (q, k)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position_ids: Tensor,
-        document_ids: Tensor | None,
-        dropout_masks: DropoutMasks | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Return the weighted values, [b, s, n x their channels]. q, k: [b, s, n, c], v: [b, s, n, any]."""
-        config = self.config
+        config, visible = self.config, visible_keys(self.config, context)
         if config.attention_function is not None:
-            visible = visible_keys(config, position_ids, document_ids)
             mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, -torch.inf)
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, n, s, c]
-            context = config.attention_function(q, k, v, mask, config.attention_heads)
-            return context.transpose(1, 2).flatten(2, 3)
+            output = config.attention_function(q, k, v, mask, config.attention_heads)
+            return output.transpose(1, 2).flatten(2, 3)
         scale = config.kv_channels**-0.5 if config.softmax_scale is None else config.softmax_scale
         scores = soft_cap(torch.einsum("bqnc,bknc->bnqk", q, k) * scale, config.attn_logit_softcapping)
-        visible = visible_keys(config, position_ids, document_ids)
         scores = scores.to(at_least_fp32(scores.dtype)).masked_fill(~visible, -torch.inf)
         if config.softmax_type != "vanilla":
             offset = self.softmax_offset if config.softmax_type == "learnable" else scores.new_zeros(scores.shape[1])
             scores = torch.cat((scores, offset.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
         probs = scores.softmax(dim=-1)[..., : k.shape[1]].to(v.dtype)
-        probs = dropout(probs, config.attention_dropout, dropout_masks, self.layer, "attention_probs")
-        context = torch.einsum("bnqk,bknc->bqnc", probs, v)
-        return context.flatten(2, 3)
+        probs = dropout(probs, config.attention_dropout, context.dropout_masks, self.layer, "attention_probs")
+        return torch.einsum("bnqk,bknc->bqnc", probs, v).flatten(2, 3)
 
 
 class LatentAttention(SelfAttention):
@@ -356,9 +325,7 @@ class LatentAttention(SelfAttention):
         self.linear_kv_up_proj = nn.Linear(rank, heads * (config.qk_head_dim + config.v_head_dim), bias=False)
         self.linear_proj = nn.Linear(heads * config.v_head_dim, hidden, bias=config.add_bias_linear)
 
-    def forward(
-        self, hidden: Tensor, position_ids: Tensor, document_ids: Tensor | None, dropout_masks: DropoutMasks | None
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, context: Context) -> Tensor:
         config, (batch, seq, _) = self.config, hidden.shape
         heads, plain, rotated = config.num_attention_heads, config.qk_head_dim, config.qk_pos_emb_head_dim
         if config.q_lora_rank is None:
@@ -372,13 +339,13 @@ class LatentAttention(SelfAttention):
             .view(batch, seq, heads, plain + config.v_head_dim)
             .split((plain, config.v_head_dim), dim=-1)
         )
-        rotary = cos_sin(config, position_ids, at_least_fp32(hidden.dtype))
+        rotary = cos_sin(config, context.position_ids, at_least_fp32(hidden.dtype))
         q = torch.cat((q, rotate(q_rotated, *rotary)), dim=-1)
         if config.yarn_query_scale:
-            turns = (position_ids // config.rope_original_max_position_embeddings).to(rotary[0].dtype)
+            turns = (context.position_ids // config.rope_original_max_position_embeddings).to(rotary[0].dtype)
             q = q * (1.0 + config.yarn_query_scale * torch.log(1.0 + turns))[..., None, None].to(q.dtype)
         k = torch.cat((k, rotate(k_rotated[:, :, None], *rotary).expand(-1, -1, heads, -1)), dim=-1)
-        return self.linear_proj(self.attend(q, k, v, position_ids, document_ids, dropout_masks))
+        return self.linear_proj(self.attend(q, k, v, context))
 
 
 class Norm(nn.Module):
@@ -407,12 +374,12 @@ class Norm(nn.Module):
         return x.to(hidden.dtype)
 
 
-def visible_keys(config: ReferenceConfig, position_ids: Tensor, document_ids: Tensor | None) -> Tensor:
+def visible_keys(config: ReferenceConfig, context: Context) -> Tensor:
     """Return which keys (last dim) each query sees, bool [1 or b, 1, s, s]: up to itself in its window and document.
 
-    position_ids: [b, s], only for its size; a window counts tokens.
+    A window counts tokens, not positions.
     """
-    index = torch.arange(position_ids.shape[1], device=position_ids.device)
+    index = torch.arange(context.position_ids.shape[1], device=context.position_ids.device)
     distance = index[:, None] - index  # [query, key]
     visible = distance >= 0
     if config.window_size is not None and config.attention_kind == "chunked":
@@ -420,7 +387,7 @@ def visible_keys(config: ReferenceConfig, position_ids: Tensor, document_ids: Te
     elif config.window_size is not None:
         visible = visible & (distance < config.window_size)
     visible = visible[None, None]
-    if document_ids is not None:
+    if (document_ids := context.document_ids) is not None:
         visible = visible & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
     return visible
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megapipe.extras.reference.experts import MLP, Experts, MoE, Sets
+from megapipe.extras.reference.experts import MLP, Experts
 from megapipe.extras.reference.gpt import LatentAttention, Prediction, ReferenceGPT, SelfAttention, at_least_fp32
 
 # Arguments of ReferenceGPT.forward by name: tokens, labels, loss_mask, and optionally position_ids, document_ids,
@@ -28,7 +28,7 @@ class StepResult:
 
 
 def reference_step(
-    model: nn.Module,
+    model: ReferenceGPT,
     optimizer: torch.optim.Optimizer,
     microbatches: Sequence[Microbatch],
     per_token_loss: bool,
@@ -50,16 +50,15 @@ def reference_step(
     optimizer.zero_grad(set_to_none=True)
     total_tokens = sum(microbatch["loss_mask"].sum().item() for microbatch in microbatches)
     loss, ahead = 0.0, torch.zeros(0, 2, dtype=torch.float64)
-    sets = [module.sets for module in model.experts()] if isinstance(model, ReferenceGPT) else []
-    _collect_counts(model, sets, microbatches, data_parallel)
+    _collect_counts(model, microbatches, data_parallel)
     for number, microbatch in enumerate(microbatches):
-        for each in sets:
-            each.microbatch = number
+        for module in model.experts():
+            module.sets.microbatch = number
         loss_sum, num_tokens = model(**microbatch)
         denominator = max(total_tokens, 1) if per_token_loss else num_tokens.clamp(min=1) * len(microbatches)
         weight = num_tokens / max(total_tokens, 1) if per_token_loss else 1 / len(microbatches)
-        objective = loss_sum / denominator + router_losses(model) * weight
-        if isinstance(model, ReferenceGPT) and model.losses_ahead:
+        objective = loss_sum / denominator + model.router_losses() * weight
+        if model.losses_ahead:
             factor = model.config.mtp_loss_scaling_factor / len(model.losses_ahead)
             for ahead_sum, count in model.losses_ahead:
                 objective = objective + factor * weight * ahead_sum / count.clamp(min=1)
@@ -76,34 +75,22 @@ def reference_step(
         for grad in grads.values():
             grad.mul_(coefficient)
     optimizer.step()
-    if isinstance(model, ReferenceGPT):
-        model.balance()
+    model.balance()
     return StepResult(loss, norm, result_grads, tuple((ahead[:, 0] / ahead[:, 1].clamp(min=1)).tolist()))
 
 
-def _collect_counts(
-    model: nn.Module, sets: Sequence[Sets], microbatches: Sequence[Microbatch], data_parallel: int
-) -> None:
+def _collect_counts(model: ReferenceGPT, microbatches: Sequence[Microbatch], data_parallel: int) -> None:
     """Run all forwards of a step for the counts of routers, where a loss needs those of all dp ranks."""
-    assert not sets or isinstance(model, ReferenceGPT)
-    if not any(
-        "global_aux_loss" in module.config.moe_router_load_balancing_type
-        for module in model.modules()
-        if isinstance(module, MoE)
-    ):
+    mixtures = model.experts()
+    if not any("global_aux_loss" in mixture.config.moe_router_load_balancing_type for mixture in mixtures):
         return
-    for each in sets:
-        each.size, each.collects = data_parallel, True
+    for mixture in mixtures:
+        mixture.sets.size, mixture.sets.collects = data_parallel, True
     with torch.no_grad():
         for microbatch in microbatches:
             model(**microbatch)
-    for each in sets:
-        each.collects = False
-
-
-def router_losses(model: nn.Module) -> Tensor | float:
-    """Return ReferenceGPT.router_losses; 0.0 for another model."""
-    return model.router_losses() if isinstance(model, ReferenceGPT) else 0.0
+    for mixture in mixtures:
+        mixture.sets.collects = False
 
 
 def build_optimizer(
@@ -343,15 +330,10 @@ class Muon(torch.optim.Optimizer):
 def newton_schulz(matrix: Tensor, options: MuonOptions) -> Tensor:
     """Return U V^T of the matrix U S V^T, roughly."""
     x = matrix / torch.linalg.matrix_norm(matrix).clamp(min=1e-7)
-    for a, b, c in coefficients(options):
+    table = QUINTIC if options.coefficient_type == "quintic" else SIMPLE
+    for step in range(options.num_steps):
+        a, b, c = table[step % 5]
         gram = x @ x.T if x.shape[0] <= x.shape[1] else x.T @ x
         polynomial = b * gram + c * gram @ gram
         x = a * x + (polynomial @ x if x.shape[0] <= x.shape[1] else x @ polynomial)
     return x
-
-
-def coefficients(options: MuonOptions) -> Iterator[tuple[float, float, float]]:
-    """Yield those of each step."""
-    table = QUINTIC if options.coefficient_type == "quintic" else SIMPLE
-    for step in range(options.num_steps):
-        yield table[step % 5]

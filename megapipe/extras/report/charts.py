@@ -222,28 +222,32 @@ def _starts(run: Run) -> list[tuple[float, str]]:
     return [(float(each.steps[0]["step"]), f"start {i}") for i, each in begun if i > 1 and each.steps]
 
 
+# title, unit, note, if the y axis begins at zero, and the curves: name, key of a step's record, factor, colour
+CHARTS: tuple[tuple[str, str, str, bool, Sequence[tuple[str, str, float, int]]], ...] = (
+    ("Speed", "tokens/s", "", True, [("speed", "tokens_per_second", 1.0, 2)]),
+    ("Memory", "MiB", "maximum over ranks", True, [("memory", "memory_bytes", 2**-20, 3)]),
+    ("Learning rate", "", "", True, [("learning rate", "lr", 1.0, 0)]),
+    ("Gradient norm", "", "", False, [("gradient norm", "grad_norm", 1.0, 1)]),
+    ("Busiest expert", "x mean", "worst layer", False, [("load", "expert_imbalance", 1.0, 4)]),
+    ("Dropped rows", "%", "of experts", False, [("dropped", "dropped_share", 100.0, 5)]),
+    (
+        "Bubble of each step",
+        "%",
+        "",
+        True,
+        [("measured", "bubble", 100.0, 1), ("planned", "predicted_bubble", 100.0, 0)],
+    ),
+)
+
+
 def charts_html(run: Run) -> str:
     """Return the charts of a run; '' if nothing was logged."""
-    marks, steps = _starts(run), run.steps
-    speed = curve_of("speed", steps, "tokens_per_second", colour=2)
-    memory = curve_of("memory", steps, "memory_bytes", 2**-20, colour=3)
-    norm = curve_of("gradient norm", steps, "grad_norm", colour=1)
-    norms = [value for _, value in norm.points]
-    spans_decades = bool(norms) and min(norms) > 0 and max(norms) / min(norms) > 30
-    load = curve_of("load", steps, "expert_imbalance", colour=4)
-    dropped = curve_of("dropped", steps, "dropped_share", 100, colour=5)
-    measured = curve_of("measured", steps, "bubble", 100, colour=1)
-    planned = curve_of("planned", steps, "predicted_bubble", 100)
-    charts = [
-        loss_chart(run),
-        Chart("Speed", [speed], "tokens/s", marks=marks, from_zero=True),
-        Chart("Memory", [memory], "MiB", "maximum over ranks", marks, from_zero=True),
-        Chart("Learning rate", [curve_of("learning rate", steps, "lr")], marks=marks, from_zero=True),
-        Chart("Gradient norm", [norm], marks=marks, is_logarithmic=spans_decades),
-        Chart("Busiest expert", [load], "x mean", "worst layer", marks),
-        Chart("Dropped rows", [dropped], "%", "of experts", marks),
-        Chart("Bubble of each step", [measured, planned], "%", marks=marks, from_zero=True),
-    ]
+    charts = [loss_chart(run)]
+    for title, unit, note, from_zero, rows in CHARTS:
+        curves = [curve_of(name, run.steps, key, factor, colour=colour) for name, key, factor, colour in rows]
+        values = [value for _, value in curves[0].points] if title == "Gradient norm" else []
+        spans_decades = bool(values) and min(values) > 0 and max(values) / min(values) > 30
+        charts.append(Chart(title, curves, unit, note, _starts(run), spans_decades, from_zero))
     drawn = "".join(map(figure_html, charts))
     note = next((record["bubble_note"] for record in reversed(run.steps) if record.get("bubble_note")), "")
     note_html = f'<p class="soft">Bubble of each step: {escape(note)}.</p>' if note else ""

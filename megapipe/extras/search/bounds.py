@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Context, Layout, keeps_all, with_dispatcher
 from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape
-from megapipe.layers.table import Documents, RankShape
+from megapipe.layers.table import ALL_REDUCE, Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.cut import undominated
 from megapipe.plan.expert_load import BALANCED, ExpertLoad, with_load
@@ -56,6 +56,7 @@ class Bound(NamedTuple):
 
     seconds: float  # of a step
     least_bytes: float  # of the fullest rank
+    optimizer: float = 0.0  # seconds of the update among those of the step
 
 
 Counts = tuple[int, ...]  # layers of each kind
@@ -130,17 +131,12 @@ class Times(NamedTuple):
     head: _Part
     first: tuple[_Part, ...]  # of the first slice, of each kind
     message: float  # seconds of the hidden states of the first slice between two stages
-    kept_bytes: tuple[int, ...]  # of each kind, by slice
-    head_bytes: int  # of the slice that keeps the fewest
+    # bytes that are kept of each kind, by slice, and of the head's slice that keeps the fewest
+    kept: Callable[[], tuple[Counts, int]]
 
 
-class _Measured(NamedTuple):
-    """Seconds of a microbatch, by slice: of each kind of layer and of the head; and the last three fields of Times."""
-
-    of_slices: tuple[list[OpSeconds], ...]
-    message: float
-    kept_bytes: tuple[int, ...]
-    head_bytes: int
+# of a microbatch, by slice: the seconds of each kind of layer and of the head; and of a message
+_Measured = tuple[tuple[list[OpSeconds], ...], float]
 
 
 def _over(counts: Counts, parts: tuple[_Part, ...], field: str) -> float:
@@ -172,7 +168,7 @@ class Bounds:
     def __init__(self, config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> None:
         self._config, self._world_size, self._hardware, self._load = with_compiled(config), world_size, hardware, load
         self._model, self._cut, self._times = cache(self._make_model), cache(self._make_cut), cache(self._make_times)
-        self._links, self._measured = cache(self._make_links), cache(self._measure)
+        self._links, self._measured, self._kept = cache(self._make_links), cache(self._measure), cache(self._keep)
 
     def at(self, world_size: int) -> Bounds:
         """Return the bounds for another number of accelerators, which share what does not depend on it."""
@@ -201,7 +197,8 @@ class Bounds:
         least, optimizer = self._bytes(found[1], layout, holds, costs, cut.directions)
         if least > NEAR_MISS * self._hardware.usable_bytes:
             return Bound(0.0, least)
-        return Bound(self._seconds(layout, _waits(cut), costs, count, cut.directions) + optimizer, least)
+        seconds = self._seconds(layout, _waits(cut), costs, count, cut.directions) + optimizer
+        return Bound(seconds, least, optimizer)
 
     def of_group(self, first: Layout) -> Bound | None:
         """Return bounds for every schedule, cut and kind of optimizer with the sizes and the recompute of a layout: of
@@ -212,7 +209,7 @@ class Bounds:
             return None
         layers, experts = (sum(map(operator.mul, found[1].numbers, each)) for each in found[1][1:3])
         held = (layers + found[1].embedding + found[1].head) / first.tp / first.pp
-        least, _, _ = self._state(first, held, experts / first.ep / (first.etp or first.tp) / first.pp, 1)
+        least, *_ = self._state(first, held, experts / first.ep / (first.etp or first.tp) / first.pp, 1)
         if least > NEAR_MISS * self._hardware.usable_bytes:
             return Bound(0.0, least)
         times, numbers = self.times_of(first, False), found[1].numbers
@@ -257,32 +254,44 @@ class Bounds:
         self, elements: Elements, layout: Layout, ranks: tuple[_Holds, ...], times: Times, directions: int
     ) -> tuple[float, float]:
         """Return (bytes of the fullest rank, seconds of the optimizer)."""
-        least = most = most_held = 0.0
+        least = most = most_held = most_summed = 0.0
+        of_layers, of_head = times.kept()
         for rank in ranks:
             layers = sum(map(operator.mul, rank.layers, elements.layers))
             held = (layers + rank.embeddings * elements.embedding + rank.heads * elements.head) / layout.tp
             experts = sum(map(operator.mul, rank.layers, elements.experts)) / layout.ep / (layout.etp or layout.tp)
             # with several stages on a rank the head may keep nothing at the moment when most layers are kept
-            kept = sum(map(operator.mul, rank.live_layers, times.kept_bytes))
+            kept = sum(map(operator.mul, rank.live_layers, of_layers))
             if layout.chunks == 1:
-                kept += rank.heads * times.head_bytes
-            state, sharded, moved = self._state(layout, held, experts, directions)
+                kept += rank.heads * of_head
+            state, sharded, moved, summed = self._state(layout, held, experts, directions)
             least = max(least, state + kept)
-            most, most_held = max(most, sharded), max(most_held, moved)
-        return least, (most + most_held) / self._hardware.memory_bytes_per_second
+            most, most_held, most_summed = max(most, sharded), max(most_held, moved), max(most_summed, summed)
+        return least, (most + most_held) / self._hardware.memory_bytes_per_second + most_summed
 
-    def _state(self, layout: Layout, held: float, experts: float, directions: int) -> tuple[float, float, float]:
-        """Return the bytes of the state of a rank with so many parameters and those of experts, and what its optimizer
-        moves of its shard and of all of them.
+    def _state(self, layout: Layout, held: float, experts: float, directions: int) -> tuple[float, float, float, float]:
+        """Return the bytes of the state of a rank with so many parameters and those of experts, what its optimizer
+        moves of its shard and of all of them, and the seconds of summing its shard over instances.
         """
+        node, network = self._hardware.node.bytes_per_second, self._hardware.network.bytes_per_second
         replicas, cut = self._world_size // layout.tp // layout.pp * directions, layout.ep * (layout.etp or layout.tp)
-        shards, expert_shards = (replicas, replicas * layout.tp // cut) if layout.distributed_optimizer else (1, 1)
         element, dtypes, moved = self._of_state
-        sharded, whole = held / shards + experts / expert_shards, held + experts
+        reduced = 2 if self._config.parallel.grad_reduce_in_bf16 else dtypes.gradient_bytes
+        sharded, whole, summed = 0.0, held + experts, 0.0
+        for elements, ranks in ((held, replicas), (experts, replicas * layout.tp // cut)):
+            instances = math.gcd(layout.instances, ranks)
+            shard = elements / (ranks // instances if layout.distributed_optimizer else 1)
+            sharded += shard
+            if not self._hardware.stack.overlapped_instances:
+                # ranks with the same shard are at least a shard's ranks apart
+                crosses = ranks // directions // instances >= self._hardware.ranks_per_node
+                rate = network if crosses else max(node, network)
+                summed += ALL_REDUCE * shard * reduced * (instances - 1) / instances / rate
         weights = sharded if layout.sharding == SHARDED_PARAMS else whole
         gradients = sharded if layout.sharding else whole
         of_buffers = weights * element + gradients * dtypes.gradient_bytes
-        return of_buffers + sharded * dtypes.state_bytes(True), sharded * moved, whole * dtypes.gradient_bytes
+        state = of_buffers + sharded * dtypes.state_bytes(True)
+        return state, sharded * moved, whole * dtypes.gradient_bytes, summed
 
     @cached_property
     def _of_state(self) -> tuple[int, StateDtypes, int]:
@@ -347,16 +356,17 @@ class Bounds:
         except ConfigError:
             return _NO_LINKS
         links = hardware.node, hardware.network
-        return expert_links_of(topology, *links, hardware.pipelined_exchanges), context_links(topology, *links)
+        return expert_links_of(topology, *links, hardware.stack.pipelined_exchanges), context_links(topology, *links)
 
-    def _measure(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links) -> _Measured:
-        """Return the seconds and bytes of a microbatch of so many sequences."""
-        hardware, found, (expert_links, shared) = self._hardware, self._model(sizes.tp), over
+    def _shapes(
+        self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links
+    ) -> tuple[ModelSpec, list[tuple[RankShape, RankShape]]]:
+        """Return the layers, and for each slice of a microbatch of so many sequences a shape that keeps no more than it
+        and one that takes no longer.
+        """
+        found = self._model(sizes.tp)
         assert found is not None
-        model = with_dispatcher(found[0], sizes.flex)
-        links = hardware.node, hardware.network
-        rate, latency = max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links)
-        tp_link = Link(rate, (sizes.tp - 1) * latency)
+        model, expert_links = with_dispatcher(found[0], sizes.flex), over[0]
         spec = model_spec(model, self._config.precision, sizes.context.kinds)
         if self._load != BALANCED:  # the least of any layer in all of them, so that kinds stay alike
             imbalance = self._load.of(model, sizes.ep)
@@ -369,32 +379,43 @@ class Bounds:
         shape = replace(shape, in_parts=sizes.overlap)
         if expert_links is not None and sizes.flex:
             shape = replace(shape, ep_inner=expert_links.inside)
-        pairs = [_around_budget(spec, each) for each in self._slice_shapes(spec, shape, sizes.slices)]
-        numbers = [spec.layers.index(kind) for kind in spec.kinds]
+        return spec, [_around_budget(spec, each) for each in self._slice_shapes(spec, shape, sizes.slices)]
+
+    def _keep(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links) -> tuple[Counts, int]:
+        """Return the bytes that a microbatch keeps of a layer of each kind, by slice, and at least of the head."""
+        spec, pairs = self._shapes(sizes, size, recompute, over)
         kept, of_head = list[int](), list[int]()
+        numbers = [spec.layers.index(kind) for kind in spec.kinds]
         for fewest, _ in pairs:
             kept += [sum(stage_bytes(spec, fewest, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
             with_head = sum(stage_bytes(spec, fewest, StageLayers(0, 1, False, True)).values())
             of_head.append(with_head - kept[-len(numbers)])
+        return tuple(kept), min(of_head)
+
+    def _measure(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links) -> _Measured:
+        """Return the seconds of a microbatch of so many sequences."""
+        hardware, (expert_links, shared) = self._hardware, over
+        spec, pairs = self._shapes(sizes, size, recompute, over)
+        links = hardware.node, hardware.network
+        rate, latency = max(link.bytes_per_second for link in links), min(link.latency_seconds for link in links)
+        tp_link = Link(rate, (sizes.tp - 1) * latency)
+        of_layer = cache(lambda layer, shape: layer_seconds(layer, shape, hardware, tp_link, shared, expert_links))
         of_slices = []
         for _, shape in pairs:
             head = head_seconds(spec, shape, hardware, tp_link)
             for _, layer in spec.predictions:
-                own = replace(shape, recompute=shape.recompute.of_predictions)
-                head += layer_seconds(layer, own, hardware, tp_link, shared, expert_links)
-            seconds = (layer_seconds(kind, shape, hardware, tp_link, shared, expert_links) for kind in spec.kinds)
-            of_slices.append([*seconds, head])
-
+                head += of_layer(layer, replace(shape, recompute=shape.recompute.of_predictions))
+            of_slices.append([*(of_layer(kind, shape) for kind in spec.kinds), head])
         _, shape = pairs[0]
-        message = shape.hidden_bytes(model.hidden_size)
+        hidden_size = self._config.model.hidden_size
+        message = shape.hidden_bytes(hidden_size)
         if self._config.parallel.pipeline_message_dtype is not None:
-            message = shape.own_tokens * model.hidden_size
-        sent = message / rate + latency
-        return _Measured(tuple(of_slices), sent, tuple(kept), min(of_head))
+            message = shape.own_tokens * hidden_size
+        return tuple(of_slices), message / rate + latency
 
     def _make_times(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links, is_split: bool) -> Times:
         """Return the costs of a microbatch of so many sequences."""
-        of_slices, message, kept, of_head = self._measured(sizes, size, recompute, over)
+        of_slices, message = self._measured(sizes, size, recompute, over)
 
         def part(each: OpSeconds) -> _Part:
             there, back = (half.get("ep", 0.0) if sizes.overlap else 0.0 for half in (each.forward, each.inputs))
@@ -402,7 +423,8 @@ class Bounds:
             return _Part(each.of(Op.F) - there, each.of(Op.I) - back, both - back, there + back)
 
         *layers, head = (part(sum(each[1:], each[0])) for each in zip(*of_slices, strict=True))
-        return Times(tuple(layers), head, tuple(map(part, of_slices[0][:-1])), message, kept, of_head)
+        kept = partial(self._kept, sizes, size, recompute, over)
+        return Times(tuple(layers), head, tuple(map(part, of_slices[0][:-1])), message, kept)
 
     def _slice_shapes(self, spec: ModelSpec, shape: RankShape, count: int) -> tuple[RankShape, ...]:
         """Return the slices of a microbatch, as `RunPlan.slice_shapes` does."""

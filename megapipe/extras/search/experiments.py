@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -74,7 +73,7 @@ def _smallest(candidate: Candidate, config: Config, hardware: Hardware) -> tuple
         small = dataclasses.replace(config, training=training)
         try:
             steps = ShortSteps(small, num_gpus, hardware.on(num_gpus))
-            seconds, need = steps.of(layout, math.inf, hardware.usable_bytes)
+            seconds, need = steps.of(layout)
         except ConfigError:  # ep does not divide so few ranks
             continue
         if need <= hardware.usable_bytes:

@@ -7,7 +7,7 @@ Not varied:
   more memory; only with sharded weights breadth-first is one
 - weights are sharded with the schedules for which that is made: breadth-first, which gathers each chunk twice a step,
   1f1b in units of one layer, which gathers them for every microbatch, and interleaved between the two; with layers
-  divided by cost. Gradients alone are not: they save less, and their reductions are as many
+  divided by cost. So are gradients alone
 - DualPipe is faster only by the overlap of its pairs: it is tried with overlapped all-to-alls of experts, and if it is
   the configured schedule
 - tokens are sent once to a node (the dispatcher flex) where the ranks of ep are on several nodes; results are added
@@ -34,7 +34,7 @@ from typing import NamedTuple
 from megapipe.config.config import Config
 from megapipe.config.layers import is_explicit, layer_kinds
 from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import SHARDED_PARAMS, ParallelConfig, RecomputeConfig
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, ParallelConfig, RecomputeConfig
 from megapipe.config.problems import divisors
 from megapipe.config.rules import context, experts
 from megapipe.config.rules.check import Rule
@@ -69,7 +69,7 @@ ASPECTS = {
     "the pipeline": ("pp", "chunks", "schedule", "cut", "slices"),
     "microbatch": ("micro_batch_size",),
     "recompute": ("recompute",),
-    "sharding": ("sharding", "units", "distributed_optimizer"),
+    "sharding": ("sharding", "units", "distributed_optimizer", "instances"),
     "cp": ("context",),
     "experts": ("ep", "etp", "overlap", "flex"),
 }
@@ -126,6 +126,7 @@ class Layout:
     slices: int = 1  # of every sequence
     overlap: bool = False  # all-to-alls of experts under computation, in pairs
     flex: bool = False  # tokens once to a node with several of their experts
+    instances: int = 1  # of the distributed optimizer (HSDP)
 
     def dp(self, world_size: int) -> int:
         """Return the data-parallel size on so many accelerators."""
@@ -162,6 +163,7 @@ class Layout:
             use_distributed_optimizer=self.distributed_optimizer,
             data_parallel_sharding_strategy=self.sharding or None,
             data_parallel_sharding_units=self.units,
+            num_distributed_optimizer_instances=self.instances,
             pipe_sp_splits=self.slices,
             overlap_moe_expert_parallel_comm=self.overlap,
             # as configured, if the configuration overlaps
@@ -193,6 +195,7 @@ class Layout:
             *([] if self.distributed_optimizer else ["no distributed optimizer"]),
             *({"optim_grads": ["gradients sharded"], SHARDED_PARAMS: ["weights sharded"]}.get(self.sharding, [])),
             *([f"{self.units} units a stage"] if self.units > 1 else []),
+            *([f"{self.instances} instances"] if self.instances > 1 else []),
             *([f"slices {self.slices}"] if self.slices > 1 else []),
             *(["all-to-alls overlap"] if self.overlap else []),
             *(["flex"] if self.flex else []),
@@ -208,32 +211,41 @@ def difference(a: Layout, b: Layout) -> str:
     return found[0] if len(found) == 1 else "several"
 
 
-class Group(NamedTuple):
-    """Layouts that differ in the schedule, the cut, the distributed optimizer and the recompute alone."""
+class Variant(NamedTuple):
+    """How replicas share the state of their parameters; what they compute does not depend on it. Fields of `Layout`."""
 
-    first: Layout  # without recompute
+    distributed_optimizer: bool = True
+    sharding: str = ""
+    instances: int = 1
+
+
+class Group(NamedTuple):
+    """Layouts that differ in the schedule, the cut, the sharing between replicas and the recompute alone."""
+
+    first: Layout  # without recompute, with the first variant
     schedules: Sequence[tuple[str, int, int]]  # name, chunks per rank, units of a stage
     cuts: Sequence[str]
-    shards: Sequence[bool]
     recomputes: Sequence[RecomputeConfig]
+    variants: Sequence[Variant]  # the first keeps the least, but for gathered weights
 
     @property
     def size(self) -> int:
         return math.prod(map(len, self[1:]))
 
-    def members(self, recomputes: Sequence[RecomputeConfig]) -> Iterator[Layout]:
-        """Yield the layouts with these settings of recompute; `resolve` may still refuse some of them."""
-        for (name, chunks, units), cut, is_sharded, recompute in product(
-            self.schedules, self.cuts, self.shards, recomputes
+    def members(self, *variants: Variant) -> Iterator[Layout]:
+        """Yield the layouts with these variants; `resolve` may still refuse some of them."""
+        first = vars(self.first)
+        for variant, (name, chunks, units), cut, recompute in product(
+            variants, self.schedules, self.cuts, self.recomputes
         ):
             changes = {"schedule": name, "chunks": chunks, "units": units, "cut": cut, "recompute": recompute}
-            yield Layout(**{**vars(self.first), **changes, "distributed_optimizer": is_sharded})
+            yield Layout(**{**first, **changes, **variant._asdict()})
 
 
 def layouts(config: Config, world_size: int, hardware: Hardware) -> Iterator[Layout]:
     """Yield every layout that the sizes allow."""
     for group in groups(config, world_size, hardware):
-        yield from group.members(group.recomputes)
+        yield from group.members(*group.variants)
 
 
 def groups(config: Config, world_size: int, hardware: Hardware) -> Iterator[Group]:
@@ -243,9 +255,7 @@ def groups(config: Config, world_size: int, hardware: Hardware) -> Iterator[Grou
     ranks_per_node, is_alike = hardware.ranks_per_node, len(layer_kinds(model)) == 1
     options = {each: _recomputes(_with_exchanges(config, *each)) for each in _exchanges(config)}
     parallel = dataclasses.replace(config.parallel, data_parallel_sharding_strategy=SHARDED_PARAMS)
-    # with experts, a layout for each ep and etp would double the search
-    sharded = dataclasses.replace(config, parallel=parallel)
-    shards_weights = model.num_experts is None and _allows((combinations,), sharded)
+    shards_weights = _allows((combinations,), dataclasses.replace(config, parallel=parallel))
     # tp within a node unless --allow-tp-across-nodes is given
     widest = world_size if config.parallel.allow_tp_across_nodes else min(ranks_per_node, world_size)
     for tp in divisors(widest):
@@ -262,7 +272,8 @@ def groups(config: Config, world_size: int, hardware: Hardware) -> Iterator[Grou
             cuts = CUTS if pp > 1 else CUTS[:1]
             # experts need sequence parallelism
             is_sliced = (True, False)[: 1 if model.num_experts else 2] if tp > 1 else (False,)
-            for sp, (ep, etp, shards), size, each in product(
+            instances = divisors(dp * shared.ranks)
+            for sp, (ep, etp, has_replicas), size, each in product(
                 is_sliced, _expert_grids(config, tp, dp * shared.ranks), sizes, options
             ):
                 overlap, flex = each
@@ -271,23 +282,33 @@ def groups(config: Config, world_size: int, hardware: Hardware) -> Iterator[Grou
                     continue
                 whole = Layout(tp, pp, 1, "1f1b", size, RecomputeConfig(), sp, True, "cost", ep, etp, shared)
                 whole = dataclasses.replace(whole, overlap=overlap, flex=flex)
-                yield Group(whole, schedules[overlap], cuts, shards, options[each])
+                variants = [Variant(instances=number) for number in instances] if has_replicas else []
+                variants.append(Variant(distributed_optimizer=False))
+                yield Group(whole, schedules[overlap], cuts, options[each], variants)
                 for count in numbers[shared, sp] if pp > 1 and not overlap else ():
                     if size == 1 or count == config.parallel.pipe_sp_splits:
                         taking = [one for one in schedules[overlap] if SCHEDULES[one[0]].takes_slices]
                         unbudgeted = [one for one in options[each] if one.recompute_memory_budget is None]
-                        yield Group(dataclasses.replace(whole, slices=count), taking, cuts, shards, unbudgeted)
-            if dp * shared.ranks > 1 and shards_weights:
-                in_units: list[tuple[str, int, int]] = []
-                for schedule, chunks, _ in schedules[False]:
-                    if schedule == "1f1b":
-                        in_units.append((schedule, chunks, -(-model.num_layers // pp)))
-                    elif takes_any_chunks(schedule):
-                        in_units += [(schedule, chunks, 1), ("breadth-first", chunks, 1)]
-                for size, recomputes in product(sizes, options.values()):
-                    whole = Layout(tp, pp, 1, "1f1b", size, RecomputeConfig(), tp > 1, context=shared)
+                        yield Group(dataclasses.replace(whole, slices=count), taking, cuts, unbudgeted, variants)
+                if len(instances) > 1 and shards_weights and sp == (tp > 1):
                     whole = dataclasses.replace(whole, sharding=SHARDED_PARAMS)
-                    yield Group(whole, in_units, CUTS[:1], (True,), recomputes)
+                    kinds = product(reversed(SHARDED_GRADS), instances)
+                    variants = [Variant(True, sharding, number) for sharding, number in kinds]
+                    in_units = list(_in_units(schedules[overlap], -(-model.num_layers // pp), overlap))
+                    yield Group(whole, in_units, CUTS[:1], options[each], variants)
+
+
+def _in_units(
+    schedules: Iterable[tuple[str, int, int]], most_layers: int, overlap: bool
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the schedules for which sharded weights are made, with chunks and units. most_layers: of a 1f1b stage."""
+    for schedule, chunks, _ in schedules:
+        if schedule == "1f1b":
+            yield schedule, chunks, most_layers
+        elif takes_any_chunks(schedule):
+            yield schedule, chunks, 1
+            if not overlap:
+                yield "breadth-first", chunks, 1
 
 
 def with_dispatcher(model: ModelConfig, flex: bool) -> ModelConfig:
@@ -378,16 +399,16 @@ def _recomputes(config: Config) -> list[RecomputeConfig]:
     return [each for each in recomputes if always.issuperset(refused(each))]
 
 
-def _expert_grids(config: Config, tp: int, dp: int) -> list[tuple[int, int | None, tuple[bool, ...]]]:
-    """Return every ep and etp that divide experts, their widths and ranks; with and without the distributed optimizer
-    where some parameters have replicas. etp divides tp.
+def _expert_grids(config: Config, tp: int, dp: int) -> list[tuple[int, int | None, bool]]:
+    """Return every ep and etp that divide experts, their widths and ranks, and whether some parameters have replicas.
+    etp divides tp.
     """
-    model, shards = config.model, (True, False) if dp > 1 else (False,)
+    model = config.model
     if model.num_experts is None:
-        return [(1, None, shards)]
+        return [(1, None, dp > 1)]
     width = model.moe_ffn_hidden_size or model.feed_forward_size()
     return [
-        (ep, etp, (True, False) if tp * dp > ep * etp else shards)
+        (ep, etp, dp > 1 or tp > ep * etp)
         for etp in divisors(tp)
         if width % etp == 0
         for ep in divisors(model.num_experts)

@@ -9,21 +9,21 @@ of the best layouts with recompute is also tried with the largest budget that fi
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import Any
 
 from megapipe.config.config import Config, resolve_model
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.problems import divisors
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import NEAR_MISS, Bound, Bounds
-from megapipe.extras.search.layout import Group, Layout, groups, keeps_all
+from megapipe.extras.search.layout import Group, Layout, Variant, groups, keeps_all
 from megapipe.formatting import bytes_text
 from megapipe.layers.model import model_parameters
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
@@ -80,7 +80,7 @@ class Found:
     num_gpus: int
     best: tuple[Candidate, ...]  # the fastest layouts that fit, fastest first
     misses: tuple[Candidate, ...]  # layouts faster than the best, but slightly too large, fastest first
-    num_tried: int  # layouts in all groups
+    num_tried: int  # layouts of the groups, with the variants that are searched
     num_predicted: int  # layouts that were simulated
     rival: Candidate | None  # the fastest layout with a pipeline, if none of `best` has one
     least_bytes: Mapping[int, float]  # for each pp a lower bound of the fullest rank's bytes, over all other choices
@@ -94,6 +94,8 @@ class Found:
         return self.num_gpus * price_per_hour / SECONDS_OF_AN_HOUR / self.best[0].time.tokens_per_second * 1e9
 
 
+UNSHARDED: dict[str, Any] = {"sharding": "", "units": 1, "distributed_optimizer": True, "instances": 1}
+Steps = Generator[tuple[float, float | None], None, int]
 MOST_MISSES = 3
 FILLS = 4  # a short step has about this many times pp microbatches
 SHORT_STEP_ERROR = 1.01  # a short step's prediction for a whole one is at most this factor too long
@@ -129,13 +131,13 @@ def choose(
         return bool(found.best) and found.best[0].time.tokens_per_second >= (objective.tokens_per_second or 0.0)
 
     def is_possible(num_gpus: int) -> bool:
-        """Return False if no layout fits and reaches the goal: one that does is enough, the best is not wanted."""
+        """Return False if no layout fits and reaches the goal."""
         tokens = (config.training.global_batch_size or 0) * config.model.seq_length
         goal = objective.tokens_per_second
         slowest = tokens / goal * SHORT_STEP_ERROR if goal else math.inf
         here = hardware.on(num_gpus)
-        walk = _Walk(ShortSteps(config, num_gpus, here, load), 1, slowest)
-        walk.along(Frontier(bounds.at(num_gpus), config, num_gpus, here, pinned), is_any_enough=True)
+        walk = _Walk(ShortSteps(config, num_gpus, here, load), 1, slowest, here.usable_bytes)
+        walk.along(Frontier(bounds.at(num_gpus), config, num_gpus, here, pinned))
         return bool(walk.best)
 
     bounds = Bounds(config, 1, hardware, load)
@@ -178,10 +180,28 @@ class Frontier:
         self.num_layouts, self._numbers = 0, itertools.count()
         self._heap: list[tuple[float, int, Bound, Layout, Group | None]] = []
         self._least: dict[tuple[int, int], float] = {}  # the least bytes of each pp and cp
-        for group in groups(config, world_size, hardware):
-            if any(map(pinned, group.members(group.recomputes))):
-                self.num_layouts += group.size
-                self._push(bounds.of_group(group.first), group.first, group)
+        self._groups: dict[Layout, Group] = {}  # by their first layout
+        self._added: set[Layout] = set()
+        every = list(groups(config, world_size, hardware))
+        # with experts, sharded weights take three times as long to search: only where nothing else is allowed
+        self._add([group for group in every if group.first.etp is None or not group.first.sharding])
+        if not self.num_layouts:
+            self._add(every)
+
+    def _add(self, every: Iterable[Group]) -> None:
+        for group in every:
+            first, *others = group.variants
+            variants = [first] if self._allows(group, first) else [each for each in others if self._allows(group, each)]
+            if variants:
+                # several instances are searched only where the first variant is not allowed
+                searched = [each for each in group.variants if each.instances == 1] if variants == [first] else variants
+                self.num_layouts += group._replace(variants=searched).size
+                self._groups[group.first] = group
+                bound = self._bounds.of_group(group.first)
+                self._push(bound, group.first, group._replace(variants=variants))
+
+    def _allows(self, group: Group, variant: Variant) -> bool:
+        return any(map(self._pinned, group.members(variant)))
 
     def _push(self, bound: Bound | None, layout: Layout, group: Group | None) -> None:
         if bound is not None and bound.least_bytes <= self._most_bytes:
@@ -206,12 +226,35 @@ class Frontier:
                     self._push(self._bounds.of_group(first), first, group._replace(recomputes=(recompute,)))
             else:
                 times = cache(partial(self._bounds.times_of, layout))
-                for member in filter(self._pinned, group.members(group.recomputes)):
+                for member in filter(self._pinned, group.members(*group.variants)):
                     self._push(self._bounds.of(member, times), member, None)
 
-    def again(self, bound: Bound, layout: Layout) -> None:
+    def again(self, bound: Bound, layout: Layout, seconds: float) -> None:
         """Put a layout back with a larger bound."""
-        self._push(bound, layout, None)
+        self._push(bound._replace(seconds=max(bound.seconds, seconds)), layout, None)
+
+    def add_variants(self, layout: Layout, seconds: float, computed: float | None) -> None:
+        """Add the variants of a layout that keep more, if they may be faster, with any recompute; of one instance.
+
+        seconds: of the layout. computed: those that variants share, without what replicas exchange and update. None:
+        the layout does not fit, but may without gathered weights.
+        """
+        shape = {"schedule": "1f1b", "chunks": 1, "units": 1, "cut": "cost", "recompute": RecomputeConfig()}
+        group = self._groups.get(dataclasses.replace(layout, **shape))  # type: ignore[arg-type]
+        if group is None:
+            return
+        for variant in group.variants[1:]:
+            if variant.instances > 1 or (computed is None and variant.sharding == layout.sharding):
+                continue
+            least = computed or 0.0
+            for recompute in (layout.recompute,) if computed is None else group.recomputes:
+                other = dataclasses.replace(layout, recompute=recompute, **variant._asdict())
+                bound = self._bounds.of(other)
+                if bound is None or least + bound.optimizer >= seconds:
+                    break
+                if other not in self._added and self._pinned(other):
+                    self._added.add(other)
+                    self.again(bound, other, least + bound.optimizer)
 
     def least_bytes(self, axis: int) -> dict[int, float]:
         """Return for each pp (axis 0) or cp (axis 1) a lower bound of the bytes of the fullest rank."""
@@ -241,30 +284,36 @@ def search(
     """
     hardware = hardware.on(world_size)
     bounds, steps = Bounds(config, world_size, hardware, load), ShortSteps(config, world_size, hardware, load)
-    walk, frontier = _Walk(steps, num_best), Frontier(bounds, config, world_size, hardware, pinned)
+    usable, frontier = hardware.usable_bytes, Frontier(bounds, config, world_size, hardware, pinned)
+    walk = _Walk(steps, num_best, math.inf, usable)
     walk.along(frontier)
     least_bytes = frontier.least_bytes(0)
     if not walk.best and not walk.too_large:
         raise ConfigError(_nothing_found(config, world_size, hardware, walk.refused, least_bytes))
     recomputing = [
         layout
-        for _, layout in walk.best
+        for layout in walk.best
         # not with an imbalance: a run chooses by the memory of balanced routing; nor in parts, which have no budgets
         if layout.recompute != RecomputeConfig() and load == BALANCED and not layout.overlap
     ]
     refined = map(steps.least_recompute, recomputing)
-    distinct = dict.fromkeys([*(layout for _, layout in walk.best), *filter(pinned, refined)])
+    distinct = dict.fromkeys([*walk.best, *filter(pinned, refined)])
     slowest_first = sorted(map(steps.in_full, distinct), key=lambda each: -each.time.seconds)
     best = list({family(each.layout): each for each in slowest_first}.values())
     best = sorted(best, key=lambda each: each.time.seconds)[:num_best]
-    misses = walk.misses(best[0].time.seconds if best else math.inf)
+    misses = _Walk(steps, MOST_MISSES, best[0].time.seconds if best else math.inf, NEAR_MISS * usable)
+    for bound, layout in walk.too_large:
+        if not (best and layout.overlap):  # rows of parts are long: their layouts only if nothing fits
+            frontier.again(bound, layout, bound.seconds)
+    misses.along(frontier)
     rival = None
     if best and all(each.layout.pp == 1 for each in best):
-        piped = _Walk(steps, 1)
+        piped = _Walk(steps, 1, math.inf, usable)
         piped.along(Frontier(bounds, config, world_size, hardware, lambda each: each.pp > 1 and pinned(each)))
-        rival = next((steps.in_full(layout) for _, layout in piped.best), None)
-    counts = frontier.num_layouts, walk.num_predicted
-    return Found(world_size, tuple(best), misses, *counts, rival, least_bytes, frontier.least_bytes(1), steps)
+        rival = next(map(steps.in_full, piped.best), None)
+    counts = frontier.num_layouts, walk.num_predicted + misses.num_predicted
+    too_large = tuple(map(steps.in_full, misses.best))
+    return Found(world_size, tuple(best), too_large, *counts, rival, least_bytes, frontier.least_bytes(1), steps)
 
 
 def without_recompute(layout: Layout) -> Layout:
@@ -272,76 +321,54 @@ def without_recompute(layout: Layout) -> Layout:
 
 
 def family(layout: Layout) -> Layout:
-    """Return the layout without recompute, with the distributed optimizer. Of layouts that are equal then only the
-    fastest is reported: recompute takes time and saves memory, the other saves memory and takes as much time.
+    """Return the layout without recompute, with the distributed optimizer alone. Of layouts that are equal then only
+    the fastest is reported: they compute the same, with more or less memory.
     """
-    return dataclasses.replace(layout, recompute=RecomputeConfig(), distributed_optimizer=True)
+    return dataclasses.replace(layout, recompute=RecomputeConfig(), **UNSHARDED)
 
 
 class _Walk:
     """The state of a search: the best layouts found so far, and those that are slightly too large."""
 
-    def __init__(self, steps: ShortSteps, num_best: int, most_seconds: float = math.inf) -> None:
-        self._steps, self._num_best, self._most_seconds = steps, num_best, most_seconds
-        self.best: list[tuple[float, Layout]] = []
-        self.too_large: list[tuple[float, Layout]] = []  # seconds, or a lower bound of them
+    def __init__(self, steps: ShortSteps, num_best: int, most_seconds: float, usable: float) -> None:
+        self._steps, self._num_best, self._most_seconds, self._usable = steps, num_best, most_seconds, usable
+        self.best: list[Layout] = []  # fastest first
+        self.too_large: list[tuple[Bound, Layout]] = []
         self.num_predicted, self.refused = 0, ""
 
-    def along(self, frontier: Frontier, is_any_enough: bool = False) -> None:
-        """Look at the layouts in the order of their bounds, until no bound beats the best, or one is found."""
-        usable = self._steps.hardware.usable_bytes
-        slowest = self._most_seconds  # the seconds that a layout has to beat
-        is_bounded_again, fit, too_large = set[Layout](), set[Layout](), set[Layout]()
+    def along(self, frontier: Frontier) -> None:
+        """Look at the layouts in the order of their bounds, which grow to their seconds, until enough are found.
+
+        A layout whose seconds are below the bounds of all others is the fastest of the rest.
+        """
+        families, running = set[Layout](), dict[Layout, Steps]()
         for bound, layout in frontier:
-            if bound.seconds >= slowest or (is_any_enough and self.best):
+            if bound.seconds >= self._most_seconds or len(self.best) == self._num_best:
                 break
-            sharded = dataclasses.replace(layout, distributed_optimizer=True)
-            if {without_recompute(layout), sharded} & fit or sharded in too_large:  # only slower, or larger
+            if family(layout) in families:  # and faster
                 continue
-            if bound.least_bytes > usable:
-                self.too_large.append((bound.seconds, layout))
+            if bound.least_bytes > self._usable:
+                self.too_large.append((bound, layout))
                 continue
+            steps = running.setdefault(layout, self._steps.along(layout, self._usable))
             try:
-                if layout.overlap and layout not in is_bounded_again:
-                    is_bounded_again.add(layout)
-                    least = self._steps.least_of_overlap(sharded)
-                    frontier.again(bound._replace(seconds=max(bound.seconds, least)), layout)
+                seconds, computed = next(steps)
+            except StopIteration as end:
+                if end.value <= self._usable:
+                    self.best.append(layout)
+                    families.add(family(layout))
                     continue
-                seconds, need = self._steps.of(layout, slowest, usable)
+                frontier.add_variants(layout, math.inf, None)
+                if end.value <= NEAR_MISS * self._usable:
+                    self.too_large.append((bound, layout))
+                continue
             except ConfigError as error:
                 self.refused = f"{layout}: {error}"
                 continue
-            self.num_predicted += 1
-            if need > usable:
-                too_large.add(layout)
-                if need <= NEAR_MISS * usable:
-                    self.too_large.append((seconds if seconds < math.inf else bound.seconds, layout))
-                continue
-            fit.add(layout)
-            if seconds < slowest:
-                every = sorted([*self.best, (seconds, layout)], key=lambda pair: -pair[0])
-                fastest = {family(each): (least, each) for least, each in every}
-                self.best = sorted(fastest.values(), key=lambda pair: pair[0])[: self._num_best]
-                if len(self.best) == self._num_best:
-                    slowest = self.best[-1][0]
-
-    def misses(self, fastest: float) -> tuple[Candidate, ...]:
-        """Return the fastest of the layouts that are slightly too large, if faster than `fastest`."""
-        most, found = int(NEAR_MISS * self._steps.hardware.usable_bytes), list[tuple[float, Layout]]()
-        # rows of parts are long: their layouts only if nothing fits
-        slow = [pair for pair in self.too_large if not (self.best and pair[1].overlap)]
-        for bound, layout in sorted(slow, key=lambda pair: pair[0]):
-            slowest = min(fastest, found[MOST_MISSES - 1][0] if len(found) >= MOST_MISSES else math.inf)
-            if bound >= slowest:
-                break
-            try:
-                seconds, need = self._steps.of(layout, slowest, most)
-            except ConfigError:
-                continue
-            self.num_predicted += 1
-            if seconds < slowest and need <= most:
-                bisect.insort(found, (seconds, layout), key=lambda pair: pair[0])
-        return tuple(self._steps.in_full(layout) for _, layout in found[:MOST_MISSES])
+            if computed is not None:
+                self.num_predicted += 1
+                frontier.add_variants(layout, seconds, computed)
+            frontier.again(bound, layout, seconds)
 
 
 class ShortSteps:
@@ -355,45 +382,84 @@ class ShortSteps:
         self._config, self._world_size, self.hardware, self._load = config, world_size, hardware, load
         self._plans: dict[Hashable, RunPlan] = {}
         self._hidden: dict[Layout, float] = {}
-        self.least_of_overlap = cache(self._least_of_overlap)
+        self._seconds: dict[Layout, float] = {}  # of layouts whose time is known
+        self._computed: dict[Layout, float] = {}  # without what replicas exchange and update
+        self.least_of_overlap, self._free = cache(self._least_of_overlap), cache(self._without_exchanges)
 
-    def of(self, layout: Layout, slowest: float, most_bytes: float) -> tuple[float, int]:
-        """Return (seconds of a step, bytes of the fullest rank). Raises ConfigError.
+    def along(self, layout: Layout, most_bytes: float) -> Steps:
+        """Yield lower bounds of a step's seconds, each dearer than the one before, with None; then its seconds, with
+        those that do not depend on how replicas share; return the bytes of the fullest rank. Raises ConfigError.
 
-        If the first rank already needs more than `most_bytes`: (inf, its bytes). Bytes above these, or of a step that
-        takes `slowest` seconds or more, are only a lower bound.
+        If a rank needs more than `most_bytes`, its bytes; without the time if that is the first rank.
         """
+        alike = layout if layout.units > 1 and layout.overlap else dataclasses.replace(layout, **UNSHARDED)
+        if layout.overlap:
+            yield self.least_of_overlap(alike), None
+            yield self._free(alike)[1], None
+        if (without := without_recompute(layout)) in self._seconds:
+            yield self._seconds[without], None
+        if alike in self._computed:
+            yield self._computed[alike] * (1 - 1e-9), None
         count, few, plan = self._short(layout)
 
         def need_of(pp_rank: int) -> int:
             return _in_full(rank_memory(plan, pp_rank, self.hardware.nccl_bytes), few, count).device_bytes
 
         need = need_of(0)
-        if need > most_bytes:
-            return math.inf, need
-        seconds = self._whole(layout, count, few, plan).seconds
-        for pp_rank in reversed(range(1, layout.pp)) if seconds < slowest else ():
-            need = max(need, need_of(pp_rank))
-            if need > most_bytes:
-                break
-        return seconds, need
+        if need <= most_bytes:
+            time = apart = self._whole(layout, count, few, plan)
+            if layout.sharding:  # gathers and reductions within a row delay it
+                parallel = dataclasses.replace(plan.config.parallel, data_parallel_sharding_strategy="optim")
+                without_them = dataclasses.replace(plan, config=dataclasses.replace(plan.config, parallel=parallel))
+                apart = self._whole(layout, count, few, without_them)
+            self._seconds[layout] = time.seconds
+            self._computed[layout] = apart.seconds - sum(apart.parts[part] for part in ONCE)
+            yield time.seconds, self._computed[layout]
+            for pp_rank in reversed(range(1, layout.pp)):
+                need = max(need, need_of(pp_rank))
+                if need > most_bytes:
+                    break
+        return need
+
+    def of(self, layout: Layout) -> tuple[float, int]:
+        """Return (seconds of a step, bytes of the fullest rank). Raises ConfigError."""
+        count, few, plan = self._short(layout)
+        every = all_rank_memory(plan, self.hardware.nccl_bytes)
+        need = max(_in_full(rank, few, count).device_bytes for rank in every)
+        return self._whole(layout, count, few, plan).seconds, need
 
     def _least_of_overlap(self, layout: Layout) -> float:
         """Return a lower bound of a step in which all-to-alls overlap, from one rank alone. Raises ConfigError."""
-        count, few, plan = self._short(dataclasses.replace(layout, overlap=False))
-        # stages in pairs, not in parts: those take long to resolve
-        delays = layout.applied_to(self._config).parallel.delay_wgrad_compute
-        parallel = dataclasses.replace(
-            plan.config.parallel, overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=delays
-        )
-        plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, parallel=parallel))
+        count, few, plan = self._in_pairs(layout)
         stages = stage_seconds(plan, self.hardware)
         held = [[stages[stage] for stage in plan.placement.stages_of(rank)] for rank in range(layout.pp)]
         work = [sum(each.of(Op.F) + each.of(Op.B) for each in of_rank) for of_rank in held]
         busiest = max(range(layout.pp), key=lambda rank: (work[rank], rank))  # the last one waits longest
         # whole backwards hide messages of tp that halves do not
         hidden = max(sum(each.hidden for each in of_rank) for of_rank in held) * (count + 2 * layout.pp)
-        return PARTS_ERROR * (least_of_rank(plan, self.hardware, busiest, (count - few) // layout.pp) - hidden)
+        parts = {(part, kind.is_fp8) for kind in plan.model.kinds for part in kind.parts}
+        share = 1.0 if len(parts) == len({type(part) for part, _ in parts}) else PARTS_ERROR
+        return share * (least_of_rank(plan, self.hardware, busiest, (count - few) // layout.pp) - hidden)
+
+    def _without_exchanges(self, layout: Layout) -> tuple[float, float]:
+        """Return the seconds of a step without all-to-alls, or of those of a rank alone, if these are more: a step in
+        which all-to-alls overlap takes no less. Also without what replicas exchange and update. Raises ConfigError.
+        """
+        count, few, plan = self._in_pairs(layout)
+        stages = stage_seconds(plan, self.hardware)
+        free = predict_step(plan, self.hardware, tuple(map(without_exchanges, stages)), hides=False)
+        least = free.seconds + (count - few) // layout.pp * fill_seconds(free.timeline)
+        exchanged = most_exchanged(free.timeline, stages) * count / few
+        return max(least, exchanged), max(least - sum(free.parts[part] for part in ONCE), exchanged)
+
+    def _in_pairs(self, layout: Layout) -> tuple[int, int, RunPlan]:
+        """Return `_short` of a layout in which all-to-alls overlap, in pairs of stages: parts take long to resolve."""
+        count, few, plan = self._short(dataclasses.replace(layout, overlap=False))
+        overlapped = layout.applied_to(self._config).parallel
+        names = ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+        changes = {name: getattr(overlapped, name) for name in names}
+        parallel = dataclasses.replace(plan.config.parallel, **changes)
+        return count, few, dataclasses.replace(plan, config=dataclasses.replace(plan.config, parallel=parallel))
 
     def _whole(self, layout: Layout, count: int, few: int, plan: RunPlan) -> StepTime:
         """Return the time of a step of `count` microbatches. plan: of a step of `few`."""
@@ -401,15 +467,10 @@ class ShortSteps:
         parts = {part: seconds if part in ONCE else seconds * count / few for part, seconds in time.parts.items()}
         seconds = time.seconds + (count - few) // layout.pp * fill_seconds(time.timeline)
         if layout.overlap:
-            # at best as long as the computation alone, or as the all-to-alls alone
-            stages = stage_seconds(plan, self.hardware)
-            free = predict_step(plan, self.hardware, tuple(map(without_exchanges, stages)), hides=False)
-            least = free.seconds + (count - few) // layout.pp * fill_seconds(free.timeline)
-            least = max(least, most_exchanged(free.timeline, stages) * count / few)
-            alike = dataclasses.replace(layout, distributed_optimizer=True)
-            if alike not in self._hidden:
-                self._hidden[alike] = hidden_seconds(plan, self.hardware, count, FILLS)
-            hidden = min(self._hidden[alike], seconds - least)
+            least, _ = self._free(layout)
+            if layout not in self._hidden:
+                self._hidden[layout] = hidden_seconds(plan, self.hardware, count, FILLS)
+            hidden = min(self._hidden[layout], seconds - least)
             seconds, parts["ep"] = seconds - max(0.0, hidden), max(0.0, parts["ep"] - max(0.0, hidden))
         parts["bubble"] += seconds - sum(parts.values())
         tokens, flops = time.tokens * count // few, time.model_flops * count / few
@@ -454,6 +515,8 @@ class ShortSteps:
         training = dataclasses.replace(self._config.training, global_batch_size=batch, rampup_batch_size=None)
         config = layout.applied_to(dataclasses.replace(self._config, training=training))
         key = dataclasses.replace(layout, micro_batch_size=1, recompute=None)  # type: ignore[arg-type]
+        if key not in self._plans and layout.overlap:  # the same grid and parameters, in parts
+            self._plans[key] = self._in_pairs(layout)[2]
         if key in self._plans:
             return vary(self._plans[key], config)
         plan = resolve(config, self._world_size, self.hardware.ranks_per_node)
@@ -486,10 +549,12 @@ def _nothing_found(
     if refused:
         return f"no layout on {where} is legal; the last one tried: {refused}"
     if not least:
+        instances = config.parallel.num_distributed_optimizer_instances
+        divides = f", which --num-distributed-optimizer-instances {instances} divides" if instances > 1 else ""
         return (
             f"no layout on {where}: --global-batch-size {config.training.global_batch_size} must be a multiple of the "
-            "data-parallel size for some tensor- and pipeline-parallel size that the flags allow; change the batch "
-            "size, the number of accelerators or the flags"
+            f"data-parallel size{divides}, for some tensor- and pipeline-parallel size that the flags allow; change "
+            "the batch size, the number of accelerators or the flags"
         )
     return (
         f"the model does not fit on {where}: any layout needs {bytes_text(min(least.values()))} or more of the "

@@ -122,6 +122,7 @@ class SearchReport:
             "sequence_parallel": parallel.sequence_parallel,
             "distributed_optimizer": parallel.use_distributed_optimizer,
             **({"sharding": layout.sharding, "units": layout.units} if layout.sharding else {}),
+            **({"instances": layout.instances} if layout.instances > 1 else {}),
             **({"slices": layout.slices} if layout.slices > 1 else {}),
             **({} if layout.etp is None else {"overlap": layout.overlap, "flex": layout.flex}),
             **({} if layout.etp is None else {"expert_imbalance": candidate.plan.expert_imbalance}),
@@ -419,8 +420,9 @@ def _sharding(winner: Candidate, hardware: Hardware) -> Iterator[str]:
     rows = plan.schedule(plan.batch.num_microbatches).rows
     moved = max((row_bytes(plan, rank, row) for rank, row in enumerate(rows)), key=lambda each: each.gathered)
     exposed = winner.time.parts["gather"] + winner.time.parts["reduce"]
+    gathers = f"gathers {bytes_text(moved.gathered * plan.shape.element)} and " if moved.gathered else ""
     text = (
-        f"weights sharded: a rank gathers {bytes_text(moved.gathered * plan.shape.element)} and reduces "
+        f"{'weights' if gathers else 'gradients'} sharded: a rank {gathers}reduces "
         f"{bytes_text(moved.reduced * plan.shape.gradient)} a step, under computation but for {exposed:.3g} s"
     )
     changes = {"data_parallel_sharding_strategy": "optim", "data_parallel_sharding_units": 1}

@@ -7,8 +7,8 @@ each runs as one kernel. The CPU build chooses no CUDA kernel of attention, so i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -32,19 +32,10 @@ def compile_blocks(runtime: TrainingRuntime, answers: Any, graphs: Graphs) -> st
     graphs: gets those of the trial, and those that are traced later.
     """
     said: list[str] = []
-    with equal_results(answers):
+    # the host reads 0 for differences, and what it has put into small tensors
+    with patch.object(answers, "knows_given", True), patch.dict(answers._numbers, {Tensor.__float__: 0.0}):
         choose_blocks(runtime, None, said.append, partial(traced, answers, graphs))
     return "\n".join(said)
-
-
-@contextmanager
-def equal_results(answers: Any) -> Iterator[None]:
-    """Let the host read 0 for differences, and what it has put into small tensors."""
-    answers.knows_given, answers._numbers[Tensor.__float__] = True, 0.0
-    try:
-        yield
-    finally:
-        answers.knows_given, answers._numbers[Tensor.__float__] = False, 1.0
 
 
 def traced(answers: Any, graphs: Graphs, function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
@@ -57,7 +48,9 @@ def traced(answers: Any, graphs: Graphs, function: Callable[..., Any], dynamic: 
     found = graphs.setdefault(name, [])
 
     def lower(module: torch.fx.GraphModule, _: Any, kind: str) -> Callable[..., Any]:
-        found.append(operations_of(module))
+        calls = (node for node in module.graph.nodes if node.op == "call_function")
+        names = (getattr(node.target, "__name__", str(node.target)) for node in calls)
+        found.append(dict(Counter(name.split(".")[0] for name in names)))
 
         def run(*args: Any) -> Any:
             return answers.as_kernel(f"graph {name} {kind}", module, *args)
@@ -85,9 +78,3 @@ def traced(answers: Any, graphs: Graphs, function: Callable[..., Any], dynamic: 
 
 def attention_of_cuda(*args: Any, **kwargs: Any) -> Tensor:
     return attention_on("cuda", *args, **kwargs)
-
-
-def operations_of(module: torch.fx.GraphModule) -> dict[str, int]:
-    """Return how often a graph calls each operation."""
-    calls = (node for node in module.graph.nodes if node.op == "call_function")
-    return dict(Counter(getattr(node.target, "__name__", str(node.target)).split(".")[0] for node in calls))

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -158,25 +158,21 @@ class Counter(Recorder):
             return
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         kind, flops, dtype = work_of(name, inputs, outputs, given)
-        self.add(name, moved(name, func, inputs, outputs), None, kind, flops, dtype, place)
+        self.add(name, moved(name, func, inputs, outputs), place=place, kind=kind, flops=flops, dtype=dtype)
 
     def add(
-        self,
-        name: str,
-        used: Iterable[Tensor],
-        file: str | None = None,
-        kind: str = "",
-        flops: float = 0.0,
-        dtype: str = "",
-        place: Place | None = None,
+        self, name: str, used: Iterable[Tensor], file: str | None = None, place: Place | None = None, **work: Any
     ) -> None:
-        """Count one kernel. used: what it reads and writes. file: where it is called, if not the current place."""
+        """Count one kernel. used: what it reads and writes. file: where it is called, if not the current place.
+
+        work: kind, flops and dtype of the launch.
+        """
         num_bytes = sum(tensor.nbytes for tensor in used if tensor.is_cuda)
         file = file or where()
         launch = self._launch(current_queue(), name, file, place)
         if not launch.op:  # a part of the step is a package
             launch = launch._replace(part=file.partition("/")[0])
-        self.log.append(launch._replace(num_bytes=num_bytes, kind=kind, flops=flops, dtype=dtype))
+        self.log.append(launch._replace(num_bytes=num_bytes, **work))
 
     def _launch(self, queue: str, name: str, file: str, place: Place | None = None) -> Launch:
         """Return a launch of the current action and place."""
@@ -247,14 +243,9 @@ class Counter(Recorder):
         finally:
             self._action, self._last = ("", -1, -1), (None, "")
 
-    @contextmanager
-    def inside_kernel(self) -> Iterator[None]:
+    def inside_kernel(self) -> AbstractContextManager[Any]:
         """Count nothing inside: it stays in one compiled kernel."""
-        self._is_inside_kernel, outer = True, self._is_inside_kernel
-        try:
-            yield
-        finally:
-            self._is_inside_kernel = outer
+        return patch.object(self, "_is_inside_kernel", True)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -319,11 +310,8 @@ def work_of(
     q, k, v = inputs[is_backward:][:3]
     dtype = str(q.dtype).removeprefix("torch.")
     if q.dim() == 3:  # [tokens, heads, channels] of sequences one after the other
-        pairs = (
-            q.shape[0]
-            * q.shape[1]
-            * mean_keys(given["max_q"], given["max_k"], given.get("is_causal"), given.get("window_size"))
-        )
+        seen = mean_keys(given["max_q"], given["max_k"], given.get("is_causal"), given.get("window_size"))
+        pairs = q.shape[0] * q.shape[1] * seen
     else:
         pairs = q.shape[0] * q.shape[1] * q.shape[2] * mean_keys(q.shape[2], k.shape[2], given.get("is_causal"))
     flops = 2.0 * pairs * (q.shape[-1] + v.shape[-1])

@@ -102,7 +102,7 @@ def find_races(logs: Sequence[Iterable[Entry]]) -> list[Race]:
     ranks = [_Rank(f"{rank} ", log, sent) for rank, log in enumerate(logs)]
     while sum(rank.advance() for rank in ranks):
         pass
-    stuck = [f"rank {rank.name}{work}" for rank in ranks for work in rank.next_work()]
+    stuck = [f"rank {rank.name}{queue[0].entry}" for rank in ranks for queue in rank.queues.values() if queue]
     if stuck:
         raise NeverBeginsError(f"never begins: {'; '.join(stuck)}")
     return list(dict.fromkeys(race for rank in ranks for race in rank.races))
@@ -166,21 +166,17 @@ class _Rank:
         self.name = name
         self.races: list[Race] = []
         self._sent = sent  # by message, of all ranks
-        self._queues = queues_of(log)
+        self.queues = queues_of(log)
         self._clocks: dict[str, Clock] = {}  # by queue
         self._marks: dict[int, Clock] = {}
         self._host: list[Clock] = [{}]  # what the host knows after each of its waits
         self._frees: list[tuple[Launched, Clock]] = []  # until their events have happened
         self._accesses: dict[int, list[Access]] = {}  # by storage
 
-    def next_work(self) -> list[str]:
-        """Return what each queue would do next."""
-        return [str(queue[0].entry) for queue in self._queues.values() if queue]
-
     def advance(self) -> bool:
         """Run every queue until it has to wait. Returns False if nothing ran."""
         has_run = False
-        for name, queue in self._queues.items():
+        for name, queue in self.queues.items():
             while queue and self._can_begin(queue[0]):
                 self._run(name, queue.popleft())
                 has_run = True

@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
 
     def order(self, first: str, then: str) -> None:
         """Make the later work of one queue wait for what the other has been given."""
-        event = f"event {next(self._numbers)}"
+        event = self.new_event()
         self.log += [Mark(event, first), Wait(then, event)]
 
     def synchronize(self, queues: Iterable[str] | None = None) -> None:
@@ -179,8 +179,8 @@ class Recorder(TorchDispatchMode):
         for queue in sorted(self._queues - {HOST}) if queues is None else queues:
             self.order(queue, HOST)
 
-    def new(self, what: str) -> str:
-        return f"{what} {next(self._numbers)}"
+    def new_event(self) -> str:
+        return f"event {next(self._numbers)}"
 
     def use(self, address: int, queue: str) -> None:
         """Mark a storage as used by a queue, as record_stream does."""
@@ -217,7 +217,7 @@ class Recorder(TorchDispatchMode):
         _, number, queue, of_graph, used_by = self._storages.pop(address)
         # the allocator of pinned memory waits for copies; a graph's memory is not used by others
         if queue != HOST and (self.capturing is not None or not of_graph):
-            events = {self.new("event"): user for user in used_by}
+            events = {self.new_event(): user for user in used_by}
             self.log += [Mark(event, user) for event, user in events.items()]
             self._freed.setdefault(queue, []).append(Free(number, queue, where(), tuple(events)))
 
@@ -290,7 +290,7 @@ class Event:
     """A replacement for torch.cuda.Event. No time passes between two events."""
 
     def __init__(self, **_: Any) -> None:
-        self._name = Device.recorder.new("event")
+        self._name = Device.recorder.new_event()
 
     def record(self, stream: Stream | None = None) -> None:
         Device.recorder.log.append(Mark(self._name, (stream or current_stream()).queue))
@@ -397,7 +397,7 @@ class NcclWork:
     """An operation in flight; `wait` makes the current stream wait for it."""
 
     def __init__(self, recorder: Recorder, queue: str) -> None:
-        self._recorder, self._end = recorder, recorder.new("event")
+        self._recorder, self._end = recorder, recorder.new_event()
         recorder.log.append(Mark(self._end, queue))
 
     def wait(self) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from megapipe.assembly.datasets import with_vocabulary
-from megapipe.config.config import Config
 from megapipe.config.load import LoadedConfig
 from megapipe.extras.streams.order import NeverBeginsError
 from megapipe.extras.streams.ranks import Checked, check
@@ -19,26 +18,23 @@ STEPS_OF_GRAPHS = 3  # CUDA graphs are captured in the steps before
 EAGER = "compiled regions run uncompiled: what they launch is in the order of their source"
 
 
-def check_smallest(config: Config, world_size: int, ranks_per_node: int | None = None) -> tuple[Checked, list[str]]:
-    """Check the smallest step of a configuration on CUDA devices; also returns what was cut."""
-    training, gpu = dataclasses.replace(config.training, device="cuda"), config.gpu
-    if gpu.cuda_graph_impl != "none":
+def check_and_report(loaded: LoadedConfig) -> bool:
+    """Check the smallest step of a configuration on CUDA devices, print the result, and return True if there are races
+    or a hang.
+    """
+    requests, gpu = loaded.requests, loaded.config.gpu
+    assert requests.world_size is not None
+    training, has_graphs = dataclasses.replace(loaded.config.training, device="cuda"), gpu.cuda_graph_impl != "none"
+    if has_graphs:
         gpu = dataclasses.replace(gpu, cuda_graph_warmup_steps=1)
-    config = dataclasses.replace(with_vocabulary(config), training=training, gpu=gpu)
-    small, cut = smallest(config, resolve(config, world_size, ranks_per_node))
-    if gpu.cuda_graph_impl != "none":
+    config = dataclasses.replace(with_vocabulary(loaded.config), training=training, gpu=gpu)
+    small, cut = smallest(config, resolve(config, requests.world_size, requests.ranks_per_node))
+    if has_graphs:
         cut.append("1 step before CUDA graphs are captured")
     if small.config.kernels.compile_blocks != "off":
         cut.append(EAGER)
-    return check(small, STEPS_OF_GRAPHS if gpu.cuda_graph_impl != "none" else NUM_STEPS), cut
-
-
-def check_and_report(loaded: LoadedConfig) -> bool:
-    """Check, print the result, and return True if there are races or a hang."""
-    requests = loaded.requests
-    assert requests.world_size is not None
     try:
-        found, cut = check_smallest(loaded.config, requests.world_size, requests.ranks_per_node)
+        found = check(small, STEPS_OF_GRAPHS if has_graphs else NUM_STEPS)
     except NeverBeginsError as error:
         print(f"HANG  {error}")
         return True

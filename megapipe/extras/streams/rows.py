@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from unittest.mock import patch
 
 from torch import Tensor
@@ -14,23 +13,15 @@ from megapipe.model import dispatch
 from megapipe.model.dispatch import GatheredRoutes, Routes
 from megapipe.model.node_dispatch import NodeRoutes
 
-Share = Callable[[int, int], list[int]]  # (rows, experts) -> the rows of each expert
-
 
 def even_rows(total: int, experts: int) -> list[int]:
     """Return equal numbers, the first ones larger by 1 where the experts do not divide the total."""
     return [(total + experts - 1 - index) // experts for index in range(experts)]
 
 
-def uneven_rows(total: int, experts: int) -> list[int]:
-    """Return numbers that rise with the expert's number; the first ones are 0 if there are few rows."""
-    ends = [total * index**2 // experts**2 for index in range(experts + 1)]
-    return [end - begin for begin, end in pairwise(ends)]
-
-
 @contextmanager
-def rows_of_experts(share: Share = even_rows) -> Iterator[None]:
-    """Let `dispatch.to_host` return numbers of rows by `share` inside, the same from every rank.
+def rows_of_experts() -> Iterator[None]:
+    """Let `dispatch.to_host` return `even_rows` inside, the same from every rank.
 
     The tensor is read, too, so that whoever watches the device sees the host wait for it.
     """
@@ -38,13 +29,13 @@ def rows_of_experts(share: Share = even_rows) -> Iterator[None]:
     expected: list[int] = []  # what the device would say next
 
     def routes_of(counts: Tensor, num_rows: int, groups: ExpertGroups) -> Routes:
-        own, held = share(num_rows, counts.shape[0]), counts.shape[0] // groups.ep.size
+        own, held = even_rows(num_rows, counts.shape[0]), counts.shape[0] // groups.ep.size
         here = own[groups.ep.rank * held :][:held]
         expected[:] = own + here * (groups.ep.size * groups.etp.size)
         return routes(counts, num_rows, groups)
 
     def routes_to_nodes(counts: Tensor, slots: Tensor, groups: ExpertGroups, adds_in_node: bool) -> NodeRoutes:
-        own, tokens, nodes = share(slots.numel(), counts.shape[0]), slots.shape[0], groups.nodes.size
+        own, tokens, nodes = even_rows(slots.numel(), counts.shape[0]), slots.shape[0], groups.nodes.size
         of_node, held = counts.shape[0] // nodes, counts.shape[0] // groups.ep.size
         pairs = [min(tokens, sum(own[node * of_node :][:of_node])) for node in range(nodes)]
         here = [*own[groups.nodes.rank * of_node :][:of_node], pairs[groups.nodes.rank]]
@@ -54,7 +45,7 @@ def rows_of_experts(share: Share = even_rows) -> Iterator[None]:
 
     def gathered_of(chosen: Tensor, num_experts: int, groups: ExpertGroups) -> GatheredRoutes:
         held, total = num_experts // groups.ep.size, chosen.numel() * groups.ep.size * groups.etp.size
-        here = share(total, num_experts)[groups.ep.rank * held :][:held]
+        here = even_rows(total, num_experts)[groups.ep.rank * held :][:held]
         expected[:] = [*here, total - sum(here)]
         return gathered(chosen, num_experts, groups)
 

@@ -2,7 +2,7 @@
 
 ShapesOnly   torch's mode of such tensors
 Answers      what needs values or a driver: a number read from a tensor is 1
-pretend      replaces those parts of torch.cuda that ask the driver
+pretend      replaces those parts of torch.cuda that ask the driver, but for streams
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +22,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from megapipe.comm.channels import Channel
-from megapipe.extras.dry_run.meta import RMSNormOfCuda, attention_on
+from megapipe.extras.dry_run.meta import NUMBERS, kernels_of, ones
 
 PACKAGE = Path(__file__).parents[2]
 INSIDE, HERE = f"{PACKAGE}/", f"{Path(__file__).parent}/"
@@ -57,22 +55,11 @@ class ShapesOnly(FakeTensorMode):
             return super().dispatch(func, types, args, kwargs or {})
 
 
-def product_of_blocks(
-    a: Tensor,
-    b: Tensor,
-    scale_a: list[Tensor],
-    recipe_a: list[int],
-    swizzle_a: list[int],
-    scale_b: list[Tensor],
-    recipe_b: list[int],
-    swizzle_b: list[int],
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    *options: Any,
-) -> Tensor:
+def product_of_blocks(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     """Return a [m, k] times b [k, n] by CUDA's rules for scales of blocks (ATen/native/cuda/ScaledBlas.cpp): blocks may
-    be partial there, while torch's function for tensors without values refuses them.
+    be partial there, while torch's function for tensors without values refuses them. others: of _scaled_mm_v2.
     """
+    scale_a, recipe_a, _, scale_b, recipe_b, _, _, dtype, *_ = others
     blocks = -(-a.shape[1] // 128)
     aligned = blocks + -blocks % 4
     for (scale,), (recipe,), count in ((scale_a, recipe_a, a.shape[0]), (scale_b, recipe_b, b.shape[1])):
@@ -85,33 +72,19 @@ def product_of_blocks(
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
-def grouped_product_of_blocks(
-    a: Tensor,
-    b: Tensor,
-    scale_a: list[Tensor],
-    recipe_a: list[int],
-    swizzle_a: list[int],
-    scale_b: list[Tensor],
-    recipe_b: list[int],
-    swizzle_b: list[int],
-    offs: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    *options: Any,
-) -> Tensor:
+def grouped_product_of_blocks(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     """Return a [m, k] times b [groups, k, n] in blocks of 32 by CUDA's rules (ATen/native/cuda/GroupedBlas.cpp; the
-    scales of each group of rows start at a tile, which torch cannot check).
+    scales of each group of rows start at a tile, which torch cannot check). others: of _scaled_grouped_mm_v2.
     """
+    scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle_b, offs, bias, dtype, *_ = others
     (rows, size), (groups, inner, width) = a.shape, b.shape
     tiles = -(-size // 128) * 4
     assert recipe_a == recipe_b == [F.ScalingType.BlockWise1x32.value], (recipe_a, recipe_b)
     assert swizzle_a == swizzle_b == [F.SwizzleType.SWIZZLE_32_4_4.value], (swizzle_a, swizzle_b)
     assert a.dtype == b.dtype == torch.float8_e4m3fn and dtype == torch.bfloat16 and bias is None
     assert inner == size and size % 16 == width % 16 == 0 and a.is_contiguous() and b.mT.is_contiguous()
-    for (scale,), shape in (
-        (scale_a, (scale_a[0].shape[0], tiles)),
-        (scale_b, (groups, tiles * (-(-width // 128) * 128))),
-    ):
+    shapes = (scale_a[0].shape[0], tiles), (groups, tiles * (-(-width // 128) * 128))
+    for (scale,), shape in zip((scale_a, scale_b), shapes, strict=True):
         assert scale.dtype == torch.float8_e8m0fnu and scale.is_contiguous() and scale.shape == shape, scale.shape
     assert scale_a[0].shape[0] >= rows and scale_a[0].shape[0] % 128 == 0
     assert offs.shape == (groups,) and offs.dtype == torch.int32
@@ -127,14 +100,9 @@ class Answers(TorchFunctionMode):
         super().__init__()
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
         self.knows_given = False  # read are the values that torch.tensor was given
-        self._numbers = {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__bool__: True}
-        # a CPU build of torch does not choose CUDA's kernels of attention and RMSNorm
-        self._kernels: dict[Any, Callable[..., Any]] = {
-            F.scaled_dot_product_attention: partial(attention_on, "cuda"),
+        self._numbers = dict(NUMBERS)
+        self._kernels = kernels_of("cuda") | {
             torch._fused_sdp_choice: lambda *tensors, **options: SDPBackend.CUDNN_ATTENTION.value,  # of Hopper
-            F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormOfCuda.apply(x, weight),
-            # in place, and without a kernel for tensors without values
-            torch._fused_sgd_: lambda *lists, **options: None,
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,7 +111,7 @@ class Answers(TorchFunctionMode):
             self.read_by_host(args[0], func.__name__)
             if self.knows_given and hasattr(args[0], "given"):
                 return args[0].given if func is Tensor.tolist else args[0].given[0]
-            return np.ones(tuple(args[0].shape)).tolist() if func is Tensor.tolist else self._numbers[func]
+            return ones(args[0]) if func is Tensor.tolist else self._numbers[func]
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             self.copied_to_device()
             device, made = kwargs.pop("device"), func(*args, **kwargs)
@@ -199,15 +167,6 @@ def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
 ACTIVE: list[Answers] = []
 
 
-class Stream:
-    """A stream, or an event, on which everything has always happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return {"query": lambda: True, "record_event": lambda *_: Stream(), "cuda_stream": 0}.get(name, lambda *_: None)
-
-
 class Generator(torch.Generator):
     """A generator of the CPU in place of one of the device."""
 
@@ -216,7 +175,7 @@ class Generator(torch.Generator):
 
 
 def pretend() -> None:
-    """Replace those parts of torch.cuda that ask the driver."""
+    """Replace those parts of torch.cuda that ask the driver; `recorder.pretend_streams` replaces the streams."""
     stand_ins = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -224,12 +183,6 @@ def pretend() -> None:
         "get_device_name": lambda *_: "fake",
         "get_device_capability": lambda *_: (9, 0),
         "get_device_properties": lambda *_: SimpleNamespace(gcnArchName="", total_memory=80 * 2**30, major=9, minor=0),
-        "is_current_stream_capturing": lambda: False,
-        "Stream": Stream,
-        "Event": Stream,
-        "current_stream": lambda *_: Stream(),
-        "stream": lambda *_: nullcontext(),
-        "synchronize": lambda *_: None,
         "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
         "set_rng_state": lambda *_: None,
     }

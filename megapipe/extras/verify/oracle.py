@@ -298,12 +298,8 @@ class GridMasks:
         model, parallel = self.config.model, self.config.parallel
         if site == "attention_probs":
             return self._probs(layer, shape).double() / (1.0 - model.attention_dropout)
-        tp, cp, rate, (batch, seq, hidden) = (
-            parallel.tensor_model_parallel_size,
-            parallel.context_parallel_size,
-            model.hidden_dropout,
-            shape,
-        )
+        tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        rate, (batch, seq, hidden) = model.hidden_dropout, shape
         mask = torch.empty(seq, batch, hidden, dtype=torch.bool, device=self.device)
         for part in (SequencePart(rank, cp) for rank in range(cp)):
             key = dataclasses.replace(self.key, part=part)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,8 @@ OPTIMIZER_KEPT = (
     "muon_scale_mode muon_extra_scale_factor muon_no_split_qkv muon_tp_mode muon_fp32_matmul_prec".split()
 )
 NARROW = "use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
-FP8 = (  # fields that get their defaults in every case
-    "fp8_format fp8_recipe fp8_margin first_last_layers_bf16 fp8_amax_history_len fp8_amax_compute_algo".split()
-)
+# fields that get their defaults in every case
+FP8 = "fp8_format fp8_recipe fp8_margin first_last_layers_bf16 fp8_amax_history_len fp8_amax_compute_algo".split()
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def _layouts(plan: RunPlan) -> list[BufferLayout]:
     return [layout for stage in range(plan.placement.num_stages) for layout in plan.buffers(stage, 0)]
 
 
-def _values(section: Any, names: Sequence[str]) -> dict[str, Any]:
+def _values(section: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(section, name) for name in names}
 
 
@@ -208,8 +207,8 @@ def _latents(model: ResolvedModelConfig) -> dict[str, Any]:
     if not model.multi_latent_attention:
         return {}
     smallest = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
-    found = {name: (getattr(model, name), size) for name, size in smallest.items()}
-    return {name: None if value is None else min(value, size) for name, (value, size) in found.items()}
+    values = _values(model, smallest)
+    return {name: None if value is None else min(value, smallest[name]) for name, value in values.items()}
 
 
 def _experts(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> dict[str, Any]:
@@ -218,7 +217,7 @@ def _experts(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> 
     if model.num_experts is None:
         return {}
     widths = {"moe_ffn_hidden_size": etp, "moe_shared_expert_intermediate_size": tp}
-    given = {name: (getattr(model, name), ranks) for name, ranks in widths.items() if getattr(model, name) is not None}
+    given = {name: (width, widths[name]) for name, width in _values(model, widths).items() if width is not None}
     has_experts = [int(layer.num_experts is not None) for layer in layers]
     return {
         "moe_layer_freq": None if all(has_experts) else str(has_experts),

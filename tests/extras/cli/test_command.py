@@ -20,8 +20,8 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_every_subcommand_has_a_module_and_is_in_the_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    module = importlib.import_module(f"megapipe.extras.cli.{SUBCOMMANDS[name].module}")
-    assert callable(getattr(module, SUBCOMMANDS[name].function))
+    module, function, _ = SUBCOMMANDS[name]
+    assert callable(getattr(importlib.import_module(f"megapipe.extras.cli.{module}"), function))
     assert main(["--help"]) == 0
     assert f"  {name} " in capsys.readouterr().out
 

@@ -10,8 +10,11 @@ model, of its table (`all`) and its own, later ones first. They are options of m
     sharding    ddp, zero1, zero1-late (no overlap), zero2, fsdp, hsdp (over a node); fsdp gathers a layer at a time
     config      a file of configs/ to start from
     gpu, gpus, and a field of the hardware's row to replace: memory_bytes_per_second, network_bytes_per_second
-    attention   flash2, flash3 or triton, in place of the kernel that would run here
+    attention   flash2, flash3 or triton, in place of the kernel that would run here; of written-out attention: torch
+                (each pass a kernel) or xla (casts, mask and softmax fused), in place of what the stack does
     ring        unbalanced: the last rank of a ring sees all keys, twice as many as the mean
+    graphs      CUDA graphs: partial (attention, router, what comes before experts), layers (whole ones: nothing waits
+                for the host), or full (of a step, where biases of experts are fused, too)
     seconds     of a step; or tokens, per second and GPU; or tflops, per GPU, with flops: how they are counted
     sweep       name of the sweep that the row belongs to: layouts of one model and batch on the same GPUs
     outside     why the row is not predicted
@@ -39,7 +42,7 @@ from megapipe.plan.hardware import HARDWARE, TERA, Hardware, hardware_named
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.stacks import Stack, stack_named
+from megapipe.plan.stacks import FUSED_SOFTMAX, STACKS, Stack, stack_named
 from megapipe.plan.step_time import predict_step
 
 DATA = Path(__file__).parent / "published_data"
@@ -69,6 +72,7 @@ LABELS = (
     "flops",
     "printed",
     "attention",
+    "graphs",
     "ring",
 )
 PUBLISHED = ("seconds", "tokens", "tflops")
@@ -116,6 +120,13 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "hsdp": WEIGHTS,
 }
 ONE_RANK: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "vpp": 1, "recompute": "none", "tp_comm_overlap": False}
+SOFTMAX: dict[str, dict[str, Any]] = {"torch": {"softmax_shares": (1.0, 1.0)}, "xla": {"softmax_shares": FUSED_SOFTMAX}}
+GRAPHS: dict[str | None, dict[str, Any]] = {
+    None: {},
+    "partial": {"launches": (3.0e-3, STACKS["megatron-core"].launches[1])},
+    "layers": {"launches": (0.0, 0.0)},
+    "full": {"launches": (0.0, 0.0), "bias_bytes": 0.0},
+}
 TRITON = 1.8  # flash2's speed over FlashAttention in Triton: between 1.3 and 2.5 (Dao 2023, section 4.1)
 UNCOMPILED, ZERO1 = "pointwise kernels not fused", "optimizer sharded, not weights"
 UNKNOWN_PRECISIONS = {"nvfp4": "nvfp4 is not planned", "fp8-rowwise": "fp8 with scales of rows is not planned"}
@@ -182,11 +193,12 @@ class Row:
         changes: dict[str, Any] = {key: float(s[key]) for key in HARDWARE_FIELDS if key in s}
         if rate := changes.pop("network_bytes_per_second", None):
             row = dataclasses.replace(row, network=dataclasses.replace(row.network, bytes_per_second=rate))
-        own = s.get("attention")
+        own, graphs = str(s.get("attention", "")), s.get("graphs")
         kernel = row.attention_rates.get("flash2" if own == "triton" else own)
         times = (TRITON if own == "triton" else 1.0) * (2 - 1 / s.get("cp", 1) if "ring" in s else 1.0)
         rates = {name: _slower(kernel or rate, times) for name, rate in row.attention_rates.items()}
-        return self.source.planned_as.applied_to(dataclasses.replace(row, attention_rates=rates, **changes))
+        stack = dataclasses.replace(self.source.planned_as, **SOFTMAX.get(own, {}), **GRAPHS[graphs])
+        return dataclasses.replace(row, attention_rates=rates, stack=stack, **changes)
 
     @property
     def config(self) -> sections.Config:

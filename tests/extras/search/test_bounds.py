@@ -194,7 +194,7 @@ def test_no_bound_is_above_its_prediction_where_all_to_alls_overlap(
     layout, steps = dataclasses.replace(layout, overlap=on, flex=kind == "flex"), ShortSteps(config, 8 * pp, H100)
     try:
         found, whole = predict(config, layout, 8 * pp, H100), steps.in_full(layout)
-        short = steps.of(layout, math.inf, math.inf)[0]
+        short = steps.of(layout)[0]
     except ConfigError:
         assume(False)
     bound = Bounds(config, 8 * pp, H100).of(layout)
@@ -262,7 +262,7 @@ def test_a_short_step_predicts_the_time_and_memory_of_a_long_one(schedule: str, 
     config = config_of(num_layers=9, heads=4, vocab_size=5000, batch=61, dropout=0.1, tied=False)
     layout = Layout(1, 3, chunks, schedule, 1, RECOMPUTES[0])
     whole = predict(config, layout, 3, A100)
-    seconds, need = ShortSteps(config, 3, A100).of(layout, math.inf, 1 << 50)
+    seconds, need = ShortSteps(config, 3, A100).of(layout)
     # with slow messages, as here, some schedules become periodic only after several times pp microbatches
     assert seconds == pytest.approx(whole.time.seconds, rel=0.012)
     assert need == whole.peak_bytes
@@ -276,7 +276,7 @@ def test_a_short_step_with_slices_predicts_the_time_and_memory_of_a_long_one(
     config = sliced_config(16384, 61)
     layout = Layout(1, 3, chunks, schedule, 1, RECOMPUTES[0], slices=slices)
     whole = predict(config, layout, 3, A100)
-    seconds, need = ShortSteps(config, 3, A100).of(layout, math.inf, 1 << 50)
+    seconds, need = ShortSteps(config, 3, A100).of(layout)
     assert seconds == pytest.approx(whole.time.seconds, rel=0.003)
     assert need == whole.peak_bytes
 

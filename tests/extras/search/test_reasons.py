@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megapipe.config.config import Config
+from megapipe.config.parallel import SHARDED_PARAMS
 from megapipe.extras.cli.plan import as_configured
 from megapipe.extras.search.search import Candidate, search
 from megapipe.extras.search.search_report import fill_the_pipeline, oddities, reasons
@@ -49,7 +50,7 @@ def test_a_model_that_fits_a_node_has_no_pipeline_and_its_cost_is_given() -> Non
 
 def test_a_pipeline_and_recompute_are_explained_by_what_would_not_fit() -> None:
     small_memory = dataclasses.replace(H100, memory_bytes=int(2.2 * GIB), nccl_bytes=0)
-    found = search(large(global_batch_size=32), 16, small_memory)
+    found = search(large(global_batch_size=32), 16, small_memory, lambda layout: not layout.sharding)
     words = "\n".join(reasons(found, small_memory))
     winner = found.best[0].layout
     assert winner.pp > 1 and f"pp {winner.pp}" in words
@@ -130,7 +131,7 @@ def test_more_model_parallel_ranks_than_needed_are_reported() -> None:
 def test_sharded_weights_are_explained_by_what_they_save_and_expose() -> None:
     small_memory = dataclasses.replace(H100, memory_bytes=int(6 * GIB))
     found = search(
-        large(global_batch_size=32), 8, small_memory, lambda layout: layout.pp == 1 and bool(layout.sharding)
+        large(global_batch_size=32), 8, small_memory, lambda each: each.pp == 1 and each.sharding == SHARDED_PARAMS
     )
     assert found.best and found.best[0].layout.units == 16
     (words,) = (line for line in reasons(found, small_memory) if line.startswith("weights sharded: a rank gathers "))

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -183,6 +184,9 @@ def test_without_a_global_batch_or_a_fitting_model_a_remedy_is_given() -> None:
         search(small(), 4, with_memory(0.0001))
     with pytest.raises(ConfigError, match="must be a multiple of the data-parallel size"):
         search(small(global_batch_size=7, num_layers=1, num_attention_heads=1), 64, H100)
+    three = small(num_distributed_optimizer_instances=3, use_distributed_optimizer=True)
+    with pytest.raises(ConfigError, match="which --num-distributed-optimizer-instances 3 divides"):
+        search(three, 4, H100, lambda layout: layout.instances == 3)
 
 
 def two_a_node(gib: float) -> Hardware:
@@ -440,14 +444,14 @@ def test_layouts_with_context_parallelism_are_accepted_by_training_and_explained
 
 @pytest.mark.parametrize("share", [1.0, 0.4], ids=["all fit", "few fit"])
 def test_the_ten_best_with_overlap_equal_those_of_trying_every_layout(share: float) -> None:
-    """Of layouts that differ in recompute or the distributed optimizer alone, the fastest that fits counts."""
+    """Of layouts that differ in recompute or the sharing between replicas alone, the fastest that fits counts."""
     config = small(**{**EXPERTS, "num_experts": 8, "num_layers": 4, "moe_router_topk": 4, "global_batch_size": 16})
     network = dataclasses.replace(H100.network, bytes_per_second=5e9)
     hardware = dataclasses.replace(H100, ranks_per_node=2, network=network)
 
     def is_tried(layout: Layout) -> bool:
         has_size = layout.cut == "cost" and layout.micro_batch_size == 1 and layout.tp == 1 and layout.pp < 4
-        return has_size and layout.recompute in (RECOMPUTES[0], RECOMPUTES[4])
+        return has_size and layout.recompute in (RECOMPUTES[0], RECOMPUTES[4]) and not layout.sharding
 
     every = []
     for layout in filter(is_tried, layouts(config, 8, hardware)):
@@ -479,3 +483,37 @@ def test_every_field_of_a_layout_belongs_to_one_aspect() -> None:
     layout = Layout(1, 2, 1, "1f1b", 1, RecomputeConfig())
     assert difference(layout, dataclasses.replace(layout, pp=4, chunks=2)) == "the pipeline"
     assert difference(layout, dataclasses.replace(layout, pp=4, tp=2)) == "several"
+
+
+@pytest.mark.parametrize(
+    ("experts", "is_wanted"),
+    [
+        ({}, lambda layout: layout.instances == 2),
+        ({}, lambda layout: layout.sharding == "optim_grads"),
+        (EXPERTS, lambda layout: layout.sharding == SHARDED_PARAMS),
+        (EXPERTS, lambda layout: layout.instances == 2 and not layout.sharding),
+        ({}, lambda layout: layout.instances == 1),
+    ],
+    ids=["instances", "sharded gradients", "experts with sharded weights", "experts with instances", "one instance"],
+)
+def test_the_best_of_each_sharing_equals_trying_every_layout(
+    experts: dict[str, object], is_wanted: Callable[[Layout], bool]
+) -> None:
+    """Replicas exchange over a slow network, so that what they exchange decides."""
+    config = small(**{**experts, "num_layers": 4, "global_batch_size": 8})
+    network = dataclasses.replace(H100.network, bytes_per_second=2e9)
+    hardware = dataclasses.replace(H100, ranks_per_node=2, network=network)
+
+    def is_tried(layout: Layout) -> bool:
+        has_size = layout.cut == "cost" and layout.micro_batch_size == 1 and layout.tp < 4 and layout.chunks < 3
+        return has_size and is_wanted(layout) and layout.recompute in (RECOMPUTES[0], RECOMPUTES[6])
+
+    every = []
+    for layout in filter(is_tried, layouts(config, 4, hardware)):
+        with suppress(ConfigError):
+            every.append(predict(config, layout, 4, hardware))
+    for share in (1.0, 0.3):
+        usable = sorted(each.peak_bytes for each in every)[int(share * (len(every) - 1))]
+        here = dataclasses.replace(hardware, memory_bytes=int(usable / hardware.memory_share) + 1)
+        fastest = min(each.time.seconds for each in every if each.peak_bytes <= here.usable_bytes)
+        assert search(config, 4, here, is_tried).best[0].time.seconds == pytest.approx(fastest, rel=1e-6)

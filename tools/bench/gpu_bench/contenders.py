@@ -176,17 +176,16 @@ def transformers_llama(shape: Shape, dtype: torch.dtype, device: torch.device, w
         num_key_value_heads=shape.kv_heads,
         max_position_embeddings=shape.seq,
         rms_norm_eps=1e-5,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # type: ignore[call-arg]  # an argument of the base class
         use_cache=False,
         tie_word_embeddings=False,
     )
     with device:
         model = LlamaForCausalLM(config)
     model.load_state_dict(dict(weights))
-    model = model.to(device)
-    for (
-        parameter
-    ) in model.parameters():  # not the buffers: rotary frequencies in bf16 are off by whole turns at position 4096
+    model.to(device)  # type: ignore[arg-type]  # a decorator hides the method's type
+    # not the buffers: rotary frequencies in bf16 are off by whole turns at position 4096
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def table(shape: Shape, measured: Measured, peak: float | None) -> list[tuple[st
     """Return the cells, headings first. peak: FLOP/s of the data sheet in the dtype of the run, that of fp8's rows
     too."""
     full = flops_of_step(shape, causal=False)
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "",
             "tokens/s",

@@ -75,15 +75,6 @@ class Figures:
         return statistics.median(step.replay_seconds for step in self.steps)
 
     @property
-    def overhead_seconds(self) -> float:
-        """The seconds of a step beyond its replay."""
-        return lower_quartile([step.measured_seconds - step.replay_seconds for step in self.steps])
-
-    @property
-    def cpu_seconds_an_action(self) -> float:
-        return lower_quartile([step.cpu_seconds for step in self.steps]) / self.all_actions
-
-    @property
     def seconds_an_action(self) -> float:
         """The seconds for each action of a rank, for stages that cost nothing."""
         return self.measured_seconds / self.actions
@@ -155,7 +146,8 @@ def critical_path(schedule: Schedule, ranks: Sequence[Spans]) -> Path:
     rows = [[action for action in row if action.op in COMPUTE_OPS] for row in schedule.rows]
     before = {action: earlier for row in rows for earlier, action in itertools.pairwise(row)}
     action = max(times, key=lambda key: times[key][1])
-    local, message = [], []
+    local: list[int] = []
+    message: list[int] = []
     while True:
         previous, maker = before.get(action), _maker(schedule, action, times)
         candidates = [(times[a][1], a is maker, a) for a in (previous, maker) if a is not None]

@@ -178,7 +178,8 @@ def insert(page: Path, found: dict[str, str], on: str) -> None:
     text = page.read_text()
     for part, table in found.items():
         pattern = re.compile(rf"(<!-- {part} -->\n).*?(<!-- /{part} -->)", re.DOTALL)
-        if not pattern.search(text):
+        match = pattern.search(text)
+        if match is None:
             raise BenchError(f"{page} has no markers <!-- {part} --> and <!-- /{part} -->")
-        text = pattern.sub(lambda match, table=table: f"{match[1]}\n{on}\n\n{table}\n\n{match[2]}", text)
+        text = f"{text[: match.end(1)]}\n{on}\n\n{table}\n\n{text[match.start(2) :]}"
     page.write_text(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench_processes import answer, free_port, spawn
 
@@ -21,6 +21,9 @@ from schedule_bench.figures import (
     peak_live,
     replay_seconds,
 )
+
+if TYPE_CHECKING:
+    from schedule_bench.rank import RankStep
 
 TIMEOUT_SECONDS = 240.0
 
@@ -76,7 +79,7 @@ class Ranks:
             process.kill()
 
 
-def _emulated_figures(schedule: Schedule, by_step: list[tuple[Any, ...]]) -> Figures:
+def _emulated_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]]) -> Figures:
     steps = []
     for ranks in by_step:
         end = max(span.end_ns for rank in ranks for span in rank.spans)
@@ -91,7 +94,7 @@ def _emulated_figures(schedule: Schedule, by_step: list[tuple[Any, ...]]) -> Fig
     return Figures(tuple(steps), max(actions), sum(actions), tuple(peak_live(rank.spans) for rank in last), delayed)
 
 
-def _real_figures(schedule: Schedule, by_step: list[tuple[Any, ...]]) -> Figures:
+def _real_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]]) -> Figures:
     """Return the figures of a case with real computation. replay: if action times are known (megapipe), else 0."""
     steps = []
     for ranks in by_step:

@@ -5,23 +5,18 @@ sigmoid scores with biases, shared experts.
 from __future__ import annotations
 
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_ATTENTION_BIAS, NORMS_AFTER, llama_family
+from megapipe.extras.convert.family import NORMS_AFTER, llama_relative
 from megapipe.extras.convert.layer_types import every, windows_with_rope
-from megapipe.extras.convert.tables import LLAMA, OURS, Row, Rule, always, fixed, key, separate_qkv, unwritten
+from megapipe.extras.convert.tables import Rule, always, fixed, rows_of, unwritten
 
 MUP, PERIOD = "mup_enabled", "global_attn_every_n_layers"
 NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "pre_mlp_layernorm"}
 NORMS |= NORMS_AFTER | {"post_mlp_layernorm": "post_mlp_layernorm"}
-QKV = tuple(f"{LLAMA}.self_attn.{name}_proj" for name in ("q", "gate", "k", "v"))
 ONE_GROUP = ("n_group", "topk_group", "num_expert_groups", "num_limited_groups")
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "AfmoeForCausalLM",
-    "afmoe",
-    16384,
-    key("head_dim", "kv_channels", 128),
-    *NO_ATTENTION_BIAS,
-    always(attention_output_gate=True, qk_layernorm=True, norm_position="around"),
+    always(attention_output_gate=True, norm_position="around"),
     windows_with_rope(lambda settings, count: every(settings.get(PERIOD) or 4)(count), 1024, PERIOD),
     Rule(
         (MUP,),
@@ -38,10 +33,9 @@ FAMILY = llama_family(
     *(unwritten(fixed(name, 1, "this architecture has one group of experts")) for name in ONE_GROUP),
     Rule(("load_balance_coeff", "use_grouped_mm"), lambda settings: {}, lambda layers: {}),  # of training, and kernels
     norms=NORMS,
-    epsilon=1e-5,
     mlp=experts.some_layers(("num_experts", "num_local_experts"), 6),
     more_rows=(
-        Row(f"{OURS}.self_attention.linear_qkv", QKV, separate_qkv),
+        *rows_of("afmoe"),
         *experts.expert_rows(router="router.gate", shared="shared_experts", bias="expert_bias"),
     ),
 )

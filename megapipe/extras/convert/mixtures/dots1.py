@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_ATTENTION_BIAS, UNUSUAL_HEAD_DIM, llama_family
+from megapipe.extras.convert.family import NO_ATTENTION_BIAS, llama_relative
 from megapipe.extras.convert.layer_types import FIRST, SLIDING, WINDOW, qwen_windows, types_of, write_types
-from megapipe.extras.convert.tables import Layers, always, fixed, unwritten
+from megapipe.extras.convert.tables import Layers, fixed, unwritten
 
 
 def write_windows(layers: Layers) -> dict[str, Any]:
@@ -15,19 +15,11 @@ def write_windows(layers: Layers) -> dict[str, Any]:
     return {WINDOW: None} | write_types(layers) | ({FIRST: types.index(SLIDING)} if SLIDING in types else {})
 
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "Dots1ForCausalLM",
-    "dots1",
-    2048,
-    UNUSUAL_HEAD_DIM,
-    experts.SIGMOID,
-    experts.normalized(False),
-    experts.scaling(),
-    experts.groups(1, 1),
-    experts.shared_experts(2),
+    *experts.sigmoid_router(experts.shared_experts(2), is_normalized=False),
     experts.dense_layers(0),
     *NO_ATTENTION_BIAS,
-    always(qk_layernorm=True),
     # null, or use_sliding_window false, of old files, is none
     qwen_windows(lambda layer, first: layer >= first, write_windows, uses=True, default_bound=62),
     unwritten(fixed("moe_layer_freq", 1, "all layers after the dense ones have experts")),

@@ -9,19 +9,15 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_BIAS, UNUSUAL_HEAD_DIM, llama_family
-from megapipe.extras.convert.layer_types import rope
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.tables import (
-    LLAMA,
-    OURS,
     Layers,
-    Row,
     Rule,
     Settings,
     always,
     fixed,
     key,
-    one_row,
+    rows_of,
     separate_qkv_of_pairs,
     unwritten,
 )
@@ -48,12 +44,8 @@ def write_layers(layers: Layers) -> dict[str, Any]:
     return {FIRST: numbers[0], LAST: numbers[-1], STEP: step if (numbers[0] + 1) % step == 0 else 1}
 
 
-_FAMILY = llama_family(
+_FAMILY = llama_relative(
     "Ernie4_5_MoeForCausalLM",
-    "ernie4_5_moe",
-    131072,
-    UNUSUAL_HEAD_DIM,
-    NO_BIAS,
     fixed("use_bias", False, "the output layer has no bias here"),
     fixed("moe_norm_min", 1e-12, "the sum of the chosen scores has no lower bound here"),
     unwritten(fixed("moe_use_aux_free", True, "experts of this architecture are chosen with a bias")),
@@ -61,10 +53,6 @@ _FAMILY = llama_family(
     always(moe_router_score_function="softmax", moe_router_enable_expert_bias=True, moe_router_dtype="fp32"),
     experts.shared_experts(2, name="moe_num_shared_experts", least=0),
     Rule((FIRST, LAST, STEP), read_layers, write_layers),
-    epsilon=1e-5,
-    groups=4,
-    tied=True,
-    rope=rope(5e5),
     mlp=(
         experts.expert_key(("moe_num_experts", "num_experts"), "num_experts", 64),
         experts.expert_key(("moe_k", experts.TOPK), "moe_router_topk", 6),
@@ -72,10 +60,7 @@ _FAMILY = llama_family(
         experts.EXPERT_WIDTH,
     ),
     qkv=separate_qkv_of_pairs,
-    more_rows=(
-        *experts.GLM_ROWS,
-        Row(f"{OURS}.mlp.router.expert_bias", (f"{LLAMA}.mlp.moe_statics.e_score_correction_bias",), one_row),
-    ),
+    more_rows=(*experts.GLM_ROWS, *rows_of("ernie4_5_moe")),
 )
 ATTENTION_DROPOUT = ("attention_dropout",)  # a key that this architecture does not have
 FAMILY = replace(

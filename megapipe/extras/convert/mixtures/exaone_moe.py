@@ -6,7 +6,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_BIAS, UNUSUAL_HEAD_DIM, llama_family
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.layer_types import (
     DEFAULT_WINDOW,
     FULL,
@@ -17,7 +17,7 @@ from megapipe.extras.convert.layer_types import (
     every,
     windows_with_rope,
 )
-from megapipe.extras.convert.tables import Rule, Settings, always, fixed, unwritten
+from megapipe.extras.convert.tables import Rule, Settings, fixed, unwritten
 
 PATTERN = PATTERNS[0]  # every how many layers one has full attention, or letters L and G, after which the last is G
 
@@ -42,23 +42,12 @@ def read_windows(settings: Settings) -> dict[str, Any]:
     return WINDOWS.read(settings)
 
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "ExaoneMoeForCausalLM",
-    "exaone_moe",
-    2048,
-    UNUSUAL_HEAD_DIM,
-    NO_BIAS,
     unwritten(fixed("attention_bias", False, "linears of this architecture have no biases")),
-    always(qk_layernorm=True),
     Rule(WINDOWS.keys, read_windows, WINDOWS.write),
-    experts.SIGMOID,
-    experts.normalized(True),
-    experts.scaling(2.5),
-    experts.groups(1, 1),
-    experts.shared_experts(1, 1024, "num_shared_experts"),
+    *experts.sigmoid_router(experts.shared_experts(1, 1024, "num_shared_experts"), 2.5),
     experts.mlp_types(1),
-    epsilon=1e-5,
-    groups=32,
     mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
     more_rows=experts.expert_rows(shared="shared_experts", bias=experts.BIAS),
 )

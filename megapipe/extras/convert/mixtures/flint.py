@@ -4,12 +4,12 @@ window alone; sigmoid scores without biases, shared experts.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_ATTENTION_BIAS, llama_family
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.layer_types import FULL, SLIDING, Types, windows_with_rope
-from megapipe.extras.convert.tables import LLAMA, OURS, Row, Rule, Settings, always, key
+from megapipe.extras.convert.tables import Settings, always, rows_of, stated
 
 
 def default_types(settings: Settings, num_layers: int) -> Types:
@@ -18,26 +18,15 @@ def default_types(settings: Settings, num_layers: int) -> Types:
     return [FULL if is_full else SLIDING for is_full in full]
 
 
-def read_sparse_step(settings: Settings) -> dict[str, Any]:
-    dense = settings.get(experts.DENSE)
-    return experts.SPARSE_STEP.read({**settings, experts.DENSE: (0, 1) if dense is None else dense})
+SPARSE_STEP, DENSE = experts.SPARSE_STEP, experts.DENSE
 
-
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "FlintForCausalLM",
-    "flint",
-    262144,
-    key("head_dim", "kv_channels", 128),
-    *NO_ATTENTION_BIAS,
-    always(qk_layernorm=True, softmax_type="learnable", moe_router_score_function="sigmoid", moe_router_dtype="fp32"),
+    always(softmax_type="learnable", moe_router_score_function="sigmoid", moe_router_dtype="fp32"),
     windows_with_rope(default_types, 513),
     experts.normalized(True),
     experts.expert_key("shared_expert_intermediate_size", experts.SHARED, 1024),
-    Rule(experts.SPARSE_STEP.keys, read_sparse_step, experts.SPARSE_STEP.write),
-    groups=4,
+    replace(SPARSE_STEP, read=lambda own: SPARSE_STEP.read({**own, DENSE: stated(own, DENSE, (0, 1))})),
     mlp=experts.some_layers(("num_experts", "num_local_experts"), 6),
-    more_rows=(
-        *experts.expert_rows(shared="shared_expert"),
-        Row(f"{OURS}.self_attention.softmax_offset", (f"{LLAMA}.self_attn.softmax_offset",)),
-    ),
+    more_rows=(*experts.expert_rows(shared="shared_expert"), *rows_of("flint")),
 )

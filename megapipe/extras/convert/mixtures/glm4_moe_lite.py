@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from megapipe.extras.convert import experts
 from megapipe.extras.convert.family import deepseek_family
-from megapipe.extras.convert.tables import Layers, Rule
 
-
-def write_prediction(layers: Layers) -> dict[str, Any]:
-    return experts.PREDICTION.write(layers) if layers[0].mtp_num_layers else {}
-
+PREDICTION = experts.PREDICTION
 
 FAMILY = deepseek_family(
     "Glm4MoeLiteForCausalLM",
-    "glm4_moe_lite",
-    202752,
     (
         *experts.LATENT_ATTENTION,
         *experts.latent_sizes(768, 192, 256, 1e-5),
@@ -26,7 +20,7 @@ FAMILY = deepseek_family(
         experts.normalized(True),
         experts.mlp_types(1),
         *experts.OF_SIGMOIDS,
-        Rule(experts.PREDICTION.keys, experts.PREDICTION.read, write_prediction),
+        replace(PREDICTION, write=lambda layers: PREDICTION.write(layers) if layers[0].mtp_num_layers else {}),
         experts.SIGMOID,
     ),
 )

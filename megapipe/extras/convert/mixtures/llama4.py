@@ -8,14 +8,14 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts, tables
-from megapipe.extras.convert.family import NO_ATTENTION_BIAS, llama_family
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.layer_types import FULL, ROPE, SLIDING, TYPES, by_type, regular_period, rope
-from megapipe.extras.convert.tables import LLAMA, OURS, Layers, Row, Rule, Settings, always, fixed, key, unwritten
+from megapipe.extras.convert.tables import Layers, Rule, Settings, always, fixed, key, unwritten
 
 ROTATED, INTERVAL, CHUNK, NORMS = "no_rope_layers", "no_rope_layer_interval", "attention_chunk_size", "use_qk_norm"
 GROWS, STEP, SCALE = "attn_temperature_tuning", "floor_scale", "attn_scale"
 MIXED, MIXED_STEP = "moe_layers", "interleave_moe_layer_step"
-POSITIONS, BLOCK = rope(5e5), f"{LLAMA}.feed_forward"
+POSITIONS = rope(5e5)
 
 
 def layer_types(rotated: list[Any]) -> list[str]:
@@ -66,18 +66,12 @@ def write_mixed(layers: Layers) -> dict[str, Any]:
     return {MIXED: [number for number, mark in enumerate(marks) if mark]} | every(MIXED_STEP, marks)
 
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "Llama4ForCausalLM",
-    "llama4_text",
-    131072,
-    key("head_dim", "kv_channels", 128),
-    *NO_ATTENTION_BIAS,
     unwritten(fixed("router_jitter_noise", 0.0, "routers add no noise here")),
     always(moe_router_score_function="sigmoid", moe_router_norm_topk_prob=False, moe_apply_probs_on_input=True),
     Rule((MIXED, MIXED_STEP), read_mixed, write_mixed),
     Rule((), lambda settings: {experts.SHARED: settings[experts.DENSE_WIDTH]}, lambda layers: {}),
-    epsilon=1e-5,
-    groups=8,
     rope=Rule((*ROPE.keys, ROTATED, INTERVAL, TYPES, CHUNK, NORMS, GROWS, STEP, SCALE), read_layers, write_layers),
     mlp=(
         *experts.count_and_choice(("num_local_experts",), 1),
@@ -85,11 +79,8 @@ FAMILY = llama_family(
         experts.expert_width(experts.DENSE_WIDTH, "moe_ffn_hidden_size"),
     ),
     more_rows=(
-        Row(f"{OURS}.mlp.linear_fc1", (f"{BLOCK}.gate_proj", f"{BLOCK}.up_proj"), tables.gate_and_up),
-        Row(f"{OURS}.mlp.linear_fc2", (f"{BLOCK}.down_proj",)),
         *experts.expert_rows("feed_forward", router="router", shared="shared_expert"),
-        Row(f"{OURS}.mlp.experts.weight1", (f"{BLOCK}.experts.gate_up_proj",), tables.stacked_transposed_experts),
-        Row(f"{OURS}.mlp.experts.weight2", (f"{BLOCK}.experts.down_proj",), tables.stacked_experts),
+        *tables.rows_of("llama4"),
     ),
     qkv=tables.separate_qkv_of_pairs,
 )

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_ATTENTION_BIAS, llama_family
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.layer_types import SCALING, THETA, windows_and_rope
-from megapipe.extras.convert.tables import Layers, always, fixed, key, unwritten
+from megapipe.extras.convert.tables import Layers, fixed, unwritten
 
 MODULES = (experts.PREDICTED, experts.OTHER_NAME, "mtp_layer_types", "mtp_mlp_layer_types")
 ROPE = windows_and_rope(1, 5e5, local_base=1e4, default_window=1024)
@@ -19,17 +19,11 @@ def write_rope(layers: Layers) -> dict[str, Any]:
     return {name: value for name, value in ROPE.write(layers).items() if name not in (THETA, SCALING)}
 
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "MellumForCausalLM",
-    "mellum",
-    131072,
-    key("head_dim", "kv_channels", 128),
-    *NO_ATTENTION_BIAS,
-    always(qk_layernorm=True),
     experts.MAYBE_NORMALIZED,
     experts.mlp_types(0),
     *(unwritten(fixed(name, None, "transformers does not load its modules of prediction")) for name in MODULES),
-    groups=4,
     rope=replace(ROPE, write=write_rope),
     mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
     more_rows=experts.ROWS,

@@ -8,18 +8,9 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_BIAS, llama_family
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.layer_types import PARTIAL, rope
-from megapipe.extras.convert.tables import (
-    Layers,
-    Rule,
-    Settings,
-    always,
-    check_alike,
-    fixed,
-    key,
-    unwritten,
-)
+from megapipe.extras.convert.tables import Layers, Rule, Settings, check_alike, fixed, unwritten
 
 ROTATED = "rotary_dim"  # of a head, in the published files in place of partial_rotary_factor
 ROPE = rope(5e6, 1.0)
@@ -46,13 +37,8 @@ def read_attention_types(settings: Settings) -> dict[str, Any]:
     return {}
 
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "MiniMaxM2ForCausalLM",
-    "minimax_m2",
-    196608,
-    key("head_dim", "kv_channels", 128),
-    NO_BIAS,
-    always(qk_layernorm=True, qk_layernorm_scope="projection"),
     experts.SIGMOID,
     fixed("router_jitter_noise", 0.0, "the router sees its input without noise here"),
     unwritten(fixed("use_qk_norm", True, "this architecture normalizes queries and keys")),
@@ -71,7 +57,6 @@ FAMILY = llama_family(
         lambda settings: {},
         lambda layers: {},
     ),
-    groups=8,
     rope=Rule((*ROPE.keys, ROTATED), read_rope, write_rope),
     mlp=experts.all_layers(("num_local_experts", "num_experts"), 8),
     more_rows=experts.expert_rows("block_sparse_moe", experts.MIXTRAL_MLP, bias=experts.BIAS),

@@ -41,8 +41,6 @@ def write_rope(layers: Layers) -> dict[str, Any]:
 
 FAMILY = deepseek_family(
     "Mistral4ForCausalLM",
-    "mistral4",
-    1048576,
     (
         *experts.LATENT_ATTENTION,
         *experts.latent_sizes(1024, 64, 128, 1e-6, latent=256, head=lambda rotated, plain: rotated + plain),

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import NO_ATTENTION_BIAS, UNUSUAL_HEAD_DIM, llama_family
+from megapipe.extras.convert.family import NO_ATTENTION_BIAS, llama_relative
 from megapipe.extras.convert.layer_types import PARAMETERS, SCALING, WINDOW, rope
-from megapipe.extras.convert.tables import Rule, Settings, always, fixed
+from megapipe.extras.convert.tables import Rule, Settings, fixed
 
 SECTIONS = ("mrope_section", "mrope_interleaved")
 ROPE = rope(5e5)
@@ -28,24 +28,15 @@ def read_rope(settings: Settings) -> dict[str, Any]:
     return ROPE.read(found)
 
 
-_FAMILY = llama_family(
+_FAMILY = llama_relative(
     "Qwen3VLMoeTextModel",
-    "qwen3_vl_moe_text",
-    128000,
-    UNUSUAL_HEAD_DIM,
     experts.SPARSE_STEP,
     *NO_ATTENTION_BIAS,
-    always(qk_layernorm=True),
     fixed(experts.NORMALIZED, True, "the weights of the chosen experts are divided by their sum in this architecture"),
     fixed(WINDOW, None, "this architecture has no sliding windows"),
-    groups=16,
-    tied=True,
     rope=Rule(ROPE.keys, read_rope, ROPE.write),
     mlp=experts.some_layers(("num_experts", "num_local_experts"), 4),
     more_rows=experts.STACKED_ROWS,
 )
-FAMILY = replace(
-    _FAMILY,
-    either_way=("experts.gate_up_proj", "experts.down_proj"),  # transposed in published files
-    is_tower=True,
-)
+# published files have these tensors transposed
+FAMILY = replace(_FAMILY, either_way=("experts.gate_up_proj", "experts.down_proj"), is_tower=True)

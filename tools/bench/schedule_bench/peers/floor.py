@@ -46,13 +46,13 @@ class Wire:
         sends = []
         for action in self._row:
             if action in receives:
-                receives[action].wait()
+                receives[action].wait()  # type: ignore[union-attr]  # None outside the group
             made = self.compute(action, self._buffers.get(action))
             route = self._routes[action][1]
             if route is not None:
                 sends.append((dist.isend(made, group=self._group, group_dst=route[0], tag=route[1]), made))
         for handle, _ in sends:
-            handle.wait()
+            handle.wait()  # type: ignore[union-attr]
 
     def compute(self, action: Action, received: Tensor | None) -> Tensor:
         """Do the work of an action between its messages; return the tensor to send."""

@@ -1,11 +1,15 @@
-"""Granite with experts and windows (GraniteMoeSWAForCausalLM): attention sinks, and a rotary base for each layer."""
+"""Granite with experts: Granite-3 (GraniteMoeForCausalLM), with shared experts (GraniteMoeSharedForCausalLM), and with
+windows, attention sinks and a rotary base for each layer (GraniteMoeSWAForCausalLM). They have factors on embeddings,
+attention logits, residual branches and output logits; the experts of a layer are two tensors.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megapipe.errors import ConfigError
-from megapipe.extras.convert.family import llama_family
+from megapipe.extras.convert import experts
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.layer_types import (
     FULL,
     ROPE,
@@ -17,19 +21,20 @@ from megapipe.extras.convert.layer_types import (
     read_types,
     write_types,
 )
-from megapipe.extras.convert.mixtures.granitemoe import BLOCK, EXPERTS, RULES, SHARED_ROWS, SHARED_WIDTH
-from megapipe.extras.convert.tables import (
-    LLAMA,
-    OURS,
-    Layers,
-    Row,
-    Rule,
-    Settings,
-    always,
-    stacked_experts,
-    stacked_transposed_experts,
-)
+from megapipe.extras.convert.tables import Layers, Rule, Settings, always, key, rows_of
 
+RULES = (
+    key("embedding_multiplier", "embedding_scale", 1.0),
+    key("attention_multiplier", "softmax_scale", 1.0),
+    key("residual_multiplier", "residual_scale", 1.0),
+    key("logits_scaling", "logits_scaling", 1.0),
+)
+EXPERTS = experts.all_layers(("num_local_experts",), 2)
+ROWS = rows_of("granitemoe")
+FAMILY = llama_relative("GraniteMoeForCausalLM", *RULES, mlp=EXPERTS, more_rows=ROWS)
+SHARED_WIDTH = experts.expert_key("shared_intermediate_size", experts.SHARED, 0, none=0)
+SHARED_ROWS = (*ROWS, *rows_of("granitemoe_shared"))
+WITH_SHARED = llama_relative("GraniteMoeSharedForCausalLM", *RULES, SHARED_WIDTH, mlp=EXPERTS, more_rows=SHARED_ROWS)
 BASES = "layer_rope_theta"  # 0: no rotary positions
 
 
@@ -52,20 +57,12 @@ def write_layers(layers: Layers) -> dict[str, Any]:
     return ROPE.write(rotated) | write_types(layers) | {BASES: bases}
 
 
-FAMILY = llama_family(
+WITH_WINDOWS = llama_relative(
     "GraniteMoeSWAForCausalLM",
-    "granitemoe_swa",
-    2048,
     *RULES,
     SHARED_WIDTH,
     always(softmax_type="learnable"),
     rope=Rule((*ROPE.keys, WINDOW, TYPES, BASES), read_layers, write_layers),
     mlp=EXPERTS,
-    more_rows=(
-        *SHARED_ROWS,
-        Row(f"{OURS}.self_attention.softmax_offset", (f"{LLAMA}.self_attn.sinks",)),
-        Row(f"{OURS}.mlp.router", (f"{BLOCK}.router",)),
-        Row(f"{OURS}.mlp.experts.weight1", (f"{BLOCK}.experts.gate_up_proj",), stacked_experts),
-        Row(f"{OURS}.mlp.experts.weight2", (f"{BLOCK}.experts.down_proj",), stacked_transposed_experts),
-    ),
+    more_rows=(*SHARED_ROWS, *rows_of("granitemoe_swa")),
 )

@@ -1,5 +1,6 @@
 """Hunyuan-A13B (HunYuanMoEV1ForCausalLM): queries and keys are normalized after their rotation, and every layer has one
-shared expert as wide as the others.
+shared expert as wide as the others. Hunyuan-3 (HYV3ForCausalLM): normalized queries and keys, sigmoid scores with
+biases, shared experts.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import HEAD_DIM, NO_ATTENTION_BIAS, llama_family
+from megapipe.extras.convert.family import llama_relative
 from megapipe.extras.convert.layer_types import PARAMETERS, ROPE, SCALING, THETA
 from megapipe.extras.convert.tables import Layers, Rule, Settings, again, always, fixed, unwritten
 
@@ -50,20 +51,15 @@ def write_shared(layers: Layers) -> dict[str, Any]:
     return {}
 
 
-FAMILY = llama_family(
+FAMILY = llama_relative(
     "HunYuanMoEV1ForCausalLM",
-    "hunyuan_v1_moe",
-    2048,
-    HEAD_DIM,
-    *NO_ATTENTION_BIAS,
-    always(qk_layernorm=True, qk_layernorm_after_rope=True, moe_router_dtype="fp32"),
+    always(qk_layernorm_after_rope=True, moe_router_dtype="fp32"),
     Rule((), lambda settings: {experts.SHARED: settings[experts.DENSE_WIDTH]}, write_shared),
     unwritten(fixed("use_qk_norm", True, "this architecture normalizes queries and keys")),
     unwritten(fixed("use_cla", False, "every layer has its own keys and values here")),
     unwritten(fixed("mlp_bias", False, "linears of this architecture have no biases")),
     same_of_all(unwritten(fixed("num_shared_expert", 1, "this architecture has one shared expert in every layer"))),
     same_of_all(again(experts.WIDTH, experts.DENSE_WIDTH)),
-    epsilon=1e-5,
     rope=Rule(ROPE.keys, read_rope, ROPE.write),
     mlp=(
         same_of_all(experts.expert_key(("num_experts", "num_local_experts"), "num_experts", 1)),
@@ -72,4 +68,16 @@ FAMILY = llama_family(
     ),
     more_rows=experts.expert_rows(router="gate.wg", shared="shared_mlp"),
     of_heads=("query_layernorm", "key_layernorm"),
+)
+HUNYUAN_3 = llama_relative(
+    "HYV3ForCausalLM",
+    fixed("mlp_bias", False, "linears have biases in attention and MLPs, or in none"),
+    experts.SIGMOID,
+    experts.scaling(2.826, "router_scaling_factor"),
+    experts.shared_experts(1, 1536, "num_shared_experts"),
+    experts.mlp_types(1),
+    # in which precision two results are added, in half types
+    Rule(("enable_moe_fp32_combine",), lambda settings: {}, lambda layers: {}),
+    mlp=experts.some_layers(("num_experts", "num_local_experts"), 8),
+    more_rows=experts.expert_rows(router="router.gate", shared="shared_mlp", bias="expert_bias"),
 )
