@@ -49,6 +49,7 @@ SETS = (
     ("slices2", "cp2 p2p", "moe ep2", "mtp"),
     ("slices2", "cp2 ag", "sinks", "window", "act offload"),
     ("slices2", "zb-h1", "mla", "moe grouped", "recompute full"),
+    ("dualpipe-v", "cp2 p2p", "mla", "moe ep2"),
 )
 CRASH, MEMORY, REFUSED, EQUAL = "crash", "memory", "refused", "equal"
 # refused pair -> (verdict without its row of the table, words of what happens). REFUSED: nothing could order it; EQUAL:

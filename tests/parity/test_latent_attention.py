@@ -107,6 +107,20 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "experts, pp 2 ep 2 dualpipe-v": (4, {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"} | DEEPSEEK),
+    "experts balanced within sequences, cp 2 pp 2 dualpipe-v, six receives ahead": (
+        4,
+        {
+            "context_parallel_size": 2,
+            "cp_comm_type": ("p2p",),
+            "seq_length": 8,
+            "pp": 2,
+            "chunks": 2,
+            "pipeline_schedule": "dualpipe-v",
+        }
+        | {"pipeline_receive_depth": 6, "global_batch_size": 12, "q_lora_rank": None, "num_experts": 8}
+        | {"moe_ffn_hidden_size": 12, "moe_router_score_function": "sigmoid", "moe_aux_loss_coeff": (0.03,)}
+        | {"moe_router_load_balancing_type": ("seq_aux_loss",)},
+    ),
 }
 
 
