@@ -115,8 +115,8 @@ class Pipeline:
                 module = given if isinstance(given, nn.Module) else given()
                 if not isinstance(module, nn.Module):
                     raise ConfigError(
-                        f"stage {position} is a {type(module).__name__}; give an nn.Module, or a function without "
-                        "arguments that returns one"
+                        f"stage {position} is of type {type(module).__name__}; give an nn.Module, or a function "
+                        "without arguments that returns one"
                     )
                 self.model[str(position)] = module
                 parts[stage].append(module)
@@ -448,7 +448,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {MessageSpec.of(value)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else type(value).__name__
 
 
 def _shown(specs: Specs) -> str:

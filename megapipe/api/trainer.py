@@ -55,10 +55,10 @@ class Trainer:
 
     def __init__(self, config: Config, callbacks: Sequence[Callback] = ()) -> None:
         if not isinstance(config, Config):
-            raise ConfigError(f"Trainer needs a megapipe.Config, got a {type(config).__name__}")
+            raise ConfigError(f"Trainer needs a megapipe.Config, got {type(config).__name__}")
         for callback in callbacks:
             if not isinstance(callback, Callback):
-                raise ConfigError(f"a callback is a {type(callback).__name__}; derive it from megapipe.Callback")
+                raise ConfigError(f"a callback is of type {type(callback).__name__}; derive it from megapipe.Callback")
         self.config = config
         self._environment = read_environment()
         self.rank, self.world_size = self._environment.global_rank, self._environment.world_size

@@ -57,7 +57,7 @@ def _encode(value: Any) -> Any:
         if isinstance(value, types):
             return {TAG: [tag, encode(value)]}
     raise TypeError(
-        f"cannot send a {'.'.join(name)} between ranks: send numbers, strings or a frozen dataclass of megapipe"
+        f"cannot send {'.'.join(name)} between ranks: send numbers, strings or a frozen dataclass of megapipe"
     )
 
 

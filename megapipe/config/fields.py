@@ -112,7 +112,7 @@ def unknown_name(value: Any, choices: Collection[str]) -> str:
     """Return the error of a name that is not among some choices."""
     if not isinstance(choices, Registry):
         return f"choose {one_of(tuple(choices))}{nearest(str(value), choices)}"
-    ways = [*choices, f"a {choices.kind} of an extension, loaded with --extension FILE.py"]
+    ways = [*choices, "one that an extension registers (--extension FILE.py)"]
     return f"choose {one_of(ways)}{nearest(str(value), choices)}{EXTENSIONS.hint}"
 
 

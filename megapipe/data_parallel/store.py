@@ -93,7 +93,7 @@ class Store:
         num_versions: int = 1,
     ) -> None:
         if layout.num_shards != sharing.shards.size:
-            raise ValueError(f"{layout.num_shards} shards of a {layout.kind} buffer for {sharing.shards.size} ranks")
+            raise ValueError(f"a buffer ({layout.kind}) has {layout.num_shards} shards for {sharing.shards.size} ranks")
         self.layout, self.sharing, self.level = layout, sharing, sharing.level
         size = layout.numel // layout.num_shards
         self.versions: tuple[Tensor, ...]

@@ -71,7 +71,7 @@ def _checked(function: Callable[..., Tensor], name: str, shape: tuple[int, ...],
     versions = [x._version for x in inputs]
     result = function(*inputs)
     if not isinstance(result, Tensor):
-        raise ConfigError(f"{name} returned a {type(result).__name__}, not a tensor")
+        raise ConfigError(f"{name} returned {type(result).__name__}, not a tensor")
     if tuple(result.shape) != shape or result.dtype != inputs[0].dtype:
         found, expected = f"{list(result.shape)} in {result.dtype}", f"{list(shape)} in {inputs[0].dtype}"
         raise ConfigError(f"{name} returned {found}, expected {expected}")

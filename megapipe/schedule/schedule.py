@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapipe.errors import ScheduleError
+from megapipe.formatting import count_text
 from megapipe.schedule.action import (
     BACKWARD_OPS,
     PLANNED_OPS,
@@ -108,8 +109,9 @@ class Schedule:
 
     def __str__(self) -> str:
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
-        size = f"{self.num_ranks} ranks, {self.num_stages} stages, {self.num_microbatches} microbatches{slices}"
-        return f"{self.name} ({size})"
+        counts = {"rank": self.num_ranks, "stage": self.num_stages, "microbatch": self.num_microbatches}
+        size = ", ".join(count_text(count, noun) for noun, count in counts.items())
+        return f"{self.name} ({size}{slices})"
 
 
 @contextmanager

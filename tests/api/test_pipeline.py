@@ -208,7 +208,7 @@ MESSAGES = {
     "asynchronous": "schedule pipedream updates weights within a step",
     "replicas": "data_parallel=3 does not divide the 2 rank(s); use one of 1, 2",
     "shared": "stages 0 and 1 share the parameter weight (weight), but different ranks hold them",
-    "not a module": "is a int; give an nn.Module, or a function without arguments that returns one",
+    "not a module": "is of type int; give an nn.Module, or a function without arguments that returns one",
     "batch": "float32[3, 3]: a batch of 3 does not divide into 2 microbatches",
     "no inputs": "inputs is None on a rank that needs it; give tensors [batch, ...]",
     "inputs": "stage 0 for its inputs: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x7 and 3x5)",

@@ -134,7 +134,7 @@ def test_everything_that_is_missing_is_reported_when_a_trainer_is_made() -> None
         and "--train-iters and --train-samples both" in text
         and len(text.splitlines()) > 2
     )
-    with pytest.raises(ConfigError, match=r"needs a megapipe\.Config, got a dict"):
+    with pytest.raises(ConfigError, match=r"needs a megapipe\.Config, got dict"):
         Trainer({"num_layers": 2})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="a callback is a int; derive it from"):
+    with pytest.raises(ConfigError, match="a callback is of type int; derive it from"):
         Trainer(tiny(), [3])  # type: ignore[list-item]

@@ -78,7 +78,7 @@ def attention(config: Config, layer: LayerConfig) -> Iterator[str]:
         yield f"--num-query-groups {groups} does not divide --num-attention-heads {heads}; {sizes}"
     is_projection = layer.qk_layernorm and layer.qk_layernorm_scope == "projection"
     if layer.has_attention and is_projection and layer.normalization != "RMSNorm":
-        yield f"--qk-layernorm-scope projection is an RMSNorm, not a {layer.normalization}; add --normalization RMSNorm"
+        yield f"--qk-layernorm-scope projection is an RMSNorm, not {layer.normalization}; add --normalization RMSNorm"
 
 
 def latent_attention(config: Config) -> Iterator[str]:

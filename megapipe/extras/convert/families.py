@@ -261,7 +261,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if len(named) == 1 and named[0] in FAMILIES:
         family, kind = FAMILIES[named[0]], config.get("model_type")
         if kind not in (None, family.model_type, *SAME_MODEL_TYPES.get(family.architecture, ())):
-            rule = f"transformers goes by the second, and the first is a {family.model_type!r}"
+            rule = f"transformers goes by the second, and the first has {family.model_type!r}"
             raise ConfigError(f"architectures {named[0]} and model_type {kind!r} contradict each other: {rule}")
         return family.halves if family.halves is not None and config.get(INTERLEAVE) is False else family
     name = ", ".join(named) or str(config.get("model_type"))

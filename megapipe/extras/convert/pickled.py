@@ -66,9 +66,9 @@ def load_pickled(path: Path, num_parts: int | None = None) -> Any:
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from None
     if num_parts is not None and not (isinstance(content, list) and len(content) == num_parts):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a list of {num_parts} optimizers' states")
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not a list of {num_parts} optimizers' states")
     if num_parts is None and not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not the dictionary of a checkpoint")
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not the dictionary of a checkpoint")
     return content
 
 

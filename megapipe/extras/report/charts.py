@@ -15,7 +15,7 @@ from html import escape
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.extras.report.drawing import XMLNS, element, line, merged, rect, round_step, text, titled
+from megapipe.extras.report.drawing import element, line, merged, paper, rect, round_step, text, titled
 from megapipe.extras.report.folder import Record, Run
 from megapipe.plan.expert_load import expected_load
 
@@ -23,6 +23,7 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
 MAX_POINTS = 1500  # per curve; of longer curves only the local minima and maxima are drawn
 NUM_COLOURS = 8  # of the style sheet
 MOST_TICKS = 8  # of a y axis
+RESTART = "restart of the run"
 SIZES = {"large": (1120, 320), "medium": (540, 220), "small": (350, 220)}  # class in the style sheet -> width, height
 MOST_MAPS, MOST_CELLS = 6, 30_000
 MAP_WIDTH, CELL, ROW, MAP_LEFT, MAP_TOP = 1100, 20, 13, 30, 18  # px: all cells, the widest cell, margins
@@ -116,17 +117,17 @@ class _Frame:
                 yield index * step
 
 
-def chart_svg(chart: Chart, size: tuple[int, int] = SIZES["medium"], before: str = "", **attributes: object) -> str:
+def chart_svg(chart: Chart, size: tuple[int, int] = SIZES["medium"], **attributes: object) -> str:
     """Return the chart as SVG; '' if no curve has a point.
 
-    before, attributes: of a file of its own; only without them the chart holds its points for the report's script.
+    attributes: of its place in a drawing; only without them the chart holds its points for the report's script.
     """
     points = [point for curve in chart.curves for point in curve.points]
     if not points:
         return ""
     (width, height), right, bottom = size, size[0] - RIGHT, size[1] - BOTTOM
     frame = _Frame(chart, points, right, bottom)
-    parts = [before]
+    parts = []
     values = list(frame.ticks())
     labels = [number(value) for value in values]
     if len(set(labels)) < len(labels):  # a narrow range needs more digits
@@ -208,12 +209,14 @@ def loss_chart(run: Run) -> Chart:
 
 def loss_svg(run: Run) -> str:
     """Return the chart of losses as an SVG file of its own; '' if no step was logged."""
-    size = {"width": 860, "height": 320}
-    names = ("training", *(each for each in ("validation", "test") if run.evaluations(each)))
-    parts = [element("style", STANDALONE), element("rect", **size, fill="#ffffff", stroke="none")]
-    parts += (text(LEFT + 14 + 90 * i, TOP + 8, name, style=f"fill:{PALETTE[i]}") for i, name in enumerate(names))
-    drawn = chart_svg(loss_chart(run), (860, 320), "".join(parts), xmlns=XMLNS, **size)
-    return drawn and drawn + "\n"
+    (width, height), chart, top = (860, 320), loss_chart(run), 24
+    drawn = chart_svg(chart, (width, height), y=top, width=width, height=height)
+    names = [curve.name for curve in chart.curves if curve.points and curve.kind != "lost"]
+    parts = [element("style", STANDALONE), text(LEFT, 18, chart.unit)]
+    parts += (text(LEFT + 100 + 80 * i, 18, name, style=f"fill:{PALETTE[i]}") for i, name in enumerate(names))
+    notes = ", ".join(filter(None, (f"dotted: {RESTART}" if chart.marks else "", chart.note)))
+    parts.append(text(width - RIGHT, 18, notes, text_anchor="end"))
+    return paper(width, height + top, [*parts, drawn]) if drawn else ""
 
 
 def _starts(run: Run) -> list[tuple[float, str]]:
@@ -250,7 +253,7 @@ def charts_html(run: Run) -> str:
         charts.append(Chart(title, curves, unit, note, _starts(run), spans_decades, from_zero))
     drawn = "".join(map(figure_html, charts))
     note = next((record["bubble_note"] for record in reversed(run.steps) if record.get("bubble_note")), "")
-    note_html = f'<p class="soft">Bubble of each step: {escape(note)}.</p>' if note else ""
+    note_html = f'<p class="soft">Bubble of each step: {escape(note)}.</p>' if note and run.has_pipeline else ""
     return f'<div class="charts">{drawn}</div>{note_html}' if drawn else ""
 
 
@@ -275,6 +278,7 @@ def figure_html(chart: Chart) -> str:
             last = f"{value:.4f}" if 0.1 <= abs(value) < 100 and chart.unit != "%" else number(value)
             caption += f'<span><i class="c{curve.colour}"></i>{escape(curve.name)}, last {last}</span>'
     caption += element("span", escape(chart.note)) if chart.note else ""
+    caption += f'<span><i class="restart"></i>{RESTART}</span>' if chart.marks else ""
     drawings = "".join(element("div", svg, class_=name) for name, svg in drawn.items())
     return element("figure", element("figcaption", caption) + drawings, class_="wide" if chart.is_wide else "half")
 

@@ -239,10 +239,10 @@ def pipeline_html(profile: Profile, path: Path, num_profiles: int, is_served: bo
     parts = [
         _tiles(summary),
         element("p", " ".join(_notes(profile, summary, path, num_profiles)), class_="soft"),
-        _trace(trace_path(path).name, is_served),
+        trace_html(path, is_served),
         f'<div class="timeline"><div class="ranks">{labels(ranks)}</div>'
         f'<div class="scroll" tabindex="0">{drawn}</div></div>',
-        '<p class="soft">Scroll sideways to see the whole drawing.</p>' if is_wide else "",
+        f'<p class="soft{"" if is_wide else " cut"}">Scroll sideways to see the whole drawing.</p>',
         '<div class="two">',
         f"<div><h3>Causes of the difference</h3>{_causes(summary)}</div>",
         f"<div><h3>Time of each stage</h3>{_stages(summary)}</div>",
@@ -258,9 +258,9 @@ def _tiles(summary: Summary) -> str:
     chained = "of the rank with the most idle time, from its first to its last computation"
     seconds, planned = (milliseconds(idle.barrier + work) for idle in (summary.measured_idle, summary.predicted_idle))
     tiles: list[tuple[str, ...]] = [
-        ("bubble, barrier", f"{measured.barrier:.1%}", barrier, f"{predicted.barrier:.1%}"),
-        ("bubble, chained", f"{measured.chained:.1%}", chained, f"{predicted.chained:.1%}"),
-        ("pipeline time of a step", seconds, means, planned),
+        ("bubble, barrier", f"{measured.barrier:.1%}", barrier, f"planned {predicted.barrier:.1%}"),
+        ("bubble, chained", f"{measured.chained:.1%}", chained, f"planned {predicted.chained:.1%}"),
+        ("pipeline time of a step", seconds, means, f"planned {planned}"),
     ]
     phases = summary.phases
     if phases.get("step"):
@@ -294,8 +294,9 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
     yield f"Data: <code>{escape(path.name)}</code>{more}."
 
 
-def _trace(name: str, is_served: bool) -> str:
-    """Return how to see the trace in Perfetto: by a button of the served page, or the name of the file to open."""
+def trace_html(path: Path, is_served: bool) -> str:
+    """Return how to see a profile in Perfetto: by a button of the served page, or the name of the file to open."""
+    name = trace_path(path).name
     if not is_served:
         return f'<p class="soft">All actions of all ranks: open <code>{escape(name)}</code> at ui.perfetto.dev.</p>'
     button = element("button", "Open the trace in Perfetto", type="button", data_trace=name)

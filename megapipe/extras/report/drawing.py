@@ -83,11 +83,11 @@ def table_row(cells: Iterable[str], kind: str | None = None, tag: str = "td") ->
 
 
 def tiles_html(tiles: Iterable[tuple[str, ...]]) -> str:
-    """Return a row of figures. tiles: (name, value, meaning), or (name, value, meaning, planned value)."""
+    """Return a row of figures. tiles: (name, value, meaning), or (name, value, meaning, text beside the value)."""
     drawn = ""
-    for name, value, meaning, *planned in tiles:
-        plan = "".join(f' <span class="plan">planned {each}</span>' for each in planned)
-        drawn += f'<div class="tile"><b>{name}</b><span class="big">{value}</span>{plan}<small>{meaning}</small></div>'
+    for name, value, meaning, *beside in tiles:
+        more = "".join(f' <span class="beside">{each}</span>' for each in beside)
+        drawn += f'<div class="tile"><b>{name}</b><span class="big">{value}</span>{more}<small>{meaning}</small></div>'
     return element("div", drawn, class_="tiles")
 
 

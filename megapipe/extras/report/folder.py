@@ -138,6 +138,11 @@ class Run:
         """The record of the last start; empty if no start was recorded."""
         return next(filter(None, (segment.last("start") for segment in reversed(self.segments))), {})
 
+    @property
+    def has_pipeline(self) -> bool:
+        """False if the last start recorded that it had one pipeline rank."""
+        return bool(self.started.get("grid", {}).get("pp") != 1)
+
     @cached_property
     def config_text(self) -> str:
         """The configuration of the last start as YAML, '' if unknown."""

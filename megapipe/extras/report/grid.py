@@ -2,7 +2,7 @@
 
 The grid: every rank on its node shows the whole model, one row for the embedding, each layer and the head, cut into tp
 columns. What the rank holds is filled, in the colour of its dp_rank, since ranks of one colour train on the same
-sequences.
+sequences. Experts have the right half of their layers' rows, cut into ep x etp columns.
 
 Context parallelism: which cp rank holds which tokens, which heads it has during attention, and which blocks of queries
 and keys it computes, with the step of the ring in which the keys arrive.
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from megapipe.errors import ConfigError
 from megapipe.extras.report.drawing import element, paper, rect, swatch, text
+from megapipe.formatting import range_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.sequence import SequencePart
 
@@ -21,6 +22,8 @@ COLOURS = ("#4c86c6", "#e0a33f", "#4fa37a", "#8f6bb3", "#b9534c", "#5aa3a6", "#8
 EMPTY, NODE, EDGE, TEXT, QUIET = "#eceef2", "#f7f8fa", "#d4d8e0", "#1d2330", "#5b6270"
 MOST_RANKS, MOST_PER_LINE = 128, 8
 WIDTH, MARGIN, HEADING, GAP = 108, 12, 34, 10  # px: of a rank's box, around it, above the model, between boxes
+NAMES, NAME_HEIGHT = 66, 12  # px: names of rows, before the boxes
+SMALL = {"font_size": "9.5", "fill": QUIET}  # of text in a box and beside it
 MOST_CP_RANKS = 8  # each with its colour
 CELL, SIDE, LEFT, TOP = 30, 240, 96, 84  # px: a chunk, the least side; margins before and above
 RING = "numbers: the step of the ring in which a rank has the keys"
@@ -46,21 +49,23 @@ def grid_svg(plan: RunPlan) -> str:
         for _ in range(layers.has_embedding + layers.num_layers + layers.has_head)
     ]
     row = max(2, min(14, 160 // len(rows)))
-    box = HEADING + row * len(rows) + 8
+    box = HEADING + row * len(rows) + (20 if plan.model.has_experts else 8)
     node_height = 26 + -(-per_node // columns) * (box + GAP)
-    width = max(2 * MARGIN + columns * (WIDTH + GAP) + GAP, 560)
+    width = max(2 * MARGIN + NAMES + columns * (WIDTH + GAP) + GAP, 560)
     height = 52 + topology.num_nodes * (node_height + GAP) + 26
-    note = "columns: tp; filled: held by the rank; colour: its dp_rank"
+    halves = "left half: tp, right half: experts" if plan.model.has_experts else "columns: tp"
     parts = [
         text(MARGIN, 20, _title(plan), font_size=14, font_weight="bold", fill=TEXT),
-        text(MARGIN, 37, f"rows: embedding, {len(rows) - 2} layers, head; {note}", fill=QUIET),
+        text(MARGIN, 37, f"{halves}; filled: held by the rank; colour: its dp_rank", fill=QUIET),
     ]
     for node in range(topology.num_nodes):
         top = 48 + node * (node_height + GAP)
         frame = rect(MARGIN, top, width - 2 * MARGIN, node_height, rx=6, fill=NODE, stroke=EDGE)
         parts.append(frame + text(MARGIN + 10, top + 17, f"node {node}", fill=QUIET))
         for place in range(per_node):
-            x, y = MARGIN + GAP + place % columns * (WIDTH + GAP), top + 26 + place // columns * (box + GAP)
+            line, column = divmod(place, columns)
+            x, y = MARGIN + NAMES + GAP + column * (WIDTH + GAP), top + 26 + line * (box + GAP)
+            parts += _names(x - 7, y, len(rows), row) if column == 0 else ()
             parts.append(rect(x, y, WIDTH, box, rx=4, fill="#ffffff", stroke=EDGE))
             parts += _rank(plan, node * per_node + place, x, y, rows, row)
     for dp_rank in range(min(topology.dp, len(COLOURS))):
@@ -69,26 +74,41 @@ def grid_svg(plan: RunPlan) -> str:
     return paper(width, height, parts)
 
 
+def _names(x: int, y: int, num_rows: int, row: int) -> Iterator[str]:
+    """Yield the names of the rows, or of as many of them as there is room for."""
+    last, step = num_rows - 1, -(-NAME_HEIGHT // row)
+    for index in (*range(0, last - step + 1, step), last):
+        name = "embedding" if index == 0 else "head" if index == last else f"layer {index - 1}"
+        yield text(x, f"{y + HEADING + (index + 0.5) * row + 3:g}", name, text_anchor="end", **SMALL)
+
+
 def _rank(plan: RunPlan, rank: int, x: int, y: int, rows: Sequence[int], row: int) -> Iterator[str]:
     """Yield the names of a rank, and the model as it holds it. row: the height of each of the rows."""
     topology = plan.topology
-    place, tp = topology.coordinates(rank), topology.tp
+    place = topology.coordinates(rank)
     shared = f"cp {place.cp_rank}, " if topology.cp > 1 else ""
     coordinates = f"tp {place.tp_rank}, {shared}pp {place.pp_rank}, dp {place.dp_rank}"
     yield text(x + 6, y + 14, f"rank {rank}", font_weight="bold", fill=TEXT)
-    yield text(x + 6, y + 27, coordinates, font_size="9.5", fill=QUIET)
+    yield text(x + 6, y + 27, coordinates, **SMALL)
     if plan.model.has_experts:
         ep_rank, etp_rank = divmod(topology.expert_rank(rank), topology.etp)
         shown = f"ep {ep_rank}" + (f", etp {etp_rank}" if topology.etp > 1 else "")
-        yield text(x + WIDTH - 6, y + 14, shown, font_size="9.5", text_anchor="end", fill=QUIET)
-    column = (WIDTH - 12) / tp
+        yield text(x + WIDTH - 6, y + 14, shown, text_anchor="end", **SMALL)
+        held = next(kind.experts.num_experts for kind in plan.model.kinds if kind.experts) // topology.ep
+        names = f"experts {range_text(range(ep_rank * held, (ep_rank + 1) * held))}"
+        yield text(x + WIDTH - 6, y + HEADING + row * len(rows) + 13, names, text_anchor="end", **SMALL)
     stages = plan.placement.stages_of(place.pp_rank)
-    for index, stage in enumerate(rows):
-        for slice_index in range(tp):
-            held = stage in stages and slice_index == place.tp_rank
-            colour = COLOURS[place.dp_rank % len(COLOURS)] if held else EMPTY
-            left, top = f"{x + 6 + slice_index * column:.1f}", y + HEADING + index * row
-            yield rect(left, top, f"{column - 1:.1f}", row - 1, fill=colour)
+    half = (WIDTH - 12) // 2 if plan.model.has_experts else WIDTH - 12
+    experts = [None, *(layer.experts for layer in plan.model.layers), None]  # of each row
+    for index, (stage, of_row) in enumerate(zip(rows, experts, strict=True)):
+        cuts = [(x + 6, half, topology.tp, place.tp_rank)]
+        if of_row is not None:
+            cuts.append((x + 8 + half, half - 2, topology.ep * topology.etp, topology.expert_rank(rank)))
+        for left, width, count, own in cuts:
+            for part in range(count):
+                colour = COLOURS[place.dp_rank % len(COLOURS)] if stage in stages and part == own else EMPTY
+                at, size = f"{left + part * width / count:.1f}", f"{width / count - min(1, width / count / 4):.1f}"
+                yield rect(at, y + HEADING + index * row, size, row - 1, fill=colour)
 
 
 def _title(plan: RunPlan) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,29 +32,27 @@ from megapipe.extras.report.charts import (
     figure_html,
     number,
 )
-from megapipe.extras.report.comparison import pipeline_html
+from megapipe.extras.report.comparison import pipeline_html, trace_html
 from megapipe.extras.report.drawing import element, table_html, table_row, tiles_html
 from megapipe.extras.report.folder import METRICS, RUN, Record, Run, Segment, Used, changed_settings, values_used
 from megapipe.formatting import bytes_text, count_text, duration_text, seconds_text, text_table
-from megapipe.topology import Topology
 from megapipe.version import __version__
 
 STATES = {"ended": "finished", "stopped": "stopped early", "unknown": "no end recorded"}  # Segment.ending -> text
 MACHINE = ("device", "cores", "threads_per_rank", "backend", "system")  # keys of a start's record
-MAX_RANKS_SHOWN = 64
 
 
 def page(run: Run, is_served: bool = False) -> str:
     """Return the report as HTML. is_served: by `ReportServer`, so it updates itself and hands its trace to Perfetto."""
     now = time.time()
     title = f"{run.folder.resolve().parent.name}/{run.folder.resolve().name}"
-    problems = _problems(run)
+    problems, plan = _problems(run), "\n".join(_plan(run))
     sections = {
         "Warnings": problems,
         "Training curves": charts_html(run),
         "Load of experts": expert_maps_html(run.steps, _config(run)),
-        "Pipeline: plan and measurement": _pipeline(run, is_served),
-        "Grid and stages": _grid(run),
+        "Pipeline: plan and measurement" if run.has_pipeline else "Profile": _pipeline(run, is_served),
+        "Grid and stages": _folded("plan, as printed at the start", plan, is_open=True) if plan else "",
         "Configuration": _configuration(run),
         "Starts of the run": _starts(run) + ("" if problems else '<p class="soft">No warnings.</p>'),
         "Versions and machine": _versions(run),
@@ -109,7 +108,7 @@ def _tiles(run: Run) -> str:
         return [record[key] for record in steps if record.get(key) is not None]
 
     about = f"{number(last['consumed_tokens'])} tokens, global batch {last['global_batch_size']:,}"
-    tiles = [("steps", f"{last['step']:,} of {last['train_iters']:,}", about)]
+    tiles: list[tuple[str, ...]] = [("steps", f"{last['step']:,}", about, f"of {last['train_iters']:,}")]
     loss = "NaN or infinite" if last["loss"] is None else f"{last['loss']:.4f}"
     tiles.append(("training loss", loss, f"nats per token after step {last['step']:,}"))
     for split in ("validation", "test"):
@@ -161,6 +160,9 @@ def _config(run: Run) -> Config | None:
 
 
 def _pipeline(run: Run, is_served: bool) -> str:
+    """Return the section on the pipeline; of a single pipeline rank only where its trace is, '' without a profile."""
+    if not run.has_pipeline:
+        return trace_html(run.profile_path, is_served) if run.profile_path else ""
     if run.profile is not None and run.profile_path is not None:
         return pipeline_html(run.profile, run.profile_path, run.num_profiles, is_served)
     last = run.steps[-1]["step"] if run.steps else 0
@@ -172,29 +174,6 @@ def _pipeline(run: Run, is_served: bool) -> str:
         '<p class="soft">This section then compares the planned and the measured timeline and their bubbles, '
         "and lists the causes of the difference.</p>"
     )
-
-
-def _grid(run: Run) -> str:
-    """Return the grid of ranks, with the printed plan."""
-    grid, plan, parts = run.started.get("grid"), "\n".join(_plan(run)), []
-    if grid:
-        parts.append(f"<p>{escape(grid_text(grid))}, schedule {escape(str(grid['schedule']))}.</p>")
-    if grid and 1 < grid["world_size"] <= MAX_RANKS_SHOWN:
-        t = Topology(grid["tp"], grid["cp"], grid["pp"], grid["dp"], grid["order"])
-        cells: dict[tuple[int, int], list[str]] = {}
-        for ranks in t.groups("tp"):
-            place = t.coordinates(ranks[0])
-            cells.setdefault((place.pp_rank, place.dp_rank), []).append(" ".join(map(str, ranks)))
-        rows = [table_row(["", *(f"dp {dp}" for dp in range(t.dp))], tag="th")]
-        rows += [
-            table_row([f"<th>pp {pp}</th>", *("<br/>".join(cells[pp, dp]) for dp in range(t.dp))]) for pp in range(t.pp)
-        ]
-        parts.append(element("div", table_html(rows, "grid"), class_="scroll"))
-        if t.tp > 1:
-            parts.append('<p class="soft">Global ranks; the ranks in one cell are a tensor-parallel group.</p>')
-    if plan:
-        parts.append(_folded("plan, as printed at the start", plan, is_open=True))
-    return "".join(parts)
 
 
 def grid_text(grid: Mapping[str, Any]) -> str:
@@ -215,8 +194,7 @@ def _configuration(run: Run) -> str:
     changed, why_none = changed_settings(run.config_text)
     rows = [table_row(["section", "setting", "value", "default", "from"], tag="th")]
     for setting in changed:
-        kind, _, source = setting.origin.partition(" ")
-        short = f"{kind} {source.rpartition('/')[2]}" if kind == "yaml" else setting.origin
+        short = re.sub(r"\S*/", "", setting.origin).removesuffix(f" {setting.flag}")
         cells = [
             element("td", setting.section, class_="section soft"),
             element("code", setting.flag),
@@ -238,13 +216,14 @@ def _configuration(run: Run) -> str:
 
 def _starts(run: Run) -> str:
     """Return a table of the starts of the run and how each ended, with the other log messages folded away."""
-    rows = [table_row(["start", "time", "duration", "steps logged", "started", "ended"], tag="th")]
+    head = ["start", "time", "duration", "steps logged", "started", "ended"]
+    rows = [table_row(head, tag="th")]
     for index, segment in enumerate(run.segments, start=1):
-        rows.append(table_row(element("td", escape(cell), class_="v") for cell in (str(index), *_start(segment))))
+        rows.append(table_row(_labelled(head, map(escape, (str(index), *_start(segment))))))
     notes = [record for segment in run.segments for record in segment.of("note")]
     lines = "".join(f"{moment(record['time'])}  {record['text']}\n" for record in notes)
     more = _folded(f"other log messages ({len(notes)})", lines) if notes else ""
-    return f'<div class="scroll">{table_html(rows)}</div>{more}'
+    return f"{table_html(rows, 'cards')}{more}"
 
 
 def _start(segment: Segment) -> Iterator[str]:
@@ -275,6 +254,12 @@ def _versions(run: Run) -> str:
     rows = {**start["versions"], "host of rank 0": start["host"], **machine}.items()
     cells = ((element("th", escape(name)), element("td", escape(str(value)), class_="v")) for name, value in rows)
     return table_html(map(table_row, cells), "narrow")
+
+
+def _labelled(names: Iterable[str], contents: Iterable[str]) -> Iterator[str]:
+    """Return the cells of a row of a table of class 'cards', whose columns a narrow page writes below each other."""
+    cells = zip(names, contents, strict=True)
+    return (element("td", content, class_="v", data_label=name) for name, content in cells)
 
 
 def _list(items: Iterable[str], kind: str | None = None) -> str:
@@ -366,8 +351,8 @@ def _recorded(start: Record) -> dict[str, str]:
 def results(runs: Mapping[str, Run]) -> Table:
     """Return a table with a row for each run: how far it got, its losses, speed and time."""
     common = common_step(runs)
-    at_common = [] if common is None else [f"at step {common:,}"]
-    rows = [["run", "steps", "tokens", "training loss", "validation loss", *at_common, "tokens/s", "step", "time", ""]]
+    extra = [] if common is None else [f"at step {common:,}"]
+    rows = [["run", "steps", "tokens", "training loss", "validation loss", *extra, "tokens/s", "step", "time", "state"]]
     for name, run in runs.items():
         steps, evaluated = run.steps, _losses(run.evaluations("validation"))
         last = steps[-1] if steps else None
@@ -429,16 +414,15 @@ def compare_page(runs: Mapping[str, Run]) -> str:
     settings = "".join(f"<p>{escape(problem)}.</p>" for problem in problems)
     rows = [table_row(["setting", *names], tag="th")]
     for setting, *values in table[1:]:
-        pairs = zip(runs, values, strict=True)
-        cells = (element("td", escape(value), class_="v", data_run=name) for name, value in pairs)
-        rows.append(table_row([element("code", escape(setting)), *cells]))
-    settings = (table_html(rows, "differ") if table else "<p>No setting differs.</p>") + settings
+        rows.append(table_row([element("code", escape(setting)), *_labelled(runs, map(escape, values))]))
+    settings = (table_html(rows, "cards") if table else "<p>No setting differs.</p>") + settings
     head, *shown = results(runs)
     rows = [table_row(head, tag="th")]
-    rows += (table_row([name, *map(escape, values)]) for name, (_, *values) in zip(names, shown, strict=True))
+    for name, (_, *values) in zip(names, shown, strict=True):
+        rows.append(table_row([name, *_labelled(head[1:], map(escape, values))]))
     charts = "".join(map(figure_html, charts_of(runs)))
     sections = {
-        "Results": f'<div class="scroll">{table_html(rows, "results")}</div><p class="soft">{EXPLAINED}</p>',
+        "Results": f'<div class="scroll">{table_html(rows, "cards results")}</div><p class="soft">{EXPLAINED}</p>',
         "Curves": f'<div class="charts">{charts}</div>' if charts else "<p>No step has been logged yet.</p>",
         "Settings that differ": settings,
     }

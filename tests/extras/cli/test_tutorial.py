@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -57,6 +58,20 @@ def test_the_pictures_of_the_axes_are_drawn_by_their_commands(
     assert main(words) == 0
     assert drawn.read_text() == (REPOSITORY / drawn).read_text()
     assert f"]({drawn.relative_to('docs')})" in CONCEPTS + LONG_CONTEXT + EXPERTS
+
+
+def test_the_grid_shows_which_experts_a_rank_has_in_the_layers_that_have_some(tmp_path: Path) -> None:
+    assert MODEL is not None
+    path = tmp_path / "a.svg"
+    experts = "--num-experts 8 --moe-layer-freq [0,1] --disable-bias-linear --expert-model-parallel-size 2"
+    parallel = "--tensor-model-parallel-size 1 --num-layers 2"
+    assert main(["plan", "--world-size", "2", *f"{MODEL[1]} {parallel} {experts}".split(), "--svg", str(path)]) == 0
+    found = ElementTree.parse(path).getroot()
+    texts = [each.text for each in found.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"embedding", "layer 0", "layer 1", "head"} < set(texts)
+    assert [text for text in texts if text and text.startswith("experts ")] == ["experts 0 to 3", "experts 4 to 7"]
+    filled = [each.attrib for each in found.iter("{http://www.w3.org/2000/svg}rect") if each.get("height") == "13"]
+    assert len(filled) == 2 * (4 + 2)  # of each rank: four rows, and two places of experts in one of them
 
 
 @pytest.mark.parametrize("size", [1, 16])

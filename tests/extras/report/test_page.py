@@ -31,6 +31,7 @@ from megapipe.extras.report.charts import (
     chart_svg,
     expert_maps_html,
     heat,
+    loss_svg,
     thinned,
 )
 from megapipe.extras.report.comparison import comparison_svg
@@ -43,6 +44,7 @@ from megapipe.profile.profile import profile_name, profiles_in, read_profile, wr
 from tests.profile.synthetic import lowered, profile_of, step_of
 
 RECORDED = Path(__file__).resolve().parents[2] / "fixtures" / "report" / "interleaved"
+SVG_TEXT, SECOND_START = re.compile("<text[^>]*>([^<]*)"), re.compile("<title>(start [^<]*)")
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
@@ -243,6 +245,26 @@ def test_a_resumed_run_shows_its_segments_and_the_steps_taken_again(recorded: Pa
         and "steps repeated" in text
         and "2 starts" in text
     )
+    html, (second,) = page(read), SECOND_START.findall(loss_svg(read))
+    assert second == "start 2" and 'class="restart"' in html
+    assert html.count('data-label="ended"') == 2  # a narrow page names every value
+    texts = "".join(SVG_TEXT.findall(loss_svg(read)))
+    assert "nats per token" in texts and "dotted" in texts and "dashed" in texts
+
+
+def test_steps_and_their_total_can_break_into_lines(recorded: Path) -> None:
+    edited(recorded / "metrics.jsonl", lambda records: [record | {"train_iters": 1_000_000} for record in records])
+    assert '<span class="big">14</span> <span class="beside">of 1,000,000</span>' in page(read_run(recorded))
+
+
+def test_a_run_without_a_pipeline_shows_none_but_the_trace_of_its_profile(recorded: Path) -> None:
+    edited(recorded / "run.jsonl", lambda rs: [r | {"grid": r["grid"] | {"pp": 1}} if "grid" in r else r for r in rs])
+    edited(recorded / "metrics.jsonl", lambda records: [record | {"bubble_note": "n/a"} for record in records])
+    found = page(read_run(recorded))
+    assert "<h2>Profile</h2>" in found and "ubble of each step: n/a" not in found and "bubble, barrier" not in found
+    profiles_in(recorded)[0].unlink()
+    found = page(read_run(recorded))
+    assert "<h2>Profile</h2>" not in found and "plan and measurement" not in found and "was profiled" not in found
 
 
 def test_without_a_profile_the_report_explains_how_to_record_one(recorded: Path) -> None:
