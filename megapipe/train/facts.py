@@ -65,7 +65,7 @@ VARIABLES = (  # that change results, or which algorithm all ranks must run toge
     "NCCL_PROTO",
 )
 FOLDER_SECONDS = 2.0  # for a file of rank 0 to become visible on a network file system
-TENSOR_BLOCK_BYTES = 4096  # read at the start, in the middle and at the end of each tensor of a Hugging Face folder
+TENSOR_BLOCK_BYTES = 4096  # read in the middle and at the end of each tensor of a Hugging Face folder
 MANIFEST_BYTES = 4096  # of both ends of a manifest, whose head holds the checksum of the whole
 
 
@@ -131,10 +131,6 @@ def _blend(flag: str, config: Config, words: tuple[str, ...]) -> Fact:
     return Fact(*blend_content(words, flag, config.data.sft))
 
 
-def _file(config: Config, path: str) -> Fact:
-    return file_fact(path)
-
-
 def file_fact(path: str) -> Fact:
     """Return the content of a file, or of the folder of a tokenizer; a name of a hub as it is."""
     if not Path(path).exists():
@@ -190,7 +186,7 @@ def _load(config: Config, notes: Notes) -> Fact:
 
 
 def _sampled_weights(path: Path) -> str:
-    """Return size and checksum of a safetensors file: of its header, and the start, middle and end of each tensor.
+    """Return size and checksum of a safetensors file: of its header, and the middle and end of each tensor.
 
     What is damaged is reported when it is loaded.
     """
@@ -202,9 +198,8 @@ def _sampled_weights(path: Path) -> str:
         found, entries = zlib.crc32(header), json.loads(header)
         for first, past in sorted(entries[name]["data_offsets"] for name in entries.keys() - {"__metadata__"}):
             last = max(first, past - TENSOR_BLOCK_BYTES)
-            for position in (first, (first + last) // 2, last):
-                file.seek(start + position)
-                found = zlib.crc32(file.read(TENSOR_BLOCK_BYTES), found)
+            for position in ((first + last) // 2, last):
+                found = zlib.crc32(os.pread(file.fileno(), TENSOR_BLOCK_BYTES, start + position), found)
         return f"{size:,} bytes, checksum {found:08x}"
     return sampled_content(path, 8)
 
@@ -250,13 +245,14 @@ def _versions(with_text: bool) -> tuple[tuple[str, str], ...]:
 
 FOLDERS: Mapping[str, Callable[[Config, Notes], Fact]] = {"checkpoint.save": _save, "checkpoint.load": _load}
 BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+FILES = (
+    *(f"data.{name}" for name in ("tokenizer_model", "vocab_file", "merge_file")),
+    *("parallel.pipeline_layer_times", "gpu.tuned", "gpu.nccl_communicator_config_path"),
+)
 # fields that are compared by what they name
 SPECIAL: Mapping[str, Callable[[Config, Any], Fact]] = {
     **{f"data.{name}": partial(_blend, flag_of(name)) for name in BLENDS},
-    **{f"data.{name}": _file for name in ("tokenizer_model", "vocab_file", "merge_file")},
-    "parallel.pipeline_layer_times": _file,
-    "gpu.tuned": _file,
-    "gpu.nccl_communicator_config_path": _file,
+    **dict.fromkeys(FILES, lambda _, path: file_fact(path)),
     "gpu.nccl_settings": _nccl,
     "training.extension": extensions_fact,
 }
