@@ -266,7 +266,9 @@ def ranks(pair: Pair, part: str) -> None:
 
 
 def time_out(pair: Pair, _: str) -> None:
-    before, after = pair.both(lambda case: join(case.plan(1).config, read_environment({})).timeout_seconds)
+    before, after = pair.both(
+        lambda case: join(case.plan(1).config, read_environment({}), lambda _: {}).timeout_seconds
+    )
     assert (before, after) == (600.0, 120.0)
 
 

@@ -122,7 +122,7 @@ def measured_peaks(name: str, num_ranks: int) -> dict[int, int]:
 def measure(name: str) -> int:
     """Build the runtime, make a step and print the peak, as one rank."""
     plan = plan_of(name)
-    world = start(read_environment(), "gloo", 600.0, "cpu")
+    world = start(read_environment(), "gloo", 600.0, "cpu", facts_of=lambda _: {})
     groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
     with LiveBytes() as live:
         count, _ = count_step(plan, groups, world.device, live, reader(plan))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from megapipe.comm.bootstrap import disband, is_joined, leave, start
 from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.collectives import Work, all_reduce, broadcast, broadcast_object
 from megapipe.comm.groups import Group, build_process_groups
-from megapipe.environment import read_environment
+from megapipe.comm.meeting import Fact, Facts
+from megapipe.environment import Environment, read_environment
 from megapipe.errors import ConfigError
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.schedule.action import Op
@@ -26,6 +28,7 @@ from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import unhindered_send_depth
 from megapipe.topology import Topology
+from megapipe.train.facts import file_fact, process_facts, software_facts
 
 StageModule: TypeAlias = nn.Module | Callable[[], nn.Module]
 Specs: TypeAlias = tuple[MessageSpec, ...]
@@ -86,6 +89,7 @@ class Pipeline:
         backend: str = "auto",
         timeout_seconds: float = 600.0,
     ) -> None:
+        compared = {name: value for name, value in locals().items() if name not in ("self", "stages", "loss")}
         environment = read_environment()
         self.rank, self.num_ranks = environment.global_rank, environment.world_size
         self.num_replicas, self.num_microbatches, self._loss = data_parallel, microbatches, loss
@@ -99,7 +103,8 @@ class Pipeline:
         self._placement = self._schedule.placement
         size = _modules_per_stage(stages, self._placement, num_pipeline_ranks)
         self._is_owner = not is_joined()
-        world = start(environment, backend, timeout_seconds, device)
+        facts = _facts(environment, backend, device, compared | {"stages": len(stages)})
+        world = start(environment, backend, timeout_seconds, device, facts_of=lambda _: facts)
         topology = Topology(pp=num_pipeline_ranks, dp=data_parallel, mirrored_pipeline=self._placement.is_mirrored)
         self._groups = build_process_groups(topology, world.global_rank, world.backend, timeout_seconds)
         self._generators = [world.device] if world.device.type == "cuda" else []  # drawn from besides the CPU's
@@ -420,6 +425,13 @@ def _modules_per_stage(stages: Sequence[StageModule], placement: Placement, num_
                     "or give each its own parameter"
                 )
     return size
+
+
+def _facts(environment: Environment, backend: str, device: str, arguments: Mapping[str, Any]) -> Facts:
+    """Return what the ranks compare: the arguments of the pipeline, the script, versions and device."""
+    facts = {f"{name} of Pipeline": Fact(str(value)) for name, value in arguments.items()}
+    facts["script"] = file_fact(getattr(sys.modules["__main__"], "__file__", None) or "none")
+    return {**facts, **software_facts(with_text=False), **process_facts(environment, backend, device)}
 
 
 def _parts(value: Any, count: int, what: str, device: torch.device) -> list[Any]:

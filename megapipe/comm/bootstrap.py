@@ -37,13 +37,12 @@ class World:
     timeout_seconds: float
 
 
-def join(
-    config: Config, environment: Environment, facts_of: FactsOf = lambda _: {}, notes: Notes | None = None
-) -> World:
+def join(config: Config, environment: Environment, facts_of: FactsOf, notes: Notes | None = None) -> World:
     """Meet the other ranks over the backend that the configuration asks for, as `start` does."""
     parallel, device = config.parallel, config.training.device
     timeout_seconds = 60.0 * parallel.distributed_timeout_minutes
-    return start(environment, parallel.distributed_backend, timeout_seconds, device, facts_of, notes)
+    backend = parallel.distributed_backend
+    return start(environment, backend, timeout_seconds, device, facts_of=facts_of, notes=notes)
 
 
 def start(
@@ -51,7 +50,8 @@ def start(
     backend: str = "auto",
     timeout_seconds: float = 600.0,
     device: str = "auto",
-    facts_of: FactsOf = lambda _: {},
+    *,
+    facts_of: FactsOf,
     notes: Notes | None = None,
 ) -> World:
     """Choose backend and device, meet the other ranks, and initialize torch.distributed; no meeting for a single rank.

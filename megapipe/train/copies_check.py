@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import all_reduce, gather_objects
+from megapipe.config.files import is_hugging_face
 from megapipe.data.fingerprint import SourceFiles
 from megapipe.data_parallel.copies import Copies, CopyDifference
 from megapipe.errors import DataError, TrainingError
@@ -54,7 +55,9 @@ class CopiesCheck:
             all_reduce(differs, world, "max")
             if differs:
                 of_ranks = gather_objects((host(), tuple(self._copies.differences()), stale), world)
-                raise TrainingError(_message(step, of_ranks, runtime.plan.topology))
+                load = runtime.plan.config.checkpoint.load
+                converted = load if step == 0 and is_hugging_face(load) else None
+                raise TrainingError(_message(step, of_ranks, runtime.plan.topology, converted))
         self._compared_step = step
 
 
@@ -68,8 +71,10 @@ def expert_biases(runtime: TrainingRuntime) -> dict[str, Tensor]:
     }
 
 
-def _message(step: int, of_ranks: Sequence[Findings], topology: Topology) -> str:
-    """Return the error message. of_ranks: by global rank."""
+def _message(step: int, of_ranks: Sequence[Findings], topology: Topology, converted: str | None) -> str:
+    """Return the error message. of_ranks: by global rank. converted: the folder that the weights were just read from,
+    without checksums.
+    """
     hosts, found, all_stale = zip(*of_ranks, strict=True)
 
     def named(ranks: Sequence[int]) -> str:
@@ -95,6 +100,13 @@ def _message(step: int, of_ranks: Sequence[Findings], topology: Topology) -> str
     else:
         either = sorted(set().union(*all_suspects))
         who = f"on one of {named(either[:MOST_DIFFERENCES])} (with two copies it is unknown which)"
+    if converted is not None and not stale:
+        return (
+            f"the weights loaded from --load {converted} are not those of the other ranks {who}, found before the "
+            f"first step: {'; '.join(parts)}. The start compares blocks of each tensor of the folder; its files differ "
+            "elsewhere, or were read wrongly. Copy the folder again to that host and compare checksums of its files; "
+            f"if they are the same on all hosts, test the memory and devices of that host ({FLAG})"
+        )
     return (
         f"bits of the parameters have changed {who}, found after step {step}: {'; '.join(parts)}. Nothing was saved "
         "since; restart from the newest checkpoint, when all copies still agreed. Configuration, data and versions of "

@@ -8,7 +8,10 @@ the folder of --save, extensions, and variables of the environment that change r
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache, partial
@@ -27,7 +30,7 @@ from megapipe.comm.nccl import NcclSettings
 from megapipe.config.config import Config, all_fields, value_of
 from megapipe.config.fields import value_text
 from megapipe.config.files import CheckpointConfig, is_hugging_face
-from megapipe.data.fingerprint import blend_content, sampled_content, whole_content
+from megapipe.data.fingerprint import TOKENIZER_SUFFIXES, blend_content, sampled_content, whole_content
 from megapipe.environment import Environment, value_for_libraries
 from megapipe.errors import CheckpointError
 from megapipe.plan.run_plan import RunPlan
@@ -62,6 +65,7 @@ VARIABLES = (  # that change results, or which algorithm all ranks must run toge
     "NCCL_PROTO",
 )
 FOLDER_SECONDS = 2.0  # for a file of rank 0 to become visible on a network file system
+TENSOR_BLOCK_BYTES = 4096  # read in the middle and at the end of each tensor of a Hugging Face folder
 MANIFEST_BYTES = 4096  # of both ends of a manifest, whose head holds the checksum of the whole
 
 
@@ -83,8 +87,16 @@ def notes_of(lock: SaveLock | CheckpointError | None, flags: CheckpointConfig) -
 
 
 def facts_of(plan: RunPlan, environment: Environment, notes: Notes) -> Facts:
-    """Return the facts of this rank. notes: of rank 0."""
-    config = plan.config
+    """Return the facts of this rank in a run. notes: of rank 0."""
+    config, parallel = plan.config, plan.config.parallel
+    processes = process_facts(
+        environment, parallel.distributed_backend, config.training.device, not parallel.allow_mixed_hosts
+    )
+    return {**config_facts(config, notes), **software_facts(config.data.sft), **processes}
+
+
+def config_facts(config: Config, notes: Notes) -> Facts:
+    """Return the settings of a configuration, with the contents of the files that it names."""
     facts = {}
     for one in all_fields():
         value = value_of(config, one)
@@ -96,11 +108,19 @@ def facts_of(plan: RunPlan, environment: Environment, notes: Notes) -> Facts:
         else:
             facts[flag_of(one.name)] = special(config, value)
     facts |= {f"--{name}": FOLDERS[f"checkpoint.{name}"](config, notes) for name in ("save", "load")}
-    facts |= {f"variable {name}": Fact(value_for_libraries(name) or "unset") for name in VARIABLES}
-    facts |= {name: Fact(text) for name, text in _versions(config.data.sft)}
-    facts["ranks per node"] = Fact(str(plan.topology.ranks_per_node))
-    facts["device"] = _device(config, environment)
     return facts
+
+
+def software_facts(with_text: bool) -> Facts:
+    """Return versions and variables that change results. with_text: also versions of the libraries that read text."""
+    facts = {f"variable {name}": Fact(value_for_libraries(name) or "unset") for name in VARIABLES}
+    return facts | {name: Fact(text) for name, text in _versions(with_text)}
+
+
+def process_facts(environment: Environment, backend: str, device: str, compares_kinds: bool = False) -> Facts:
+    """Return place and device of this process. backend, device: see `choose_backend`. compares_kinds: of GPU."""
+    nodes = Fact(str(environment.local_world_size))
+    return {"ranks per node": nodes, "device": _device(environment, backend, device, compares_kinds)}
 
 
 def flag_of(name: str) -> str:
@@ -111,16 +131,16 @@ def _blend(flag: str, config: Config, words: tuple[str, ...]) -> Fact:
     return Fact(*blend_content(words, flag, config.data.sft))
 
 
-def _file(config: Config, path: str) -> Fact:
-    """Compare a file, or the folder of a tokenizer, by content; a name of a hub as it is."""
+def file_fact(path: str) -> Fact:
+    """Return the content of a file, or of the folder of a tokenizer; a name of a hub as it is."""
     if not Path(path).exists():
         return Fact(path)
     content = whole_content(Path(path))
     return Fact(f"{path} ({content})", content)
 
 
-def _extensions(*_: object) -> Fact:
-    """Compare loaded extensions by content: the paths of their files may differ."""
+def extensions_fact(*_: object) -> Fact:
+    """Return the contents of loaded extensions: the paths of their files may differ."""
     loaded = EXTENSIONS.loaded.values()
     shown = ", ".join(f"{one.name} (sha256 {one.sha256[:12]})" for one in loaded) or "none"
     return Fact(shown, " ".join(sorted(one.sha256 for one in loaded)))
@@ -153,14 +173,40 @@ def _load(config: Config, notes: Notes) -> Fact:
     if is_hugging_face(flags.load):
         assert flags.load is not None
         files = sorted(path for path in Path(flags.load).iterdir() if path.is_file())
-        content = "; ".join(f"{path.name} {sampled_content(path, 8)}" for path in files)
+        # others, such as pickled weights, are not read
+        readers = dict.fromkeys(TOKENIZER_SUFFIXES, whole_content) | {".safetensors": _sampled_weights}
+        content = "; ".join(f"{path.name} {readers[path.suffix](path)}" for path in files if path.suffix in readers)
         return Fact(f"{flags.load} (sha256 {hashlib.sha256(content.encode()).hexdigest()[:16]})", content)
     root = flags.save if notes.get("is_restart") else flags.load
     if root is None:
         return Fact("unset")
     if not notes.get("checkpoint"):
         return Fact(root, "no checkpoint")
-    path = Path(root) / notes["checkpoint"] / MANIFEST_NAME
+    return checkpoint_fact(Path(root) / notes["checkpoint"])
+
+
+def _sampled_weights(path: Path) -> str:
+    """Return size and checksum of a safetensors file: of its header, and the middle and end of each tensor.
+
+    What is damaged is reported when it is loaded.
+    """
+    damage = OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError
+    with suppress(*damage), open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = 8 + min(size, int.from_bytes(file.read(8), "little"))
+        header = file.read(start - 8)
+        found, entries = zlib.crc32(header), json.loads(header)
+        for first, past in sorted(entries[name]["data_offsets"] for name in entries.keys() - {"__metadata__"}):
+            last = max(first, past - TENSOR_BLOCK_BYTES)
+            for position in ((first + last) // 2, last):
+                found = zlib.crc32(os.pread(file.fileno(), TENSOR_BLOCK_BYTES, start + position), found)
+        return f"{size:,} bytes, checksum {found:08x}"
+    return sampled_content(path, 8)
+
+
+def checkpoint_fact(folder: Path) -> Fact:
+    """Return the identity of a checkpoint, by its manifest, which has the checksums of the weights."""
+    path = folder / MANIFEST_NAME
     try:
         with open(path, "rb") as file:
             size = path.stat().st_size
@@ -170,17 +216,16 @@ def _load(config: Config, notes: Notes) -> Fact:
     except OSError as error:
         return Fact(f"{path}, which cannot be read ({error.strerror})")
     content = f"manifest of {size:,} bytes, sha256 {hashlib.sha256(ends).hexdigest()[:16]}"
-    return Fact(f"{path.parent} ({content})", content)
+    return Fact(f"{folder} ({content})", content)
 
 
-def _device(config: Config, environment: Environment) -> Fact:
-    backend, device = choose_backend(
-        config.parallel.distributed_backend, config.training.device, environment.local_rank
-    )
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    may_differ = device.type == "cuda" and config.parallel.allow_mixed_hosts
-    way = "" if device.type == "cpu" or may_differ else "; --allow-mixed-hosts allows several kinds of GPU"
-    return Fact(f"{kind} over {backend}{way}", f"{device.type if may_differ else kind} over {backend}")
+def _device(environment: Environment, backend: str, device: str, compares_kinds: bool) -> Fact:
+    backend, chosen = choose_backend(backend, device, environment.local_rank)
+    if chosen.type == "cpu":
+        return Fact(f"cpu over {backend}")
+    kind = f"{torch.cuda.get_device_name(chosen)} over {backend}"
+    way = "; --allow-mixed-hosts allows several kinds of GPU"
+    return Fact(kind + way, kind) if compares_kinds else Fact(kind, f"{chosen.type} over {backend}")
 
 
 @cache
@@ -200,13 +245,14 @@ def _versions(with_text: bool) -> tuple[tuple[str, str], ...]:
 
 FOLDERS: Mapping[str, Callable[[Config, Notes], Fact]] = {"checkpoint.save": _save, "checkpoint.load": _load}
 BLENDS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+FILES = (
+    *(f"data.{name}" for name in ("tokenizer_model", "vocab_file", "merge_file")),
+    *("parallel.pipeline_layer_times", "gpu.tuned", "gpu.nccl_communicator_config_path"),
+)
 # fields that are compared by what they name
 SPECIAL: Mapping[str, Callable[[Config, Any], Fact]] = {
     **{f"data.{name}": partial(_blend, flag_of(name)) for name in BLENDS},
-    **{f"data.{name}": _file for name in ("tokenizer_model", "vocab_file", "merge_file")},
-    "parallel.pipeline_layer_times": _file,
-    "gpu.tuned": _file,
-    "gpu.nccl_communicator_config_path": _file,
+    **dict.fromkeys(FILES, lambda _, path: file_fact(path)),
     "gpu.nccl_settings": _nccl,
-    "training.extension": _extensions,
+    "training.extension": extensions_fact,
 }

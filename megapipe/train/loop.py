@@ -21,8 +21,8 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.config.config import ResolvedTrainingConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import CheckpointError, TrainingError
-from megapipe.formatting import clock_text
 from megapipe.monitor.heartbeat import PATIENCE
+from megapipe.monitor.progress import reported
 from megapipe.train.copies_check import DataCheck
 from megapipe.train.guard import Decision, Guard, StepHealth, StopRequest
 from megapipe.train.journal import Journal
@@ -33,7 +33,6 @@ from megapipe.train.state import Schedules, TrainingState
 from megapipe.train.step import StepBatch, StepResult, read_microbatches, train_step
 
 FORWARD_SHARE = 1 / 3  # of a step's time, of which the backward takes two thirds: until one evaluation is measured
-REPORT_SECONDS = 10.0  # between two lines on the progress of an evaluation
 
 
 @dataclass(frozen=True)
@@ -293,14 +292,11 @@ class EvaluationClock:
     def batches(self, split: str, after_step: int, now: Callable[[], float] = time.perf_counter) -> Iterator[int]:
         """Yield the index of each batch of an evaluation, and report how far it is every ten seconds."""
         count, began = self._training.eval_iters, now()
-        reported = began
-        for index in range(count):
-            yield index
-            moment = now()
-            if moment - reported >= REPORT_SECONDS and index + 1 < count:
-                reported = moment
-                left = clock_text((moment - began) / (index + 1) * (count - index - 1))
-                self._report(f"{split} after step {after_step}: batch {index + 1} of {count} | {left} left")
+
+        def report(number: int, left: str) -> None:
+            self._report(f"{split} after step {after_step}: batch {number} of {count} | {left} left")
+
+        yield from reported(range(count), report, now)
         self._seconds[split] = now() - began
 
     def seconds_left(self, step: int, step_seconds: float) -> float:

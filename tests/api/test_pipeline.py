@@ -290,3 +290,27 @@ def test_a_batch_is_not_changed_by_the_trial_of_the_first_step() -> None:
         torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
     )
     assert seen == [0.0, 0.0, 0.0]
+
+
+def with_other_arguments(rank: int, world_size: int, name: str, value: Any) -> str:
+    """Make a pipeline whose last rank has another argument; return its error."""
+    as_rank(rank, world_size, pipeline_module)
+    settings: dict[str, Any] = {"microbatches": 4, "device": "cpu"} | ({name: value} if rank else {})
+    return error_of(lambda: Pipeline([nn.Linear(3, 3) for _ in range(4)], loss=cross_entropy, **settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("microbatches", 8),
+        ("schedule", "gpipe"),
+        ("chunks", 2),
+        ("data_parallel", 2),
+        ("device", "auto"),
+        ("backend", "gloo"),
+        ("timeout_seconds", 60.0),
+    ],
+)
+def test_an_argument_of_one_rank_alone_is_named(name: str, value: Any, rank_pools: Callable[[int], RankPool]) -> None:
+    found = rank_pools(2).run(with_other_arguments, name, value)
+    assert all(text.startswith("DisagreementError") and f"\n  {name} of Pipeline: " in text for text in found), found

@@ -53,7 +53,7 @@ def join_and_leave(rank: int, world_size: int, port: int, code: int, folder: Pat
     """Start, communicate once and shut down, without the harness's own process group."""
     dist.barrier()  # wait until all have joined: gloo fails if a peer leaves while others still connect
     dist.destroy_process_group()
-    world = start(environment_of(rank, world_size, port), timeout_seconds=30, device="cpu")
+    world = start(environment_of(rank, world_size, port), timeout_seconds=30, device="cpu", facts_of=lambda _: {})
     groups = build_process_groups(
         Topology(dp=world.world_size), world.global_rank, world.backend, world.timeout_seconds
     )
@@ -76,7 +76,7 @@ def test_ranks_meet_compute_and_leave_with_their_code(code: int, tmp_path: Path)
 
 def wait_for_nobody(rank: int, world_size: int, port: int) -> str:
     with pytest.raises(CommunicationError) as caught:
-        start(environment_of(0, 2, port), timeout_seconds=1, device="cpu")
+        start(environment_of(0, 2, port), timeout_seconds=1, device="cpu", facts_of=lambda _: {})
     return str(caught.value)
 
 
@@ -86,7 +86,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 
 def join_again(rank: int, world_size: int) -> tuple[int, int, str]:
-    world = start(environment_of(rank, world_size), device="cpu")
+    world = start(environment_of(rank, world_size), device="cpu", facts_of=lambda _: {})
     return world.global_rank, world.world_size, world.backend
 
 
@@ -95,7 +95,7 @@ def test_a_world_that_is_already_there_is_used() -> None:
 
 
 def test_one_rank_needs_no_rendezvous() -> None:
-    world = start(environment_of(0, 1, launcher="single"), device="cpu")
+    world = start(environment_of(0, 1, launcher="single"), device="cpu", facts_of=lambda _: {})
     assert (world.global_rank, world.world_size, world.device) == (0, 1, torch.device("cpu"))
     assert not torch.distributed.is_initialized()
 

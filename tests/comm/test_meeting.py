@@ -290,7 +290,7 @@ def meet_over_tcp(rank: int, world_size: int, port: int, folder: Path) -> tuple[
         time.sleep(1.0)
     arrived = time.time()
     try:
-        start(environment_of(rank, world_size, port), "gloo", 60.0, "cpu", lambda _: facts(seed=rank // 2))
+        start(environment_of(rank, world_size, port), "gloo", 60.0, "cpu", facts_of=lambda _: facts(seed=rank // 2))
     except DisagreementError as error:
         return str(error), arrived, time.time()
     return "", arrived, time.time()

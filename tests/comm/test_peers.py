@@ -55,7 +55,7 @@ def test_a_name_that_becomes_known_is_waited_for(monkeypatch: pytest.MonkeyPatch
 def test_a_rank_0_that_never_comes_is_one_message(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
     environment = environment_of(1, 2, free_port(), launcher)
     with pytest.raises(CommunicationError, match=r"no rank 0 listens at 127\.0\.0\.1:\d+ within 0\.5 s") as raised:
-        start(environment, "gloo", timeout_seconds=0.5, device="cpu")
+        start(environment, "gloo", timeout_seconds=0.5, device="cpu", facts_of=lambda _: {})
     assert len(str(raised.value).splitlines()) == 1
     assert capfd.readouterr() == ("", "")
 
@@ -63,7 +63,7 @@ def test_a_rank_0_that_never_comes_is_one_message(launcher: str, capfd: pytest.C
 def test_a_peer_that_never_comes_is_one_message(capfd: pytest.CaptureFixture[str]) -> None:
     environment = environment_of(0, 2, free_port())
     with pytest.raises(CommunicationError, match=r"^rank 1 did not arrive within 1 s; rank 0 did, from ") as raised:
-        start(environment, "gloo", timeout_seconds=1.0, device="cpu")
+        start(environment, "gloo", timeout_seconds=1.0, device="cpu", facts_of=lambda _: {})
     assert len(str(raised.value).splitlines()) == 1
     assert capfd.readouterr() == ("", "")
 

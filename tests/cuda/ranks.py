@@ -72,7 +72,9 @@ CHECKS = {"order": order, "time_out": time_out}
 if __name__ == "__main__":
     check, backend = sys.argv[1:]
     device = "cuda" if backend == "nccl" else "cpu"
-    world = start(read_environment(), backend, TIMEOUT_SECONDS if check == "time_out" else 60.0, device)
+    world = start(
+        read_environment(), backend, TIMEOUT_SECONDS if check == "time_out" else 60.0, device, facts_of=lambda _: {}
+    )
     groups = build_process_groups(
         Topology(pp=world.world_size), world.global_rank, world.backend, world.timeout_seconds
     )

@@ -21,7 +21,7 @@ from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import build_process_groups
 from megapipe.environment import read_environment
 from megapipe.topology import Topology
-world = start(read_environment(), device="cpu")
+world = start(read_environment(), device="cpu", facts_of=lambda _: {})
 barrier(build_process_groups(Topology(dp=2), world.global_rank, world.backend, 60.0).dp)
 import sys
 sys.stdout.write("met\\n")

@@ -38,7 +38,7 @@ def come(rank: int, _: int, of_ranks: list[Variables], refused: int | None) -> t
     def body(environment: Environment) -> int:
         if rank == refused:
             raise ConfigError("--lr 0 must be above 0")
-        start(environment, "gloo", 30.0, "cpu")
+        start(environment, "gloo", 30.0, "cpu", facts_of=lambda _: {})
         return 0
 
     if dist.is_initialized():

@@ -30,9 +30,9 @@ def test_a_long_evaluation_reports_every_ten_seconds_and_a_short_one_never() -> 
 def test_the_evaluations_that_are_left_are_counted(step: int, validations: int) -> None:
     clock = EvaluationClock(TRAINING, ("validation", "test"), print)
     moments = count(0.0, 1.0)
-    list(clock.batches("validation", 0, lambda: next(moments)))  # takes 7 s: six batches, and the end
+    list(clock.batches("validation", 0, lambda: next(moments)))  # takes 8 s: the begin, six batches, and the end
     # the test part is not measured yet: six batches at a third of a step's 3 s
-    assert clock.seconds_left(step, 3.0) == pytest.approx(validations * 7.0 + 6.0)
+    assert clock.seconds_left(step, 3.0) == pytest.approx(validations * 8.0 + 6.0)
 
 
 def test_without_evaluations_there_is_no_time_for_them() -> None:

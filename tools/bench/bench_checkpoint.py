@@ -93,7 +93,7 @@ class Rank:
     def __init__(self, rank: int, world: int, port: int, sizes: tuple[int, int]) -> None:
         torch.set_num_threads(1)
         here = Environment(rank, world, rank, world, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
-        joined = start(here, "gloo", TIMEOUT_SECONDS, "cpu")
+        joined = start(here, "gloo", TIMEOUT_SECONDS, "cpu", facts_of=lambda _: {})
         topology = Topology(tp=1, cp=1, pp=1, dp=world)
         self._group: Group = build_process_groups(topology, rank, joined.backend, TIMEOUT_SECONDS).world
         state_bytes, num_small = sizes

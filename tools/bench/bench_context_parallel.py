@@ -61,7 +61,7 @@ def rank_main(connection: Connection, rank: int, own: argparse.Namespace, port: 
     """Compute on one rank: for each kind the seconds of every repeat."""
     torch.set_num_threads(1)
     local = Environment(rank, own.cp, rank, own.cp, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
-    start(local, "gloo", TIMEOUT_SECONDS, "cpu")
+    start(local, "gloo", TIMEOUT_SECONDS, "cpu", facts_of=lambda _: {})
     cp = build_process_groups(Topology(cp=own.cp), rank, "gloo", TIMEOUT_SECONDS).cp
     connection.send(seconds_of_kinds(cp, own))
     barrier(cp)

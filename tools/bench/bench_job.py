@@ -129,7 +129,7 @@ class MegapipeJob:
         here = Environment(
             rank, grid.world, rank, grid.world, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single"
         )
-        world = start(here, "gloo", TIMEOUT_SECONDS, "cpu")
+        world = start(here, "gloo", TIMEOUT_SECONDS, "cpu", facts_of=lambda _: {})
         self.tracer = Tracer() if grid.pp > 1 else None
         groups = build_process_groups(self.plan.topology, rank, world.backend, world.timeout_seconds)
         self.runtime = TrainingRuntime(self.plan, groups, world.device, tracer=self.tracer)

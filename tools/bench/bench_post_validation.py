@@ -136,7 +136,7 @@ def main() -> None:
     if arguments.steps < 4:
         parser.error(f"--steps {arguments.steps} is too few: the first two and the last of a turn are not timed; use 4")
     torch.set_num_threads(1)
-    world = start(read_environment(), "gloo", 120.0, "cpu")
+    world = start(read_environment(), "gloo", 120.0, "cpu", facts_of=lambda _: {})
     found: dict[str, dict[str, list[float]]] = {}
     for schedule in arguments.schedule or ["zb-h2", "zb-v", "1f1b"]:
         contenders = {name: Contender(schedule, name == "ahead", arguments, world) for name in ("barrier", "ahead")}

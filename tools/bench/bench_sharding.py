@@ -91,7 +91,7 @@ def rank_main(connection: Connection, rank: int, own: argparse.Namespace, port: 
     torch.set_num_threads(1)
     world = own.dp * own.pp
     local = Environment(rank, world, rank, world, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
-    start(local, "gloo", TIMEOUT_SECONDS, "cpu")
+    start(local, "gloo", TIMEOUT_SECONDS, "cpu", facts_of=lambda _: {})
     steps = {}
     for name, plan in kinds(own).items():
         groups = build_process_groups(plan.topology, rank, "gloo", TIMEOUT_SECONDS)

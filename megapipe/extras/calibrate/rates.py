@@ -25,6 +25,7 @@ from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.bootstrap import start
 from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups, build_process_groups
+from megapipe.comm.meeting import Facts
 from megapipe.config.config import Config
 from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import LAYER_OPTIONS, MARKS, LayerConfig
@@ -262,13 +263,15 @@ class Found:
     seconds: float  # that the measurement took
 
 
-def measure(environment: Environment, device: str, dtype: str | None, seconds: float, timeout_seconds: float) -> Found:
+def measure(
+    environment: Environment, device: str, dtype: str | None, seconds: float, timeout_seconds: float, facts: Facts
+) -> Found:
     """Measure on all ranks at the same time, and all nodes' links too, as in training.
 
-    device: 'auto', 'cpu' or 'cuda'. dtype: None for the device's default. seconds: about how long it takes.
-    Raises ConfigError, CommunicationError. It has not run on GPUs so far.
+    device: 'auto', 'cpu' or 'cuda'. dtype: None for the device's default. seconds: about how long it takes. facts:
+    what ranks compare. Raises ConfigError, CommunicationError. It has not run on GPUs so far.
     """
-    world = start(environment, "auto", timeout_seconds, device)
+    world = start(environment, "auto", timeout_seconds, device, facts_of=lambda _: facts)
     if world.device.type == "cpu":
         torch.set_num_threads(environment.num_threads or 1)
     began = time.perf_counter()

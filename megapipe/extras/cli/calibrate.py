@@ -103,11 +103,17 @@ def doctor(own: argparse.Namespace, environment: Environment) -> int:
     from megapipe.comm.bootstrap import start
     from megapipe.comm.collectives import barrier
     from megapipe.comm.groups import build_process_groups
+    from megapipe.extras.cli.agreement import option_facts
     from megapipe.extras.doctor.examination import Request, examine_allocation
     from megapipe.extras.doctor.host import examine_host
     from megapipe.extras.doctor.report import allocation_json, allocation_text, single_json, single_text
+    from megapipe.train.facts import config_facts, process_facts
 
-    world = start(environment, config.parallel.distributed_backend, own.timeout_seconds, config.training.device)
+    backend, device = config.parallel.distributed_backend, config.training.device
+    processes = process_facts(environment, backend, device)
+    # not the versions: the examination reports in which ones hosts differ
+    facts = {**option_facts(own), **config_facts(config, {}), **processes} if environment.is_distributed else {}
+    world = start(environment, backend, own.timeout_seconds, device, facts_of=lambda _: facts)
     if hardware is None and world.device.type == "cuda":
         hardware = hardware_of(torch.cuda.get_device_name(world.device))
     if not environment.is_distributed:
@@ -203,11 +209,13 @@ def calibrate_machine(own: argparse.Namespace, environment: Environment) -> None
     """
     from megapipe.extras.calibrate import hardware_file
     from megapipe.extras.calibrate.rates import measure
+    from megapipe.extras.cli.agreement import command_facts
 
     is_first = environment.global_rank == 0
     if is_first:
         hardware_file.refuse_taken(own.output, own.force)
-    found = measure(environment, own.device, own.dtype, own.seconds, own.timeout_seconds)
+    facts = command_facts(own, environment, "auto", own.device)
+    found = measure(environment, own.device, own.dtype, own.seconds, own.timeout_seconds, facts)
     if is_first:
         machine = hardware_file.machine_of(found, environment)
         measured = hardware_file.hardware_measured(own.name, machine, found.rates, found.links)
@@ -240,10 +248,12 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
     from megapipe.comm.bootstrap import join
     from megapipe.comm.groups import build_process_groups
     from megapipe.extras.calibrate.rates import one_pipeline_rank, profile_parts
+    from megapipe.extras.cli.agreement import option_facts
+    from megapipe.train.facts import facts_of
 
     world_size, local = environment.world_size, environment.local_world_size
     plan = resolve(one_pipeline_rank(config, world_size), world_size, local)
-    world = join(plan.config, environment)
+    world = join(plan.config, environment, lambda notes: {**option_facts(own), **facts_of(plan, environment, notes)})
     groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
     kinds = layer_kinds(config.model)
     alike = (resolve(one_pipeline_rank(config, world_size, layer), world_size, local) for layer in kinds)

@@ -210,6 +210,7 @@ class Command:
             own.flags = [word for word in flags if word != "--"]
         else:
             own = parser.parse_intermixed_args(dashed)  # positional arguments may come after flags
+        own.command = self
         for each in self.options:
             if not isinstance(each, Option) or (each.above, each.at_least) == (None, None):
                 continue

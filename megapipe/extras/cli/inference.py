@@ -7,7 +7,8 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ from megapipe.tokenizers.tokenizer import Fingerprint, Tokenizer, described, end
 
 if TYPE_CHECKING:
     from megapipe.assembly.runtime import InferenceRuntime
+    from megapipe.comm.meeting import Fact, Facts
 
 CHECKPOINT_OPTIONS = (
     option("--ckpt-step", "step to load (default: the newest complete checkpoint)", type=int),
@@ -92,6 +94,7 @@ class SavedModel:
     plan: RunPlan
     tokenizer: Tokenizer | None
     environment: Environment
+    own: argparse.Namespace  # the options of the command
     trained_with: Fingerprint | None = None  # that tokenizer
     is_trained_on_text: bool = False  # the run trained it on text, not on conversations
 
@@ -111,18 +114,36 @@ class SavedModel:
             return None, "it was trained on text, not yet on conversations (--sft)"
         return ChatTokenizer(tokenizer), ""
 
-    def runtime(self) -> InferenceRuntime:
-        """Join the other ranks, build the stages and load the weights."""
+    def runtime(self, data_facts: Callable[[], Facts] = dict) -> InferenceRuntime:
+        """Join the other ranks, build the stages and load the weights.
+
+        data_facts: returns what the command has read, compared in place of its options of the same names. Raises
+        DisagreementError on all ranks if options, data, checkpoint, tokenizer or versions differ.
+        """
         from megapipe.assembly.runtime import InferenceRuntime
         from megapipe.checkpoint.folder import open_folder
         from megapipe.comm.bootstrap import start
         from megapipe.comm.groups import build_process_groups
 
-        world = start(self.environment, "auto", device=self.plan.config.training.device)
+        device = self.plan.config.training.device
+        world = start(self.environment, device=device, facts_of=lambda _: {**self.facts(), **data_facts()})
         groups = build_process_groups(self.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
         runtime = InferenceRuntime(self.plan, groups, world.device)
         runtime.load_weights(open_folder(self.folder))
         return runtime
+
+    def facts(self) -> Facts:
+        """Return what the ranks compare before they load: options, checkpoint, tokenizer, versions and device."""
+        from megapipe.comm.meeting import Fact
+        from megapipe.extras.cli.agreement import command_facts
+        from megapipe.train.facts import checkpoint_fact
+
+        facts = dict(command_facts(self.own, self.environment, "auto", self.plan.config.training.device))
+        facts["--load" if "--load" in facts else "load"] = checkpoint_fact(self.folder)
+        if self.tokenizer is not None:
+            used = tokenizer_fingerprint(self.tokenizer, self.plan.config.data.tokenizer_model)
+            facts["tokenizer"] = Fact(described(used), json.dumps(used | {"source": None}, sort_keys=True))
+        return facts
 
     def tell_copies(self) -> None:
         """Say on rank 0 if there are more ranks than the model needs."""
@@ -181,7 +202,7 @@ def open_model(
         check_tokenizer(found.manifest.state, given, str(found.path), is_finetuning=True)
     plan = resolve(config, environment.world_size, environment.local_world_size)
     on_text = not saved.data.sft and (saved.data.data_path or saved.data.train_data_path) is not None
-    return SavedModel(found.path, plan, tokenizer, environment, trained_with, on_text)
+    return SavedModel(found.path, plan, tokenizer, environment, own, trained_with, on_text)
 
 
 def _tokenizer_files(own: argparse.Namespace, saved: DataConfig, folder: Path) -> DataConfig:
@@ -275,8 +296,21 @@ def evaluate(own: argparse.Namespace, environment: Environment) -> None:
 
     seq = model.plan.config.model.seq_length
     next(windows(len(tokens), seq, own.stride or seq))  # report errors before the model is built
-    result = score(model.runtime(), tokens, own.stride)
-    if environment.global_rank != 0:
+    runtime = model.runtime(lambda: {"--data": _data_fact(own.data, tokens)})
+    is_first = environment.global_rank == 0
+
+    def say(line: str) -> None:
+        if is_first and not own.json:
+            print(line, file=sys.stderr, flush=True)
+
+    result = score(runtime, tokens, own.stride, say)
+    if not math.isfinite(result.loss):
+        where, dtype = f"the loss of {model.folder} is {result.loss}", model.plan.config.precision.dtype
+        raise CheckpointError(
+            f"{where}: weights are not finite, or numbers overflow in {dtype}; take an earlier checkpoint with "
+            "--ckpt-step N, or try --dtype fp32"
+        )
+    if not is_first:
         return
     bits_per_byte = None
     if num_bytes is not None:
@@ -284,7 +318,7 @@ def evaluate(own: argparse.Namespace, environment: Environment) -> None:
     if own.json:
         row = {
             "loss": result.loss,
-            "perplexity": result.perplexity,
+            "perplexity": None if math.isinf(result.perplexity) else result.perplexity,
             "num_tokens": result.num_tokens,
             "bits_per_byte": bits_per_byte,
             "checkpoint": str(model.folder),
@@ -296,6 +330,14 @@ def evaluate(own: argparse.Namespace, environment: Environment) -> None:
         f"{model.folder}: loss {result.loss:.4f} nats a token, perplexity {result.perplexity:.4g}{in_bytes}, over "
         f"{result.num_tokens:,} tokens"
     )
+
+
+def _data_fact(paths: Sequence[str], tokens: Any) -> Fact:
+    """Return the tokens that are scored, whole, whatever files they come from."""
+    from megapipe.comm.meeting import Fact
+
+    content = f"{len(tokens):,} tokens, checksum {zlib.crc32(np.ascontiguousarray(tokens).data):08x}"
+    return Fact(f"{' '.join(paths)} ({content})", content)
 
 
 def _tokens(model: SavedModel, paths: Sequence[str]) -> tuple[Any, int | None]:

@@ -21,10 +21,12 @@ from megapipe.comm.channels import MessageSpec
 from megapipe.comm.collectives import all_gather, all_reduce, broadcast
 from megapipe.errors import ConfigError
 from megapipe.model.microbatch import KVCache, Microbatch, StageLoss
+from megapipe.monitor.progress import reported
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.stage import StageRunner
 from megapipe.topology import Coordinates
 
+MOST_EXPONENT = 700.0  # of a perplexity that is a finite number
 OnToken = Callable[[int, int], None]  # (index of the prompt, token)
 INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
@@ -329,7 +331,7 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(self.loss) if self.loss < MOST_EXPONENT else math.inf
 
 
 def windows(num_tokens: int, seq: int, stride: int) -> Iterator[Window]:
@@ -355,10 +357,16 @@ def windows(num_tokens: int, seq: int, stride: int) -> Iterator[Window]:
 
 
 @torch.no_grad()
-def score(runtime: InferenceRuntime, tokens: Tokens, stride: int | None = None) -> Perplexity:
+def score(
+    runtime: InferenceRuntime,
+    tokens: Tokens,
+    stride: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Perplexity:
     """Return the loss of a stream of tokens, the same on all ranks; all call it with the same tokens.
 
-    Replicas share the windows, micro_batch_size of them in a microbatch. stride: as in `windows`; None: seq.
+    Replicas share the windows, micro_batch_size of them in a microbatch. stride: as in `windows`; None: seq. say: gets
+    a line with the time left now and then.
     """
     plan = runtime.plan
     seq, size, replicas = plan.config.model.seq_length, plan.config.training.micro_batch_size, plan.topology.dp
@@ -366,9 +374,13 @@ def score(runtime: InferenceRuntime, tokens: Tokens, stride: int | None = None) 
     length = all_windows[0].length
     at_once = 2 * plan.topology.pp * size * replicas  # windows in one run of the pipeline
     sums = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+
+    def report(number: int, left: str) -> None:
+        say(f"{number * at_once:,} of {len(all_windows):,} windows | {left} left")
+
     message = (MessageSpec((length, size, plan.config.model.hidden_size), runtime.parameter_dtype),)
     with without_sequence_parallelism(runtime.stages.values()):  # tp need not divide the length of a window
-        for first in range(0, len(all_windows), at_once):
+        for first in reported(range(0, len(all_windows), at_once), report):
             chosen = all_windows[first : first + at_once]
             share = chosen[runtime.coordinates.dp_rank :: replicas]
             starts = range(0, -(-len(chosen) // replicas), size)  # the same number of microbatches on every replica

@@ -6,14 +6,16 @@ They cover the vocabulary size and the tokenizer.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers as library
 
+from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import Command
-from megapipe.extras.cli.inference import MODEL_OPTIONS, SavedModel, generate, open_model
+from megapipe.extras.cli.inference import MODEL_OPTIONS, SavedModel, evaluate, generate, open_model
 from tests.train.jobs import job
 
 
@@ -70,3 +72,23 @@ def test_a_checkpoint_needs_no_other_tokenizer_than_its_own(tmp_path: Path, kind
         path.unlink()
     tokenizer = opened(root).tokenizer
     assert tokenizer is not None and tokenizer.decode(tokenizer.encode("a text")) == "a text"
+
+
+@pytest.mark.parametrize("form", ["", "--json"])
+def test_a_loss_that_is_not_finite_is_an_error(
+    form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = trained(tmp_path / "run", "--vocab-size 64")
+    (tmp_path / "text.txt").write_text("1 2 3 4 5 6 7 8 9\n")
+    load = InferenceRuntime.load_weights
+
+    def spoilt(self: InferenceRuntime, *arguments: Any) -> None:
+        load(self, *arguments)
+        self.buffers[0].buffers[0].parameters.fill_(float("nan"))
+
+    monkeypatch.setattr(InferenceRuntime, "load_weights", spoilt)
+    words = f"--load {root} --device cpu --tokenizer-type NullTokenizer --data {tmp_path}/text.txt {form}"
+    assert evaluate(words.split()) == 1
+    out, said = capfd.readouterr()
+    assert "is nan" in said and str(root) in said and "Traceback" not in said and out.count("loss") == 0
+    assert "--ckpt-step" in said

@@ -16,6 +16,7 @@ from torch import Tensor
 from megapipe.errors import ConfigError
 from megapipe.extras.inference.generate import Perplexity, score, windows
 from megapipe.model.microbatch import Microbatch
+from megapipe.monitor import progress
 from tests.extras.inference.grids import EXPERT_GRIDS, EXPERTS, SIZES, runtime_on
 from tests.harness import RankPool
 
@@ -95,3 +96,15 @@ def test_every_grid_of_experts_finds_the_same_loss(rank_pools: Callable[[int], R
 def test_streams_that_cannot_be_scored_are_refused(count: int, stride: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         next(windows(count, 12, stride))
+
+
+def test_a_loss_too_large_for_its_exponential_has_an_infinite_perplexity() -> None:
+    assert Perplexity(1000.0, 5).perplexity == math.inf
+
+
+def test_the_progress_of_a_score_is_said_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REPORT_SECONDS", 0.0)
+    said: list[str] = []
+    score(runtime_on(0, 1, {}, {}), TOKENS, None, said.append)
+    count = len(list(windows(len(TOKENS), 12, 12)))
+    assert said and all(f" of {count} windows | " in line and line.endswith(" left") for line in said)

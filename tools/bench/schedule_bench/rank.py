@@ -74,7 +74,7 @@ def serve(connection: Connection, rank: int, ranks: int, port: int, real_time: b
     torch.set_num_threads(1)
     connection.send(real_time and _enter_real_time())
     here = Environment(rank, ranks, rank, ranks, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
-    start(here, "gloo", TIMEOUT_SECONDS, "cpu")
+    start(here, "gloo", TIMEOUT_SECONDS, "cpu", facts_of=lambda _: {})
     groups = build_process_groups(Topology(pp=ranks), rank, "gloo", TIMEOUT_SECONDS)
     others = {name: new_group(ranks, TIMEOUT_SECONDS) for name in ("torch", "floor", "wire")}
     gc.collect()
