@@ -8,6 +8,7 @@ Torch-free; `comm` and `pipeline` write, `train` and `megapipe status` read.
 - `diagnosis`: from the ranks' records to the rank that the others wait for, and the report of it;
   from the times of all ranks to the one that is slow; pure
 - `watchdog`:  the thread that notices a hang, reports once, and ends the rank
+- `start_marks`: which ranks of a host are starting; when one of them has ended, the others end too
 - `signals`:   signals that end a process at once, before the first step of a run; standard output that a full disk or a
   closed pipe cannot turn into an error
 """
