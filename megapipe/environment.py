@@ -4,7 +4,8 @@ torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADD
 SLURM (srun, one task a rank): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES,
 SLURM_STEP_NODELIST (the first node is the rendezvous), SLURM_JOB_ID (which spreads ports). These are the step's
 variables, not the job's: a batch script has the job's SLURM_NTASKS, and SLURM_PROCID 0 too, but is one process.
-Neither launcher: one process, and processes of mpirun are refused. torchrun wins where both are set, since srun often starts torchrun.
+Neither launcher: one process; those of mpirun are refused. torchrun wins where both are set, since srun often starts
+torchrun.
 TORCHELASTIC_RESTART_COUNT and SLURM_RESTART_COUNT give how often the job has been started again.
 """
 
