@@ -10,6 +10,6 @@ if __name__ == "__main__":
     try:
         from megapipe.extras.cli.command import main
 
-        sys.exit(main(["pretrain", *sys.argv[1:]]))
+        sys.exit(main(first=["pretrain"]))
     except KeyboardInterrupt:  # while modules were being imported
         sys.exit(130)

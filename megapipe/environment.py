@@ -4,7 +4,8 @@ torchrun: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADD
 SLURM (srun, one task a rank): SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES,
 SLURM_STEP_NODELIST (the first node is the rendezvous), SLURM_JOB_ID (which spreads ports). These are the step's
 variables, not the job's: a batch script has the job's SLURM_NTASKS, and SLURM_PROCID 0 too, but is one process.
-Neither launcher: one process. torchrun wins where both are set, since srun often starts torchrun.
+Neither launcher: one process; those of mpirun are refused. torchrun wins where both are set, since srun often starts
+torchrun.
 TORCHELASTIC_RESTART_COUNT and SLURM_RESTART_COUNT give how often the job has been started again.
 """
 
@@ -26,6 +27,8 @@ TORCHRUN_NEEDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 SLURM_NEEDS = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 LAUNCHER_PID = "MEGAPIPE_LAUNCHER_PID"  # from `megapipe launch` to its ranks
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # Open MPI, MPICH and Intel MPI, MVAPICH2
+PORTS = range(1, 1 << 16)
 SLURM_FIRST_PORT, SLURM_NUM_PORTS = 20000, 20000
 LIBRARY_PREFIXES = ("NCCL_", "GLOO_", "OMP_", "MKL_", "CUDA_", "TORCH_", "PYTORCH_", "UCX_", "NVIDIA_")
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "AUTH")
@@ -111,7 +114,7 @@ def read_meeting_place() -> Environment | None:
         found = _of_launcher(variables)
         return found if found.is_distributed else None
     address, port, world_size = variables.get("MASTER_ADDR"), number("MASTER_PORT", -1), number("WORLD_SIZE", 2)
-    if not address or port < 0 or world_size < 2:
+    if not address or port not in PORTS or world_size < 2:
         return None
     has_store = variables.get(AGENT_STORE) == "True"
     return Environment(number("RANK", -1), world_size, 0, 1, 1, 0, address, port, "torchrun", has_agent_store=has_store)
@@ -120,7 +123,15 @@ def read_meeting_place() -> Environment | None:
 def _of_launcher(variables: Mapping[str, str]) -> Environment:
     if "TORCHELASTIC_RUN_ID" in variables or any(name in variables for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return from_torchrun(variables)
-    if whole_number(variables, "SLURM_STEP_NUM_TASKS", "1") > 1:
+    num_tasks = whole_number(variables, "SLURM_STEP_NUM_TASKS", "1")
+    for name in MPI_SIZES:
+        if (size := whole_number(variables, name, "1")) > 1 and size != num_tasks:  # srun --mpi=pmi2 sets PMI_SIZE too
+            raise ConfigError(
+                f"{name} is {size} in the environment: mpirun started {size} processes, which would each train alone; "
+                "start the ranks with torchrun, srun or megapipe launch, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+                "MASTER_ADDR and MASTER_PORT for each of them"
+            )
+    if num_tasks > 1:
         return from_slurm(variables)
     return Environment(0, 1, 0, 1, 1, 0, master_addr="127.0.0.1", master_port=0, launcher="single")
 
@@ -141,7 +152,7 @@ def from_torchrun(variables: Mapping[str, str]) -> Environment:
         num_nodes=whole_number(variables, "GROUP_WORLD_SIZE", str(max(1, -(-world_size // local_world_size)))),
         node_rank=whole_number(variables, "GROUP_RANK", str(max(0, global_rank) // local_world_size)),
         master_addr=variables["MASTER_ADDR"],
-        master_port=whole_number(variables, "MASTER_PORT"),
+        master_port=port_number(variables),
         launcher="torchrun",
         run_id=variables.get("TORCHELASTIC_RUN_ID"),
         launcher_pid=whole_number(variables, LAUNCHER_PID) if variables.get(LAUNCHER_PID) else None,
@@ -171,7 +182,7 @@ def from_slurm(variables: Mapping[str, str]) -> Environment:
         num_nodes=num_nodes,
         node_rank=node_rank,
         master_addr=address,
-        master_port=whole_number(variables, "MASTER_PORT", str(port)),
+        master_port=port_number(variables, str(port)),
         launcher="slurm",
         run_id=variables.get("SLURM_JOB_ID"),
     )
@@ -188,9 +199,17 @@ def require(variables: Mapping[str, str], names: tuple[str, ...], way_out: str) 
 def whole_number(variables: Mapping[str, str], name: str, default: str | None = None) -> int:
     """Read a variable as a whole number. Raises ConfigError with name and text if it is not one."""
     text = variables.get(name) or default or ""
-    if not re.fullmatch(r"-?\d+", text):
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
         raise ConfigError(f"{name} is {text!r} in the environment; expected a whole number")
     return int(text)
+
+
+def port_number(variables: Mapping[str, str], default: str | None = None) -> int:
+    """Read MASTER_PORT. Raises ConfigError if it is not a port."""
+    port = whole_number(variables, "MASTER_PORT", default)
+    if port not in PORTS:
+        raise ConfigError(f"MASTER_PORT is {port} in the environment; expected a port, 1 to 65535")
+    return port
 
 
 def first_node(node_list: str) -> str:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megapipe.environment import first_node, read_environment, set_for_libraries, tasks_on_node
+from megapipe.environment import first_node, read_environment, read_meeting_place, set_for_libraries, tasks_on_node
 from megapipe.errors import ConfigError
 
 TORCHRUN = {
@@ -63,6 +63,32 @@ def test_slurm() -> None:
         found.master_port
         == read_environment({**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}).master_port
     )
+
+
+@pytest.mark.parametrize("port", ["99999", "65536", "0", "-1", "abc", "29500 ", "9" * 5000])
+@pytest.mark.parametrize("launcher", [TORCHRUN, SLURM], ids=["torchrun", "slurm"])
+def test_a_master_port_that_is_none_is_refused_by_every_rank(launcher: dict[str, str], port: str) -> None:
+    with pytest.raises(ConfigError, match=r"MASTER_PORT is '?" + port):
+        read_environment({**launcher, "MASTER_PORT": port})
+
+
+def test_nobody_is_waited_for_at_a_port_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**TORCHRUN, "MASTER_PORT": "65536"}.items():
+        monkeypatch.setenv(name, value)
+    assert read_meeting_place() is None
+    monkeypatch.setenv("MASTER_PORT", "65535")
+    assert read_meeting_place() is not None
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"])
+def test_processes_of_mpirun_are_refused_unless_they_are_ranks_of_srun_or_torchrun(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 7 .*RANK, WORLD_SIZE"):
+        read_environment({name: "7"})
+    assert read_environment({name: "1"}).launcher == "single"
+    assert read_environment({**SLURM, name: "7"}).launcher == "slurm"  # srun --mpi=pmi2
+    assert read_environment({**TORCHRUN, name: "7"}).launcher == "torchrun"
+    with pytest.raises(ConfigError, match=name):  # mpirun, whose daemons srun has started on each node
+        read_environment({**SLURM, name: "14"})
 
 
 def test_slurm_rendezvous_can_be_set() -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from megapipe.config.config import Config
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError, MegapipeError
 from megapipe.monitor.process import allow_open_files, host, start_ticks
+from megapipe.monitor.start_marks import leave_mark, remove_mark
 
 TAKEN_SECONDS = 10.0  # for a second rank 0 to report to the first
+STORE_SECONDS = 10.0  # within which a store answers a connection
 OPEN_FILES = 1024  # of a rank: data, libraries, NCCL's connections; what grows with the world is added
 
 
@@ -78,6 +81,7 @@ def start(
             else:
                 attend(store, own, facts_of, timeout_seconds)
     elif world_size > 1:
+        leave_mark(environment)  # for programs that start without a command of megapipe
         remark = allow_open_files(open_files_needed(world_size, environment.num_nodes, backend, rank == 0))
         if remark and rank == 0:  # it needs most
             print(remark, file=sys.stderr)
@@ -95,6 +99,7 @@ def start(
             # blocks non-members
             timeout = timedelta(seconds=timeout_seconds)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        remove_mark(environment)
     return World(rank, world_size, backend, torch_device, timeout_seconds)
 
 
@@ -204,8 +209,26 @@ def _meet(
 
 
 def _connect(host: str, port: int, timeout_seconds: float) -> dist.TCPStore:
-    """Return a store that another process hosts."""
-    return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout_seconds), wait_for_workers=False)
+    """Return a store that another process hosts.
+
+    Raises CommunicationError if what listens there does not answer like a store: torch would wait without a limit.
+    """
+    stores: list[dist.TCPStore] = []
+
+    def connect() -> None:
+        timeout = timedelta(seconds=timeout_seconds)
+        with suppress(RuntimeError):
+            stores.append(dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False))
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(STORE_SECONDS)
+    if not stores:
+        raise CommunicationError(
+            f"what listens at {host}:{port} does not answer like the store of this job's rank 0: another program uses "
+            "the port (set MASTER_PORT to a free port), or rank 0 has just ended"
+        )
+    return stores[0]
 
 
 def refuse(environment: Environment, error: Exception) -> None:
@@ -260,6 +283,7 @@ def create_store(
     check_name(host)
     if not is_server:
         await_listener(host, port, timeout_seconds)
+        _connect(host, port, timeout_seconds)  # it is a store
     else:
         address = listening_address(host, num_nodes)
         is_ipv6 = ":" in address if address else socket.has_dualstack_ipv6()

@@ -96,7 +96,7 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = option(
         None, "save and exit after this time", "minutes", above=0, read=zero_is_none
     )
-    exit_signal_handler: bool = option(True, "save and exit on SIGTERM and SIGUSR1")
+    exit_signal_handler: bool = option(True, "save and exit on SIGTERM, SIGHUP and SIGUSR1")
     skip_train: bool = option(False, "evaluate only")
     eval_interval: int | None = count(1000, "steps between evaluations; unset: none", "steps", read=zero_is_none)
     eval_iters: int = option(

@@ -9,6 +9,7 @@ Torch-free; `comm` and `pipeline` write, `train` and `megapipe status` read.
   from the times of all ranks to the one that is slow; pure
 - `watchdog`:  the thread that notices a hang, reports once, and ends the rank
 - `progress`:  a loop that says how much time is left
+- `start_marks`: which ranks of a host are starting; when one of them has ended, the others end too
 - `signals`:   signals that end a process at once, before the first step of a run; standard output that a full disk or a
   closed pipe cannot turn into an error
 """

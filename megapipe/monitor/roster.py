@@ -115,14 +115,16 @@ def base_folder() -> Path:
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
-def live_folder(token: str) -> Path:
-    """Create and return the folder of a run's live records on this host, private to this user. Raises OSError.
+def live_path(token: str) -> Path:
+    """Return the folder of a run's live records on this host. token: the same on all ranks, unique to the run."""
+    return base_folder() / f"megapipe-{os.getuid()}-{token}"
 
-    token: the same on all ranks, unique to the run.
-    """
-    folder = base_folder() / f"megapipe-{os.getuid()}-{token}"
+
+def live_folder(token: str) -> Path:
+    """Create and return `live_path`, private to this user. Raises OSError."""
+    folder = live_path(token)
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+    if folder.lstat().st_uid != os.getuid():  # not where a link of another user points
         raise PermissionError(f"{folder} belongs to another user")
     return folder
 

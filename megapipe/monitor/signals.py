@@ -21,7 +21,8 @@ from typing import Any, NoReturn, Self
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 
-ENDING = (signal.SIGTERM, signal.SIGINT)
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+REPEATED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # by schedulers and shells, which ask once more
 if hasattr(os, "register_at_fork"):  # a forked child's signals are its own
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
@@ -72,9 +73,15 @@ def end_text(number: int) -> str:
     return f"ended by {signal.Signals(number).name}"
 
 
+def ignore_repeated() -> None:
+    """Ignore further requests to save and exit: this process has done so, which its exit code says."""
+    for number in REPEATED:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """End this process at SIGTERM or SIGINT with code 143 or 130 inside the block, and let rank 0 say so.
+    """End this process at SIGTERM, SIGINT or SIGHUP with 128 + the number inside the block, and let rank 0 say so.
 
     Ranks of `megapipe launch` die of the signal without a message: the launcher prints it. Outside of the main thread,
     or where a parent process had the signal ignored, nothing changes.

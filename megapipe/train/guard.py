@@ -25,7 +25,7 @@ from megapipe.data.loader import Loader
 from megapipe.errors import CommunicationError, TrainingError
 from megapipe.gpu.streams import HostCopy
 from megapipe.monitor.heartbeat import PATIENCE
-from megapipe.monitor.signals import SignalThread, end, end_text, ended_by_signals, ignore
+from megapipe.monitor.signals import REPEATED, SignalThread, end, end_text, ended_by_signals, ignore
 from megapipe.train.copies_check import CopiesCheck
 from megapipe.train.journal import Journal
 from megapipe.train.loading import go_back
@@ -36,7 +36,7 @@ from megapipe.train.state import TrainingState
 from megapipe.train.step import LossAverage, StepBatch, StepResult, read_microbatches
 
 WAY_OUT = "Lower --lr, look at the data, or ignore it with --no-check-for-nan-in-loss-and-grad"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 MAX_INTERRUPTS = 2  # the first asks to save and exit, the second to exit without saving, a third ends at once
 LEAVE_SECONDS = 3.0  # after the second, for the main thread to exit
 INTERRUPTED = 130
@@ -49,7 +49,7 @@ LEAST_SHARE = 0.5  # of the window that must be filled before anything is judged
 class StopRequest:
     """The first stop signal that this rank received. Ranks agree on the step after which they stop (`Guard.decide`).
 
-    handled: the signals that ask to stop from `begin` on; before it, SIGINT and SIGTERM end the process.
+    handled: the signals that ask to stop from `begin` on; before it, all but SIGUSR1 end the process.
     """
 
     def __init__(self, handled: Sequence[signal.Signals] = ()) -> None:
@@ -68,7 +68,7 @@ class StopRequest:
             self.signal = signal.Signals(number)
 
     def hold(self) -> None:
-        """Let SIGINT and SIGTERM end this process, and note SIGUSR1 for the first step."""
+        """Let signals end this process, and note SIGUSR1 for the first step."""
         self._stack.enter_context(ended_by_signals())
         if signal.SIGUSR1 in self._handled:
             signal.signal(signal.SIGUSR1, self.receive)
@@ -101,13 +101,21 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
-    """Handle SIGINT, and with handle_termination SIGTERM and SIGUSR1, inside the block; then restore old handlers."""
-    request = StopRequest(STOP_SIGNALS if handle_termination else (signal.SIGINT,))
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+def stop_requests(handle_termination: bool, is_last: bool = False) -> Iterator[StopRequest]:
+    """Handle SIGINT, and with handle_termination the other STOP_SIGNALS, inside the block; then restore old handlers.
+
+    SIGHUP is left alone if the parent process had it ignored, as nohup does. is_last: the process ends after the block,
+    and if that has succeeded, only SIGINT can end it earlier.
+    """
+    before: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    request = StopRequest(tuple(before) if handle_termination else (signal.SIGINT,))
     try:
         request.hold()
         yield request
+        if is_last:
+            before |= dict.fromkeys(REPEATED, signal.SIG_IGN)
     except CommunicationError:
         if request.signal is signal.SIGTERM:
             # the launcher terminates this rank because a peer has failed: die of the signal without a message,
@@ -116,9 +124,9 @@ def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
             signal.raise_signal(signal.SIGTERM)
         raise
     finally:
-        request.close()
         for number, handler in before.items():
             signal.signal(number, handler)
+        request.close()
 
 
 class StepHealth(enum.IntEnum):

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import resource
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megapipe.comm import bootstrap
 from megapipe.comm.bootstrap import (
     choose_backend,
     create_store,
@@ -83,6 +86,30 @@ def wait_for_nobody(rank: int, world_size: int, port: int) -> str:
 def test_ranks_that_do_not_come_are_named() -> None:
     port = free_port()
     assert run_ranks(wait_for_nobody, 1, port)[0].startswith("rank 1 did not arrive within 1 s; rank 0 did, from ")
+
+
+def meet_at(rank: int, world_size: int, port: int) -> str:
+    """Return the error of a rank that starts at a port where something else listens."""
+    dist.barrier()
+    dist.destroy_process_group()
+    bootstrap.STORE_SECONDS = 1.0
+    with pytest.raises(CommunicationError) as caught:
+        start(environment_of(rank, world_size, port), timeout_seconds=100, device="cpu")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("accepts", [True, False], ids=["accepts", "never accepts"])
+def test_a_port_that_another_program_holds_is_named_by_every_rank(accepts: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        accepted = []
+        if accepts:
+            threading.Thread(target=lambda: accepted.extend(server.accept() for _ in range(9)), daemon=True).start()
+        port = server.getsockname()[1]
+        began = time.monotonic()
+        texts = run_ranks(meet_at, 2, port)
+        assert time.monotonic() - began < 60.0
+    assert all("MASTER_PORT" in text and f":{port}" in text for text in texts), texts
+    assert "does not answer like the store" in texts[1]
 
 
 def join_again(rank: int, world_size: int) -> tuple[int, int, str]:

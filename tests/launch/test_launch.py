@@ -11,6 +11,8 @@ import pytest
 
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
+from megapipe.extras.launch.flags import read_launch
+from megapipe.extras.launch.forwarder import Forwarder
 from megapipe.extras.launch.torchrun import free_port, outcome_of, parse, ranks_here
 from tests.launch.scripts import Command, launch
 
@@ -148,6 +150,53 @@ def test_one_rank_prints_for_all(
 def test_wrong_flags_are_refused_in_one_line(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(words)
+
+
+def test_an_abbreviation_of_one_flag_in_two_spellings_is_that_flag() -> None:
+    assert parse(["--nproc", "2", "--master-a=x", "pretrain"]).nproc_per_node == "2"
+    assert read_launch(["--nproc", "2", "--dry-run", "pretrain"]).ranks_per_node == 2
+    with pytest.raises(ConfigError, match="--rdzv could match"):
+        parse(["--rdzv", "2", "pretrain"])
+
+
+SAVES_AND_ENDS = """
+import signal, sys, time
+def say(text):
+    sys.stdout.write(text + "\\n")  # in one piece: ranks share it
+    sys.stdout.flush()
+received = []
+signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+say("ready")
+while not received:
+    time.sleep(0.01)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a process that ends
+say("asked")
+time.sleep(1.0)
+say("saved")
+"""
+
+
+def test_repeated_terminations_change_nothing_and_the_exit_code_says_that_the_ranks_saved(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SAVES_AND_ENDS)
+    with launch(tmp_path, 2, script=script) as command:
+        command.wait_for("ready\nready\n")
+        command.signal(signal.SIGTERM)
+        command.wait_for("asked\nasked\n")
+        command.signal(signal.SIGTERM)
+        command.signal(signal.SIGHUP)
+        ended = command.ended()
+    assert (ended.code, ended.out.count("saved"), ended.error) == (0, 2, "")
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored_by_the_launcher() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Forwarder():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_number_of_ranks_that_is_none_is_refused() -> None:

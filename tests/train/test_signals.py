@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +19,7 @@ from unittest import mock
 import pytest
 
 from megapipe.train import run as run_module
-from megapipe.train.guard import Guard
+from megapipe.train.guard import STOP_SIGNALS, Guard, stop_requests
 from megapipe.train.saving import Saving
 from megapipe.train.step import TrainStep
 from tests.harness import REPOSITORY, RankPool
@@ -144,3 +147,67 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
             process.kill()
     assert process.returncode == 130
     assert time.monotonic() - began < 90.0  # the save alone takes 100
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_exits(tmp_path: Path) -> None:
+    terminal, of_rank = pty.openpty()
+    script = str(REPOSITORY / "pretrain_gpt.py")
+    words = [sys.executable, script, *TINY.split(), "--train-iters", "1000000", "--save", str(tmp_path)]
+    process = subprocess.Popen(
+        words,
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=of_rank,
+        stdout=of_rank,
+        stderr=of_rank,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        os.close(of_rank)
+        said = b""
+        while not re.search(rb"step +2/", said):
+            said += os.read(terminal, 4096)
+        os.close(terminal)  # the kernel sends SIGHUP, and writing to the terminal fails from here on
+        assert process.wait(280) == 0
+    finally:
+        process.kill()
+    last = lines_of(tmp_path / "run.jsonl")[-1]
+    assert last["kind"] == "end" and last["reason"] == "SIGHUP received"
+    assert (tmp_path / f"step_{last['step']:08d}").is_dir()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restore the handlers of this process."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_requests(True) as stop:
+        stop.begin()
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.signal is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.signal is signal.SIGTERM
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("is_last", [True, False], ids=["a command", "a program that continues"])
+@pytest.mark.usefixtures("handlers")
+def test_only_a_process_that_ends_after_the_run_ignores_repeated_requests(is_last: bool) -> None:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    with pytest.raises(ZeroDivisionError), stop_requests(True, is_last):
+        raise ZeroDivisionError
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
+    with stop_requests(True, is_last) as stop:
+        stop.begin()
+    after = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    assert after == (dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN) if is_last else before) | {
+        signal.SIGINT: before[signal.SIGINT]
+    }

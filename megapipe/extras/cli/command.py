@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 # module of this package, its function from the words after the name to the exit code, help
@@ -43,10 +44,13 @@ SUBCOMMANDS = {
 PRINTING = frozenset("-h --help help plan explain schedule queues status progress configs migrate compare".split())
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return the exit code; 1 with one line if standard output cannot be written to."""
+def main(arguments: Sequence[str] | None = None, first: Sequence[str] = ()) -> int:
+    """Run a subcommand and return the exit code; 1 with one line if standard output cannot be written to.
+
+    arguments: None for the words of the command line, which this process is for, after `first`.
+    """
     try:
-        code = run(arguments)
+        code = run(arguments, first)
         sys.stdout.flush()
     except OSError as error:  # a full disk; those of files have been reported by the subcommand
         print(f"error: standard output cannot be written to: {error.strerror}", file=sys.stderr)
@@ -57,9 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None, first: Sequence[str] = ()) -> int:
     """Run a subcommand and return the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = [*first, *(sys.argv[1:] if arguments is None else arguments)]
     if sys.platform == "win32":  # before any import of what only Unix has
         print("error: megapipe does not run on native Windows; install it in WSL2 (wsl --install)", file=sys.stderr)
         return 2
@@ -77,12 +81,20 @@ def run(arguments: Sequence[str] | None = None) -> int:
         guess = nearest(words[0], list(SUBCOMMANDS))
         print(f"megapipe {words[0]}: unknown subcommand{guess} (megapipe --help lists all)", file=sys.stderr)
         return 2
-    from megapipe.monitor.signals import ended_by_signals
+    from megapipe.environment import read_environment
+    from megapipe.errors import ConfigError
+    from megapipe.monitor.signals import ended_by_signals, ignore_repeated
+    from megapipe.monitor.start_marks import leave_mark
 
+    with suppress(ConfigError):  # reported by the subcommand
+        leave_mark(read_environment())
     module, function, _ = SUBCOMMANDS[words[0]]
     with ended_by_signals():  # KeyboardInterrupt inside an import leaves a traceback
         imported = importlib.import_module(f"megapipe.extras.cli.{module}")
-    return int(getattr(imported, function)(words[1:]))
+    code = int(getattr(imported, function)(words[1:]))
+    if arguments is None:
+        ignore_repeated()
+    return code
 
 
 def help_text() -> str:

@@ -354,7 +354,7 @@ def end_with_launcher(environment: Environment) -> None:
     A launcher that was killed with `kill -9` cannot end its ranks, which have their own sessions. Unsaved state is
     lost, as with `kill -9` of the ranks: a restarted job must not meet ranks of the old one.
     """
-    if environment.launcher != "torchrun":
+    if environment.launcher != "torchrun" or environment.run_id is None:  # started by hand: the parent is a shell
         return
     launcher = environment.launcher_pid
     if launcher is None or not is_ancestor(launcher):

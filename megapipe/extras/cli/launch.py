@@ -7,9 +7,9 @@ megapipe that runs on ranks (pretrain, verify, evaluate, serve, generate, doctor
   megapipe launch --nnodes 2 --node-rank 0 --master-addr node0 --master-port 29500 --nproc-per-node 8 \\
       pretrain ...
 
-Differences: no traceback or log of the launcher; the exit code is that of the first rank that failed; SIGINT, SIGTERM
-and SIGUSR1 are forwarded to the ranks, which save and exit (code 0); a second Ctrl-C exits without saving, a third
-kills. OMP_NUM_THREADS is cores / ranks if it is not set. On one node the ranks connect through a free port of the
+Differences: no traceback or log of the launcher; the exit code is that of the first rank that failed; SIGINT, SIGTERM,
+SIGHUP and SIGUSR1 are forwarded to the ranks, which save and exit (code 0); a second Ctrl-C exits without saving, a
+third kills. OMP_NUM_THREADS is cores / ranks if it is not set. On one node the ranks connect through a free port of the
 loopback device.
 
   megapipe launch --dry-run --hosts node[01-16] --nproc-per-node 8 pretrain ...

@@ -125,6 +125,9 @@ def parse_refusing(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
         hint = f"{unknown} is not a flag of torchrun{nearest(unknown, known)}" if unknown else "the script is missing"
         raise ConfigError(f"megapipe launch [flags of torchrun] SCRIPT [flags of the script]: {hint}")
 
+    spelled = parser._get_option_tuples
+    # of an abbreviation: the spellings of one flag are not ambiguous
+    parser._get_option_tuples = lambda word: list({id(each[0]): each for each in spelled(word)}.values())  # type: ignore
     parser.error = refuse  # type: ignore[method-assign]
     return parser.parse_args(list(arguments))
 

@@ -13,7 +13,7 @@ from typing import Any
 from megapipe.monitor.signals import SignalThread, end
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-FORWARDED_AS = {signal.SIGHUP: signal.SIGTERM}  # the terminal was closed: save and exit
+TERMINATIONS = (signal.SIGTERM, signal.SIGHUP)  # forwarded as SIGTERM, once: save and exit
 MAX_INTERRUPTS = 2  # ranks handle two interrupts (save and exit, exit now); the third kills them
 # ranks may still be importing and have no handler yet: a request to save is repeated for this long
 STARTUP_SECONDS = 60.0
@@ -26,6 +26,7 @@ class Forwarder:
     SIGUSR1, which asks to save and exit, is never lost: one that arrives before the ranks exist is held for them, and
     it is repeated to ranks that possibly have no handler yet. Any other signal that arrives before the ranks exist,
     also while this launcher waits for those of other nodes, ends the process with code 128 + its number and a line.
+    SIGTERM and SIGHUP are forwarded once. SIGHUP is left alone if it was ignored, as by nohup.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,8 @@ class Forwarder:
         self._ranks, self._ready_at = (), 0.0
 
     def __enter__(self) -> Forwarder:
-        self._old_handlers = {number: signal.signal(number, self._receive) for number in FORWARDED}
+        numbers = [n for n in FORWARDED if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+        self._old_handlers = {number: signal.signal(number, self._receive) for number in numbers}
         self._thread.__enter__()
         return self
 
@@ -86,12 +88,14 @@ class Forwarder:
             self._repeated_at = time.monotonic()
         elif not self._ranks:
             return  # the process is being ended
+        if self.received in TERMINATIONS and number in TERMINATIONS:
+            return  # the ranks save and exit already
         self.received = signal.Signals(number)
         self._num_interrupts += number == signal.SIGINT
         if self._num_interrupts > MAX_INTERRUPTS:
             self._forward(signal.SIGKILL)
         else:
-            self._forward(FORWARDED_AS.get(self.received, self.received))
+            self._forward(signal.SIGTERM if number in TERMINATIONS else self.received)
 
     def _end_before_start(self, number: int) -> None:
         if number != signal.SIGUSR1 and number in FORWARDED and not (self._ranks or self._starting):
