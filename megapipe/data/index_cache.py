@@ -32,7 +32,7 @@ from megapipe.data.indexed_file import bin_path, idx_path, replace_json
 from megapipe.errors import ConfigError
 
 Arrays = dict[str, Array]
-FORMAT = 2  # part of every key: increase it when the meaning of an entry changes
+FORMAT = 3  # part of every key: increase it when the meaning of an entry changes
 SETTLED_NS = 50_000_000  # a file this young could change again without a change of its times
 BLOCK_BYTES = 1 << 20
 log = logging.getLogger(__name__)
