@@ -204,7 +204,7 @@ def test_a_named_format_is_saved_with_the_tokenizer(make: Make, tmp_path: Path) 
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than 3 s for"),
         ("{{ 'a' * 3000000000 }}", "needs more than 1 GiB for one conversation"),  # as the template is compiled
         ("{{ messages[0].content * 3000000000 }}", "needs more than 1 GiB for one conversation"),
-        ("{{ messages[0].content * 10000000 }}", "writes more than 67,108,864 characters"),
+        ("{{ messages[0].content * 10000000 }}", "writes more than 1,0.* characters"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
         ("{% for message in messages %}{{ message.content }}", "is not valid Jinja: line 1: "),
     ],
