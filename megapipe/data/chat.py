@@ -172,8 +172,7 @@ class Chat:
 def read_chats(path: str) -> Iterator[Chat]:
     """Yield the conversation of each line that is not blank. Raises DataError."""
     try:
-        regular(path)
-        with cast(IO[bytes], gzip.open(path, "rb")) if path.endswith(".gz") else open(path, "rb") as file:
+        with cast(IO[bytes], (gzip.open if path.endswith(".gz") else open)(regular(path), "rb")) as file:
             for number, (line, size) in enumerate(bounded_lines(file), 1):
                 origin = f"{path} line {number}"
                 if size > MOST_DOCUMENT_BYTES:

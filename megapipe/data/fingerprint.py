@@ -27,6 +27,7 @@ from megapipe.data.gpt_dataset import GPTDataset
 from megapipe.data.indexed_file import bin_path, idx_path
 from megapipe.data.registered import RegisteredDataset
 from megapipe.errors import DataError
+from megapipe.input_files import regular
 
 INDEX_BLOCKS = (1024, 1 << 16)  # number and bytes of the blocks that are read of an .idx: all of up to 64 MiB
 TOKEN_BLOCKS = (256, 1 << 12)  # of a .bin, for checkpoints: all of up to 1 MiB
@@ -94,7 +95,7 @@ def sampled_checksum(path: Path, count: int, block_bytes: int) -> int:
     Raises DataError if it cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with open(regular(path), "rb") as file:
             size, found = os.fstat(file.fileno()).st_size, 0
             steps = min(count, -(-size // block_bytes))
             for step in range(steps):
@@ -182,7 +183,7 @@ def whole_content(path: Path) -> str:
     whole = hashlib.sha256()
     try:
         for one in files:
-            content = one.read_bytes()
+            content = regular(one).read_bytes()
             named = one.name if path.is_dir() else ""
             whole.update(f"{named} {len(content)}\n".encode() + content)
     except OSError as error:

@@ -29,6 +29,7 @@ import numpy as np
 
 from megapipe.data.dataset import Array
 from megapipe.errors import ConfigError, DataError
+from megapipe.input_files import MOST_BYTES, regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -61,12 +62,12 @@ def made_with(prefix: str | Path) -> Tokenizer | None:
     """Return the fingerprint of the tokenizer that made a pair of token files, None if that is not known."""
     path = tokenizer_path(prefix)
     try:
-        found: Tokenizer = json.loads(path.read_text("utf-8"))
+        found: Tokenizer = json.loads(regular(path, MOST_BYTES).read_text("utf-8"))
         if not isinstance(found["files"], dict):
             raise TypeError("its files are no object")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}, which names the tokenizer of these data, cannot be read: {error!r}") from None
     return found
 
@@ -244,7 +245,7 @@ class IndexedFile:
 
 def _open(path: Path, prefix: str) -> FileIO:
     try:
-        return open(path, "rb", buffering=0)
+        return open(regular(path), "rb", buffering=0)
     except FileNotFoundError:
         rule = f"a data path is a prefix, here {prefix!r}, without .bin or .idx"
         if Path(prefix).is_file() and Path(prefix).suffix not in (".bin", ".idx"):
