@@ -20,6 +20,7 @@ import json
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
@@ -278,6 +279,24 @@ def _read(file: FileIO, num_bytes: int, offset: int) -> bytes:
         size = f"it ends at byte {offset:,}, {num_bytes:,} bytes before the end of what is read"
         raise DataError(f"token file {file.name} was cut since it was opened: {size}; restore it and start again")
     return found[0] if len(found) == 1 else b"".join(found)
+
+
+def sampled_checksum(path: Path, count: int, block_bytes: int) -> int:
+    """Return the CRC-32 of `count` blocks, evenly spaced with the first and the last, or of a whole smaller file.
+
+    Raises DataError if it cannot be read.
+    """
+    try:
+        with open(regular(path), "rb") as file:
+            size, found = os.fstat(file.fileno()).st_size, 0
+            steps = min(count, -(-size // block_bytes))
+            for step in range(steps):
+                start = step * block_bytes if steps < count else step * (size - block_bytes) // max(1, count - 1)
+                file.seek(start)
+                found = zlib.crc32(file.read(block_bytes), found)
+            return found
+    except OSError as error:
+        raise DataError(f"cannot read token file {path}: {error.strerror}") from None
 
 
 def _contiguous_offsets(lengths: Array, dtype: np.dtype[Any]) -> Array:
