@@ -243,19 +243,15 @@ def _checked(messages: Any, origin: str) -> tuple[list[Message], tuple[int, ...]
 
 def _is_trained(message: Mapping[str, Any], where: str) -> bool:
     """Return True for an answer whose weight and train are not 0 and false. Raises DataError for other values."""
-    is_answer, given = message["role"] == "assistant", set[bool]()
-    for key, values in WEIGHTS.items():
-        value = message.get(key)
-        if value is None:
-            continue
-        if isinstance(value, bool) != isinstance(values[0], bool) or value not in values:  # True == 1
-            expected = " or ".join(map(json.dumps, values))
+    given = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+    for key, value in given.items():
+        if isinstance(value, bool) != (key == "train") or value not in WEIGHTS[key]:  # True == 1
+            expected = " or ".join(map(json.dumps, WEIGHTS[key]))
             raise DataError(f"{where}: {key} {value!r} cannot be expressed; expected {expected}")
-        if value and not is_answer:
-            raise DataError(
-                f"{where}: {key} {value!r} of the {message['role']}; only answers are trained, leave it out"
-            )
-        given.add(bool(value))
-    if len(given) > 1:
-        raise DataError(f"{where}: train {message['train']} and weight {message['weight']} contradict each other")
-    return is_answer and given != {False}
+    if len(set(given.values())) > 1:
+        raise DataError(f"{where}: train {given['train']} and weight {given['weight']} contradict each other")
+    is_answer = message["role"] == "assistant"
+    if any(given.values()) and not is_answer:
+        named = " and ".join(f"{key} {value!r}" for key, value in given.items())
+        raise DataError(f"{where}: {named} of the {message['role']}; only answers are trained, leave it out")
+    return is_answer and all(given.values())

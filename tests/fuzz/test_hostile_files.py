@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import time
@@ -83,7 +82,7 @@ ANY_FILES = {name: (content, "") for name, (content, _) in SPECIAL_FILES.items()
 DEEP = "[" * 100_000
 LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in pairwise("abcdefghijklmnopq"))
 YAML: dict[str, tuple[Content, str]] = SPECIAL_FILES | {
-    "20,000 unknown keys": ("".join(f"key_{n}: 1\n" for n in range(20_000)), "key_0"),
+    "5,000 unknown keys": ("".join(f"key_{n}: 1\n" for n in range(5_000)), "key_0"),
     "5,000 keys twice": ("a: 1\n" * 5_000, "already given on line 1"),
     "5,000 wrong values": (f"profile_ranks: [{', '.join(['x'] * 5_000)}]", "profile_ranks"),
     "deep brackets": (f"a: {DEEP}", "nested too deeply"),
@@ -166,7 +165,6 @@ LINES: dict[str, tuple[Content, str]] = {
 }
 CASES |= {f".jsonl {name}": (conversation("c.jsonl", content), word) for name, (content, word) in LINES.items()}
 CASES |= {
-    "300 MB in a line of a .gz": (conversation("c.jsonl.gz", gzip.compress(bytes(300 << 20), 1)), "line 1"),
     "a .gz that is none": (conversation("c.jsonl.gz", "text"), "c.jsonl.gz"),
     "a .gz that is a pipe": (conversation("c.jsonl.gz", pipe), "pipe or a device"),
 }
@@ -287,6 +285,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "initializer_range": ("x", -1),
     "hidden_act": (1, ["silu"], {}),
     "rope_scaling": ("x", 3, [1], {"rope_type": 1}, {"rope_type": ["linear"]}, {"rope_type": "linear", "factor": "x"}),
+    "rope_scaling without a factor": ({"rope_type": "yarn", "attention_factor": 1.0},),
     "rope_parameters": ("x", [1], {"rope_theta": "x"}, {"rope_type": "linear", "factor": True}),
     "quantization_config": ("fp8", 3, [1], {"quant_method": 3}, {"quant_method": "fp8", "weight_block_size": "ab"}),
     "architectures": ("LlamaForCausalLM", 3, [3], [["a"]], {"a": 1}, ["LlamaForCausalLM", 3]),
@@ -294,7 +293,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 CASES |= {
     f"{key} {value!r:.40}": (
-        model(json.dumps(LLAMA | {key: value})),
+        model(json.dumps(LLAMA | {key.partition(" ")[0]: value})),
         "" if isinstance(value, dict) or key == "model_type" else key,
     )
     for key, values in VALUES.items()
