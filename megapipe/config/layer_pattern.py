@@ -9,10 +9,10 @@ import json
 import re
 from collections.abc import Sequence
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ConfigError
+from megapipe.input_files import MOST_BYTES, regular
 
 REPEAT = "..."  # as the last word of a pattern
 PARTS = ("attention", "mlp")
@@ -98,7 +98,7 @@ def read_block_configs(path: str) -> tuple[str, ...]:
 def read_text(path: str, subject: str) -> str:
     """Return the text of a file that a flag names. subject: the flag with its path. Raises ConfigError."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return regular(path, MOST_BYTES).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{subject}: cannot be read: {error.strerror}") from None
     except ValueError:

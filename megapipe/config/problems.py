@@ -14,6 +14,7 @@ from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 
 Section = TypeVar("Section")
+MOST_MESSAGES = 50
 MOST_DIVISOR = 10**6  # up to which divisors are searched
 
 
@@ -33,8 +34,12 @@ class Problems:
     hides_fields: bool = False
 
     def add(self, *messages: str) -> None:
-        """Add messages, each once."""
+        """Add messages, each once. Raises ConfigError if there are more than MOST_MESSAGES, which bounds the time."""
         self.messages += [message for message in dict.fromkeys(messages) if message not in self.messages]
+        if len(self.messages) > MOST_MESSAGES:
+            raise ConfigError(
+                "\n".join([*self.messages[:MOST_MESSAGES], f"and more than {MOST_MESSAGES} errors in all"])
+            )
 
     @contextmanager
     def caught(self, *keys: str) -> Iterator[None]:

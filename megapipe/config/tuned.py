@@ -12,6 +12,7 @@ import yaml
 from megapipe.config.config import fields_by_key
 from megapipe.config.fields import read_value
 from megapipe.config.flags import Setting
+from megapipe.config.yaml_file import read_object
 from megapipe.errors import ConfigError
 
 TUNABLE = (
@@ -35,12 +36,8 @@ class Tuned:
 def read_tuned(path: str) -> Tuned:
     """Read the file. Raises ConfigError if it cannot be read or is not what `calibrate --tune` writes."""
     subject = f"--tuned {path}"
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{subject} cannot be read: {why}; megapipe calibrate --tune writes such a file") from None
-    if not isinstance(found, dict) or not isinstance(found.get("device"), str):
+    found = read_object(Path(path), "--tuned", "a file that megapipe calibrate --tune writes")
+    if not isinstance(found.get("device"), str):
         raise ConfigError(f"{subject} is not a file of megapipe calibrate --tune: it names no device; measure again")
     settings, measured = found.get("settings"), found.get("measured")
     if not isinstance(settings, dict) or not isinstance(measured, dict):

@@ -18,9 +18,11 @@ from megapipe.config.fields import nearest, value_text
 from megapipe.config.options import ConfigField
 from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
+from megapipe.input_files import MOST_BYTES, regular
 
 MOST_CHARACTERS = 1 << 18  # of a file
 DEEPEST = 100  # brackets within brackets
+TAGS = {*yaml.SafeLoader.yaml_constructors, "tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"}
 BRACKET = re.compile(r"[\[\]{}]")
 SUPPLIED = Path(__file__).resolve().parents[1] / "configs"  # that come with megapipe
 
@@ -44,7 +46,7 @@ def read_file(path: str) -> str:
     supplied = {file.stem: file for file in SUPPLIED.glob("*.yaml")}
     try:
         file = supplied.get(path, Path(path)) if not Path(path).exists() else Path(path)
-        return file.read_text(encoding="utf-8")
+        return regular(file, MOST_BYTES).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--config {path}: not a text file in UTF-8 (byte {error.start})") from None
     except OSError as error:
@@ -59,9 +61,11 @@ def read_file(path: str) -> str:
 def read_object(path: Path, flag: str, expected: str) -> dict[Any, Any]:
     """Read a YAML file that holds an object. flag, expected: for errors. Raises ConfigError."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{flag} {path} cannot be read: {error}") from None
+        text = regular(path, MOST_BYTES).read_text(encoding="utf-8")
+        found = yaml.safe_load(text) if nesting(text) <= DEEPEST else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{flag} {path} cannot be read: {why}; expected {expected}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{flag} {path}: expected {expected}")
     return found
@@ -121,6 +125,11 @@ def pairs(mapping: yaml.MappingNode, name: str, problems: Problems) -> Iterator[
         where = f"{name} line {line}"
         if not isinstance(key_node, yaml.ScalarNode):
             problems.add(f"{where}: a key must be a name")
+            continue
+        parts = (key_node, value, *(value.value if isinstance(value, yaml.SequenceNode) else ()))
+        unknown = [node.tag for node in parts if node.tag not in TAGS]
+        if unknown:
+            problems.add(f"{where}: the tag {unknown[0]} is not supported; write the value itself")
             continue
         key = str(key_node.value).strip().replace("-", "_")
         if key in seen:

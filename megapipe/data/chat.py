@@ -2,6 +2,7 @@
 
 A line is {"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion": "..."}, which is a
 message of the user and the answer; all lines of a run have one of the two forms. Other keys of a line are not read.
+An answer with "weight": 0 (as in OpenAI's files) or "train": false is read and not trained.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from typing import IO, Any, Protocol, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ from megapipe.data.index_cache import Arrays, IndexCache, file_stamp
 from megapipe.data.indexed_file import token_dtype
 from megapipe.data.text_source import MOST_DOCUMENT_BYTES, bounded_lines
 from megapipe.errors import DataError
+from megapipe.input_files import parse_json, regular
 
 ROLES = ("system", "user", "assistant", "tool")
 MAY_BE_EMPTY = ("system", "tool")
@@ -31,7 +33,14 @@ OTHER_FORMS = {
     "instruction": "join instruction and input to the prompt, and rename output to completion",
     "text": "this is text for pretraining; megapipe preprocess reads it",
 }
-UNREAD_KEYS = ("tools", "functions", "documents")  # a template would write them: not to be left out in silence
+# keys of a line that are not to be left out in silence
+UNREAD_KEYS = ("tools", "functions", "documents", "weight", "train")
+WEIGHTS = {"weight": (0, 1), "train": (False, True)}  # keys of a message -> their values for no loss and for loss
+SAYS_NOTHING: tuple[Any, ...] = (None, "", [], {})  # values of other keys of a message
+CUT = "tokens across the start of an answer get no loss"
+WEIGHTLESS = "answers of weight 0 get no loss"
+REPEATED = "conversations have two messages of the user or two answers in a row"
+NOTES = (CUT, WEIGHTLESS, REPEATED)  # that are counted and said, see `ChatFile.counts`
 SAID_BYTES = 1 << 24  # a larger file takes long enough to say that it is tokenized
 BATCH = 512  # conversations that are tokenized at once
 
@@ -46,7 +55,7 @@ class Rendered(Protocol):
 
 
 class ChatTokens(Protocol):
-    """The tokens of a conversation and whether each is trained, both [n]. num_cut: see `ChatFile`."""
+    """The tokens of a conversation and whether each is trained, both [n]. num_cut: the tokens of `CUT`."""
 
     @property
     def tokens(self) -> Array: ...
@@ -68,7 +77,7 @@ class ChatEncoder(Protocol):
         """A checksum of everything that the tokens depend on."""
         ...
 
-    def render(self, messages: Sequence[Message]) -> Any: ...
+    def render(self, messages: Sequence[Message], untrained: Collection[int] = ()) -> Any: ...
 
     def tokenize(self, chats: Sequence[Any]) -> Sequence[ChatTokens]: ...
 
@@ -83,7 +92,7 @@ class ChatFile:
     trained: Array  # [total] bool: the loss counts where the token is the label
     starts: Array  # [num_chats + 1] int64: first token of each conversation, and the end of the last
     first_trained: Array  # [num_chats] int64: place of the first trained token in each conversation; its length if none
-    num_cut: int  # tokens that begin in a prompt and end in the answer; they are not trained
+    counts: tuple[int, ...]  # of each of NOTES
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -99,9 +108,9 @@ def open_chats(path: str, encoder: ChatEncoder, cache: IndexCache) -> ChatFile:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; --sft takes files of JSON lines") from None
     arrays = cache.arrays("chats", {"source": source, "encoder": encoder.key}, lambda: _encode(path, encoder))
-    form, num_cut = (int(number) for number in arrays["facts"])
+    form, *counts = (int(number) for number in arrays["facts"])
     flat = {name: arrays[name] for name in ("tokens", "trained", "starts", "first_trained")}
-    return ChatFile(path, (MESSAGES, PROMPT)[form], **flat, num_cut=num_cut)
+    return ChatFile(path, (MESSAGES, PROMPT)[form], **flat, counts=tuple(counts))
 
 
 def _encode(path: str, encoder: ChatEncoder) -> Arrays:
@@ -109,27 +118,29 @@ def _encode(path: str, encoder: ChatEncoder) -> Arrays:
     tokens: list[Array] = []
     trained: list[Array] = []
     first: list[int] = []
-    num_cut, form = 0, ""
+    counts, form = dict.fromkeys(NOTES, 0), ""
     if os.path.getsize(path) > SAID_BYTES:
         print(f"tokenizing {path}: its tokens are kept in the index cache", flush=True)
     chats = read_chats(path)
     while batch := list(islice(chats, BATCH)):
         rendered = []
-        for origin, found, messages in batch:
-            if form and found != form:
-                raise DataError(f"{origin} has {found}, but the lines before have {form}; use one form in all files")
-            form = found
+        for chat in batch:
+            form = form or chat.form
+            if chat.form != form:
+                raise DataError(f"{chat.origin} has {chat.form}, but the lines before have {form}; use one form")
+            counts[WEIGHTLESS] += len(chat.untrained)
+            counts[REPEATED] += chat.has_repeated_roles
             try:
-                rendered.append(encoder.render(messages))
+                rendered.append(encoder.render(chat.messages, chat.untrained))
             except DataError as error:
-                raise DataError(f"{origin}: {error}") from None
-        for chat in encoder.tokenize(rendered):
-            chat.trained[:1] = False  # the first token is no label
-            places = np.flatnonzero(chat.trained)
-            tokens.append(chat.tokens.astype(token_dtype(encoder.vocab_size)))
-            trained.append(chat.trained)
-            first.append(int(places[0]) if len(places) else len(chat.trained))
-            num_cut += chat.num_cut
+                raise DataError(f"{chat.origin}: {error}") from None
+        for encoded in encoder.tokenize(rendered):
+            encoded.trained[:1] = False  # the first token is no label
+            places = np.flatnonzero(encoded.trained)
+            tokens.append(encoded.tokens.astype(token_dtype(encoder.vocab_size)))
+            trained.append(encoded.trained)
+            first.append(int(places[0]) if len(places) else len(encoded.trained))
+            counts[CUT] += encoded.num_cut
     if not tokens:
         raise DataError(f"{path} holds no conversation")
     ends = np.cumsum([len(chat) for chat in tokens], dtype=np.int64)
@@ -138,48 +149,68 @@ def _encode(path: str, encoder: ChatEncoder) -> Arrays:
         "trained": np.concatenate(trained),
         "starts": np.concatenate([np.zeros(1, dtype=np.int64), ends]),
         "first_trained": np.array(first, dtype=np.int64),
-        "facts": np.array([form == PROMPT, num_cut], dtype=np.int64),
+        "facts": np.array([form == PROMPT, *counts.values()], dtype=np.int64),
     }
 
 
-def read_chats(path: str) -> Iterator[tuple[str, str, list[Message]]]:
-    """Yield 'FILE line N', the form, and the messages of each line that is not blank. Raises DataError."""
+@dataclass(frozen=True)
+class Chat:
+    """One conversation of a file."""
+
+    origin: str  # 'FILE line N'
+    form: str
+    messages: list[Message]
+    untrained: tuple[int, ...]  # numbers of the answers without loss
+
+    @property
+    def has_repeated_roles(self) -> bool:
+        """True if the user speaks twice in a row, or the assistant."""
+        roles = [message["role"] for message in self.messages]
+        return any(one == other and one in ("user", "assistant") for one, other in pairwise(roles))
+
+
+def read_chats(path: str) -> Iterator[Chat]:
+    """Yield the conversation of each line that is not blank. Raises DataError."""
     try:
-        with cast(IO[bytes], gzip.open(path, "rb")) if path.endswith(".gz") else open(path, "rb") as file:
+        with cast(IO[bytes], (gzip.open if path.endswith(".gz") else open)(regular(path), "rb")) as file:
             for number, (line, size) in enumerate(bounded_lines(file), 1):
                 origin = f"{path} line {number}"
                 if size > MOST_DOCUMENT_BYTES:
                     raise DataError(f"{origin} has {size:,} bytes; a conversation has at most {MOST_DOCUMENT_BYTES:,}")
                 if line.strip():
-                    yield origin, *_messages(line, origin)
+                    yield _chat(line, origin)
     except (OSError, EOFError) as error:
         raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _messages(line: bytes, origin: str) -> tuple[str, list[Message]]:
-    """Return the form and the messages of one line."""
+def _chat(line: bytes, origin: str) -> Chat:
+    """Return the conversation of one line."""
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(line)
+    except ValueError as error:
         hint = "; --sft takes JSON lines, one object per line" if line.lstrip()[:1] != b"{" else ""
-        raise DataError(f"{origin} is not JSON: {error}{hint}") from None
+        raise DataError(f"{origin} is not JSON that can be read: {error}{hint}") from None
     if not isinstance(content, dict):
         raise DataError(f"{origin} is not a JSON object with messages")
-    unread = next((key for key in UNREAD_KEYS if content.get(key)), None)
+    unread = next((key for key in UNREAD_KEYS if content.get(key) not in SAYS_NOTHING), None)
     if unread is not None:
-        raise DataError(f"{origin} has {unread}, which --sft does not support; write them into the system message")
+        rule = "a weight is that of a message, and a template's other inputs belong into the system message"
+        raise DataError(f"{origin} has {unread}, which --sft does not support; {rule}")
     if "messages" in content:
-        return MESSAGES, _checked(content["messages"], origin)
+        return Chat(origin, MESSAGES, *_checked(content["messages"], origin))
     if "prompt" in content and "completion" in content:
         pair = [("user", content["prompt"]), ("assistant", content["completion"])]
-        return PROMPT, _checked([{"role": role, "content": text} for role, text in pair], origin)
+        return Chat(origin, PROMPT, *_checked([{"role": role, "content": text} for role, text in pair], origin))
     way = next((f"{key}: {text}" for key, text in OTHER_FORMS.items() if key in content), "see docs/conversations.md")
     keys = ", ".join(map(str, list(content)[:4])) or "nothing"
     raise DataError(f"{origin} holds {keys}; expected messages, or prompt and completion ({way})")
 
 
-def _checked(messages: Any, origin: str) -> list[Message]:
-    """Return the messages if each has a known role and a text, and at least one is an answer. Raises DataError."""
+def _checked(messages: Any, origin: str) -> tuple[list[Message], tuple[int, ...]]:
+    """Return the messages if each has a known role and a text, and the numbers of the answers without loss.
+
+    Raises DataError, also if no answer is left to be trained.
+    """
     if not isinstance(messages, list) or not messages:
         raise DataError(f"{origin}: messages is not a list of at least one message")
     for number, message in enumerate(messages, 1):
@@ -189,15 +220,38 @@ def _checked(messages: Any, origin: str) -> list[Message]:
         role, text = message["role"], message["content"]
         if role not in ROLES:
             raise DataError(f"{where}: unknown role {str(role)[:40]!r}; expected {', '.join(ROLES)}")
-        more = next((key for key, value in message.items() if key not in ("role", "content") and value), None)
+        known = ("role", "content", *WEIGHTS)
+        more = next((key for key, value in message.items() if key not in known and value not in SAYS_NOTHING), None)
         if more is not None:
-            raise DataError(f"{where} has {more}, which --sft does not read; a message is a role and a content")
+            rule = "a message is a role, a content and perhaps a weight"
+            raise DataError(f"{where} has {more}, which --sft does not read; {rule}")
         if not isinstance(text, str):
             raise DataError(f"{where}: content is not text; --sft does not support images or tool calls")
         if any("\ud800" <= character <= "\udfff" for character in text):
             raise DataError(f"{where}: content holds half of a surrogate pair (\\ud800 to \\udfff), which is no text")
         if not text.strip() and role not in MAY_BE_EMPTY:
             raise DataError(f"{where}: the content of the {role} is empty; leave the conversation out")
-    if all(message["role"] != "assistant" for message in messages):
-        raise DataError(f"{origin} has no message of the assistant, so nothing can be learned from it")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    trained = [
+        number for number, message in enumerate(messages) if _is_trained(message, f"{origin}, message {number + 1}")
+    ]
+    if not trained:
+        raise DataError(f"{origin} has no message of the assistant with a weight, so nothing can be learned from it")
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    return plain, tuple(number for number in answers if number not in trained)
+
+
+def _is_trained(message: Mapping[str, Any], where: str) -> bool:
+    """Return True for an answer whose weight and train are not 0 and false. Raises DataError for other values."""
+    given = {key: message[key] for key in WEIGHTS if message.get(key) is not None}
+    for key, value in given.items():
+        if isinstance(value, bool) != (key == "train") or value not in WEIGHTS[key]:  # True == 1
+            expected = " or ".join(map(json.dumps, WEIGHTS[key]))
+            raise DataError(f"{where}: {key} {value!r} cannot be expressed; expected {expected}")
+    if len(set(given.values())) > 1:
+        raise DataError(f"{where}: train {given['train']} and weight {given['weight']} contradict each other")
+    is_answer = message["role"] == "assistant"
+    if any(given.values()) and not is_answer:
+        named = " and ".join(f"{key} {value!r}" for key, value in given.items())
+        raise DataError(f"{where}: {named} of the {message['role']}; only answers are trained, leave it out")
+    return is_answer and all(given.values())

@@ -26,7 +26,7 @@ from megapipe.data.build_datasets import (
     paths_of_parts,
     sequence_range,
 )
-from megapipe.data.chat import ChatEncoder, ChatFile, open_chats
+from megapipe.data.chat import NOTES, ChatEncoder, ChatFile, open_chats
 from megapipe.data.dataset import Array, TokenArray, TokenDataset
 from megapipe.data.index_cache import Arrays, IndexCache, file_stamp
 from megapipe.errors import DataError
@@ -192,8 +192,7 @@ class ChatDataset:
             notes.append(f"{self.selection.num_long:,} of {past - first:,} too long: {how}")
         if self.selection.num_untrained:
             notes.append(f"{self.selection.num_untrained:,} left out: no token of an answer is left")
-        if self.file.num_cut:
-            notes.append(f"{self.file.num_cut:,} tokens across the start of an answer get no loss")
+        notes += [f"{count:,} {note}" for note, count in zip(NOTES, self.file.counts, strict=True) if count]
         return f"{text} ({'; '.join(notes)})"
 
     def fingerprint(self, share: float) -> dict[str, Any]:

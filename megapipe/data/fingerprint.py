@@ -19,14 +19,17 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megapipe.config.files import parse_blend
 from megapipe.data.blend import BlendedDataset
 from megapipe.data.chat_dataset import ChatDataset
 from megapipe.data.dataset import SyntheticDataset, TokenDataset
 from megapipe.data.gpt_dataset import GPTDataset
-from megapipe.data.indexed_file import bin_path, idx_path
+from megapipe.data.indexed_file import bin_path, idx_path, sampled_checksum
 from megapipe.data.registered import RegisteredDataset
 from megapipe.errors import DataError
+from megapipe.input_files import regular
 
 INDEX_BLOCKS = (1024, 1 << 16)  # number and bytes of the blocks that are read of an .idx: all of up to 64 MiB
 TOKEN_BLOCKS = (256, 1 << 12)  # of a .bin, for checkpoints: all of up to 1 MiB
@@ -37,10 +40,11 @@ ORDER_SAMPLES = 4096
 # of a tokenizer's folder, which may hold a whole model
 TOKENIZER_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".bpe")
 WEIGHT_INDEX = ".index.json"
+CACHED = ".npy"  # of the index cache
 MOST_LOOKS = 256  # files of a large blend whose size and time are looked at in one call, in turn
 
 Fingerprint = dict[str, Any]
-Stamp = tuple[int, int, int]
+Stamp = tuple[int, int, int, int]
 
 
 def fingerprint(dataset: TokenDataset) -> Fingerprint | None:
@@ -86,24 +90,6 @@ def has_another_order(saved: Fingerprint, own: Fingerprint) -> bool:
     """Return True if the same data come in another order."""
     both = zip(saved.get("members", []), own.get("members", []), strict=True)
     return any(before["order"] != now["order"] for before, now in both)
-
-
-def sampled_checksum(path: Path, count: int, block_bytes: int) -> int:
-    """Return the CRC-32 of `count` blocks, evenly spaced with the first and the last, or of a whole smaller file.
-
-    Raises DataError if it cannot be read.
-    """
-    try:
-        with open(path, "rb") as file:
-            size, found = os.fstat(file.fileno()).st_size, 0
-            steps = min(count, -(-size // block_bytes))
-            for step in range(steps):
-                start = step * block_bytes if steps < count else step * (size - block_bytes) // max(1, count - 1)
-                file.seek(start)
-                found = zlib.crc32(file.read(block_bytes), found)
-            return found
-    except OSError as error:
-        raise DataError(f"cannot read token file {path}: {error.strerror}") from None
 
 
 def _member(dataset: GPTDataset, share: float) -> dict[str, Any]:
@@ -182,7 +168,7 @@ def whole_content(path: Path) -> str:
     whole = hashlib.sha256()
     try:
         for one in files:
-            content = one.read_bytes()
+            content = regular(one).read_bytes()
             named = one.name if path.is_dir() else ""
             whole.update(f"{named} {len(content)}\n".encode() + content)
     except OSError as error:
@@ -191,9 +177,9 @@ def whole_content(path: Path) -> str:
 
 
 class SourceFiles:
-    """Files with their state at the start: size, time and inode, and size and checksum of sampled blocks.
+    """Files with their state at the start: size, times and inode, and size and checksum of sampled blocks.
 
-    A file whose time or inode alone has changed is accepted if the sampled blocks are the same. Raises DataError if
+    A file whose times or inode alone have changed is accepted if the sampled blocks are the same. Raises DataError if
     one cannot be read.
     """
 
@@ -206,23 +192,22 @@ class SourceFiles:
 
     def look(self) -> tuple[str, ...]:
         """Compare sizes, times and inodes, of at most MOST_LOOKS files. Returns and raises as `compare`."""
-        found = []
-        for path in islice(self._turn, min(MOST_LOOKS, len(self.paths))):
-            try:
-                changed = _stamp(path) != self._stamps[path]
-            except DataError:
-                changed = True
-            if changed:
-                found.append(path)
-        return self._accept(found)
+        turn = islice(self._turn, min(MOST_LOOKS, len(self.paths)))
+        return self._accept([path for path in turn if self._is_changed(path)])
+
+    def _is_changed(self, path: Path) -> bool:
+        try:
+            return _stamp(path) != self._stamps[path]
+        except DataError:
+            return path.suffix != CACHED  # what is mapped stays when its name is removed
 
     def compare(self) -> tuple[str, ...]:
-        """Compare the sampled blocks of all files, whatever their times.
+        """Compare the sampled blocks of all token files, whatever their times, and of changed files of the index cache.
 
         Returns a remark on each file that was written to or replaced without a change that is seen. Raises DataError,
         with the name and what has changed, for any other.
         """
-        return self._accept(self.paths)
+        return self._accept([path for path in self.paths if path.suffix != CACHED or self._is_changed(path)])
 
     def _accept(self, paths: Iterable[Path]) -> tuple[str, ...]:
         remarks = []
@@ -230,14 +215,14 @@ class SourceFiles:
             content = sampled_content(path, self._most)
             if content != self._contents[path]:
                 raise DataError(
-                    f"token file {path} has changed since the run began: {self._contents[path]} then, {content} now. "
-                    "Steps since the last check may have read other tokens; what was saved before is not affected: "
-                    "restore the file and start again from the newest checkpoint"
+                    f"{_noun(path)} {path} has changed since the run began: {self._contents[path]} then, {content} "
+                    "now. Steps since the last check may have read other tokens; what was saved before is not "
+                    "affected: restore the file (a start builds an index again) and start from the newest checkpoint"
                 )
             if (stamp := _stamp(path)) != self._stamps[path]:
-                what = "replaced" if stamp[2] != self._stamps[path][2] else "written to or touched"
+                what = "replaced" if stamp[1] != self._stamps[path][1] else "written to or touched"
                 remarks.append(
-                    f"token file {path} was {what} during the run; its size and the sampled blocks are the same, so "
+                    f"{_noun(path)} {path} was {what} during the run; its size and the sampled blocks are the same, so "
                     "the run goes on"
                 )
                 self._stamps[path] = stamp
@@ -245,18 +230,26 @@ class SourceFiles:
 
 
 def files_in_use(datasets: Iterable[TokenDataset | None]) -> tuple[Path, ...]:
-    """Return the files that datasets read while they are in use; conversations are kept from the start."""
-    members: list[TokenDataset] = []
-    for dataset in filter(None, datasets):
-        members += dataset.members if isinstance(dataset, BlendedDataset) else [dataset]
+    """Return the files that datasets read while they are in use: token files, and what is mapped of the index cache."""
+    members = [*filter(None, datasets)]
+    members += [member for dataset in members if isinstance(dataset, BlendedDataset) for member in dataset.members]
     prefixes = [member.file.prefix for member in members if isinstance(member, GPTDataset)]
-    return tuple(path(prefix) for prefix in prefixes for path in (bin_path, idx_path))
+    holders = [
+        part for one in members for part in (one, getattr(one, "index", None), getattr(one, "file", None)) if part
+    ]
+    arrays = [array for holder in holders for array in vars(holder).values() if isinstance(array, np.memmap)]
+    cached = [Path(str(array.filename)) for array in arrays]
+    return (*(path(prefix) for prefix in prefixes for path in (bin_path, idx_path)), *cached)
+
+
+def _noun(path: Path) -> str:
+    return "index" if path.suffix == CACHED else "token file"
 
 
 def _stamp(path: Path) -> Stamp:
-    """Return size, time and inode of a token file. Raises DataError if it cannot be read."""
+    """Return size, inode and times of a file; the last one cannot be set. Raises DataError if it cannot be read."""
     try:
         found = os.stat(path)
     except OSError as error:
         raise DataError(f"cannot read token file {path}: {error.strerror}") from None
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns

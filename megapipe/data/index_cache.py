@@ -1,9 +1,10 @@
 """Shuffled indices kept on disk: the ranks of a machine build them once and then map them.
 
-An entry is a folder `KIND-KEY` with `.npy` files and `description.json`. KEY is a hash of the settings and of size and
-modification time of the source, so that changed data never meets an old index. An entry is written under a temporary
-name and renamed, so it is complete or absent; if two processes build it at once, one entry stays. A lock only avoids
-the duplicate work. No disk has to be shared between machines. An entry whose checksums do not match is built again.
+An entry is a folder `KIND-KEY` with `.npy` files and `description.json`. KEY is a hash of the settings and of size,
+modification time and sampled blocks of the source, so that changed data meets no old index. An entry is written under
+a temporary name and renamed, so it is complete or absent; if two processes build it at once, one entry stays. A lock
+only avoids the duplicate work. No disk has to be shared between machines. An entry whose checksums do not match is
+built again.
 Checksums are computed again only for files whose size, inode or times differ from those noted at the last check: so a
 rank that starts reads the description and maps the arrays, however large they are.
 """
@@ -28,13 +29,14 @@ from typing import Any
 import numpy as np
 
 from megapipe.data.dataset import Array
-from megapipe.data.indexed_file import bin_path, idx_path, replace_json
+from megapipe.data.indexed_file import bin_path, idx_path, replace_json, sampled_checksum
 from megapipe.errors import ConfigError
 
 Arrays = dict[str, Array]
-FORMAT = 2  # part of every key: increase it when the meaning of an entry changes
+FORMAT = 3  # part of every key: increase it when the meaning of an entry changes
 SETTLED_NS = 50_000_000  # a file this young could change again without a change of its times
 BLOCK_BYTES = 1 << 20
+SAMPLED_BLOCKS = (4, 1 << 16)  # number and bytes, of a source: all of up to 256 KiB
 log = logging.getLogger(__name__)
 
 
@@ -86,19 +88,18 @@ class IndexCache:
 
 
 def file_stamp(path: str) -> dict[str, Any]:
-    """Return a description of the current state of a file: path, size, modification time. Raises OSError."""
-    found = os.stat(path)
-    return {"path": os.path.realpath(path), "bytes": found.st_size, "mtime_ns": found.st_mtime_ns}
+    """Return a description of the current state of a file: path, size, modification time, checksum of some blocks.
+
+    Raises OSError, DataError.
+    """
+    found, content = os.stat(path), sampled_checksum(Path(path), *SAMPLED_BLOCKS)
+    return {"path": os.path.realpath(path), "bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "content": content}
 
 
 def source_stamp(prefix: str) -> dict[str, Any]:
-    """Return a description of the current state of a pair of token files: path, sizes, modification times."""
-    stats = [os.stat(path) for path in (bin_path(prefix), idx_path(prefix))]
-    return {
-        "prefix": os.path.realpath(prefix),
-        "bytes": [s.st_size for s in stats],
-        "mtime_ns": [s.st_mtime_ns for s in stats],
-    }
+    """Return a description of the current state of a pair of token files, of whose `.bin` no block is read."""
+    found = os.stat(bin_path(prefix))
+    return {**file_stamp(str(idx_path(prefix))), "bin": [found.st_size, found.st_mtime_ns]}
 
 
 def _store(entry: Path, text: str, arrays: Arrays) -> None:

@@ -20,6 +20,7 @@ import json
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
@@ -29,6 +30,7 @@ import numpy as np
 
 from megapipe.data.dataset import Array
 from megapipe.errors import ConfigError, DataError
+from megapipe.input_files import MOST_BYTES, regular
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -61,12 +63,12 @@ def made_with(prefix: str | Path) -> Tokenizer | None:
     """Return the fingerprint of the tokenizer that made a pair of token files, None if that is not known."""
     path = tokenizer_path(prefix)
     try:
-        found: Tokenizer = json.loads(path.read_text("utf-8"))
+        found: Tokenizer = json.loads(regular(path, MOST_BYTES).read_text("utf-8"))
         if not isinstance(found["files"], dict):
             raise TypeError("its files are no object")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path}, which names the tokenizer of these data, cannot be read: {error!r}") from None
     return found
 
@@ -244,7 +246,7 @@ class IndexedFile:
 
 def _open(path: Path, prefix: str) -> FileIO:
     try:
-        return open(path, "rb", buffering=0)
+        return open(regular(path), "rb", buffering=0)
     except FileNotFoundError:
         rule = f"a data path is a prefix, here {prefix!r}, without .bin or .idx"
         if Path(prefix).is_file() and Path(prefix).suffix not in (".bin", ".idx"):
@@ -277,6 +279,24 @@ def _read(file: FileIO, num_bytes: int, offset: int) -> bytes:
         size = f"it ends at byte {offset:,}, {num_bytes:,} bytes before the end of what is read"
         raise DataError(f"token file {file.name} was cut since it was opened: {size}; restore it and start again")
     return found[0] if len(found) == 1 else b"".join(found)
+
+
+def sampled_checksum(path: Path, count: int, block_bytes: int) -> int:
+    """Return the CRC-32 of `count` blocks, evenly spaced with the first and the last, or of a whole smaller file.
+
+    Raises DataError if it cannot be read.
+    """
+    try:
+        with open(regular(path), "rb") as file:
+            size, found = os.fstat(file.fileno()).st_size, 0
+            steps = min(count, -(-size // block_bytes))
+            for step in range(steps):
+                start = step * block_bytes if steps < count else step * (size - block_bytes) // max(1, count - 1)
+                file.seek(start)
+                found = zlib.crc32(file.read(block_bytes), found)
+            return found
+    except OSError as error:
+        raise DataError(f"cannot read token file {path}: {error.strerror}") from None
 
 
 def _contiguous_offsets(lengths: Array, dtype: np.dtype[Any]) -> Array:

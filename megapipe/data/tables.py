@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ConfigError, DataError
+from megapipe.input_files import regular
 
 ROWS_PER_BATCH = 1024
 BLOCK_BYTES = 1 << 11  # of zstd, which can unpack to 64 MiB
@@ -38,7 +39,7 @@ def read_rows(path: Path, is_parquet: bool, keys: Sequence[str], first: int = 0)
     Raises DataError if a column is missing or holds no text, DamagedFile where the file cannot be read further.
     """
     arrow = library("pyarrow", path)
-    with open(path, "rb"):
+    with open(regular(path), "rb"):
         pass  # here an OSError is that of the file system
     try:
         for begin, batch in _parquet_batches(path, keys, first) if is_parquet else _arrow_batches(path, first):

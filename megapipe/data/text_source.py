@@ -162,6 +162,8 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str] = ()) -> list[Path
         if file.name.endswith(UNREADABLE_SUFFIXES):
             raise ConfigError(f"--input {file}: this compression is not supported; unpack it, or use .gz or .zst")
         found = os.stat(file)
+        if stat.S_ISCHR(found.st_mode) and file != STDIN_PATH:
+            raise ConfigError(f"--input {file} is a device, not a file, a directory or a pipe")
         first = seen.setdefault((found.st_dev, found.st_ino), file)
         if first is not file:
             raise ConfigError(f"--input gives the same file twice: {first} and {file}")

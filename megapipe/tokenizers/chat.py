@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -172,13 +172,16 @@ class ChatTokenizer:
                 rule = f"the special token {found[0]}, which must come from the template alone"
                 raise DataError(f"the content of message {number} holds {rule}; remove it from the text")
 
-    def render(self, messages: Sequence[Message]) -> Rendered:
-        """Write a conversation. Raises DataError if its text is ambiguous, or the template cannot write it."""
+    def render(self, messages: Sequence[Message], untrained: Collection[int] = ()) -> Rendered:
+        """Write a conversation. untrained: numbers of messages that are no answers to be trained.
+
+        Raises DataError if its text is ambiguous, or the template cannot write it.
+        """
         self._check_contents(messages)
         whole = self._text(messages)
         answers = []
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or number in untrained:
                 continue
             before = self._text(messages[:number], prompt=True)
             after = whole if number + 1 == len(messages) else self._text(messages[: number + 1])

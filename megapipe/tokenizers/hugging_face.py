@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ConfigError, DataError
+from megapipe.input_files import MOST_BYTES, parse_json, regular
 
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -44,9 +45,16 @@ def end_ids(content: Any) -> tuple[int, ...]:
 
 def _json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text("utf-8"))
+        return parse_json(_text(file))
     except ValueError as error:
         raise DataError(f"{file} is not JSON: {error}") from None
+
+
+def _text(file: Path) -> str:
+    try:
+        return regular(file, MOST_BYTES).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 class _Fast:
@@ -126,7 +134,7 @@ class HuggingFaceTokenizer(_Fast):
     def chat_template(self) -> str | None:
         """Return the chat template of the tokenizer's files, or None. Raises DataError if one cannot be read."""
         if TEMPLATE_FILE in self._files:
-            return self._files[TEMPLATE_FILE].read_text("utf-8")
+            return _text(self._files[TEMPLATE_FILE])
         for name in TEMPLATE_HOLDERS:
             found = _json(self._files[name]) if name in self._files else {}
             template = found.get("chat_template") if isinstance(found, dict) else None

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from jinja2 import nodes
     from jinja2.parser import Parser
 
-MOST_SECONDS = 20  # for one text
+MOST_SECONDS = 5  # of the processor, for one text
 MOST_BYTES = 1 << 30  # of address space, the interpreter included
-MOST_CHARACTERS = 1 << 26  # of one text
+MOST_CHARACTERS = 1 << 20  # of one text, beside MOST_TIMES the characters of its conversation
+MOST_TIMES = 4
 START = "import sys; sys.path[:] = {path!r}; from megapipe.tokenizers.rendering import serve; serve({seconds})"
 
 
@@ -67,7 +68,7 @@ class Template:
         answer: dict[str, str] = json.loads(line) if line else {}
         if not line:
             code = self._process.wait()
-            is_late = code == -signal.SIGALRM
+            is_late = code == -signal.SIGPROF
             ended = f"takes more than {MOST_SECONDS} s" if is_late else f"ends its process with code {code}"
             answer = {"limit": ended}
         if limit := answer.get("limit"):
@@ -87,29 +88,32 @@ def _end(process: subprocess.Popen[str]) -> None:
 def serve(seconds: float) -> None:
     """Read a template, then conversations, from standard input, and write a line of JSON for each.
 
-    seconds: the most that one of them may take; the process ends after it.
+    seconds: the most of the processor that one of them may take; the process ends after it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with contextlib.suppress(ValueError, OSError):  # a lower limit is in force, or the system has none
         resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     write: Callable[[list[dict[str, str]], bool], str] | None = None
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # its default action ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its default action ends the process
         try:
             if write is None:
                 write = compiled(*json.loads(line))
                 answer = {}
             else:
-                text = write(*json.loads(line))
-                long = {"limit": f"writes more than {MOST_CHARACTERS:,} characters"}
-                answer = {"text": text} if len(text) <= MOST_CHARACTERS else long
+                text, most = write(*json.loads(line)), MOST_CHARACTERS + MOST_TIMES * len(line)
+                answer = {"text": text} if len(text) <= most else {"limit": f"writes more than {most:,} characters"}
+                text.encode("utf-8")
             encoded = json.dumps(answer)
+        except UnicodeEncodeError as error:
+            found = error.object[error.start]
+            text, encoded = "", json.dumps({"limit": f"writes {found!r}, half of a surrogate pair, which is no text,"})
         except MemoryError:
             text, encoded = "", json.dumps({"limit": f"needs more than {MOST_BYTES >> 30} GiB"})
         except Exception as error:
             encoded = json.dumps({"error": _reason(error)})
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(encoded + "\n")
         sys.stdout.flush()
 

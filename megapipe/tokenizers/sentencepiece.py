@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megapipe.errors import ConfigError, DataError
+from megapipe.input_files import regular
 
 MODEL_FILE = "tokenizer.model"
 # Megatron looks for these names; declared in the model, they do not enlarge the vocabulary later
@@ -24,7 +25,7 @@ class _Model:
 
         path = Path(model) / MODEL_FILE if Path(model).is_dir() else Path(model)
         try:
-            self._content = path.read_bytes()
+            self._content = regular(path).read_bytes()
         except OSError as error:
             other = (path.parent / "tokenizer.json").is_file()
             instead = "; its folder holds a tokenizer.json: use --tokenizer-type HuggingFaceTokenizer" if other else ""

@@ -177,7 +177,7 @@ def build_tokenizer(
         raise ConfigError(f"--tokenizer-type {tokenizer_type} needs --tokenizer-model")
     if tokenizer_type == HuggingFaceTokenizer.name:
         model = Path(tokenizer_model)
-        if not model.is_file() and not (model / TOKENIZER_FILE).is_file():
+        if not model.is_file() and not (model / TOKENIZER_FILE).exists():
             return from_transformers(tokenizer_model)
     return FROM_MODEL[tokenizer_type](tokenizer_model)
 

@@ -139,7 +139,9 @@ class DataCheck:
     """
 
     def __init__(self, runtime: TrainingRuntime, paths: Collection[Path], say: Callable[[str], None]) -> None:
-        self._runtime, self._say, self._is_used = runtime, say, bool(paths)
+        self._runtime, self._say = runtime, say
+        # on all ranks alike: a host that cannot write an index cache has no file of conversations in use
+        self._is_used = bool(paths) or runtime.plan.config.data.sft
         self._files: SourceFiles | None = None  # of the first rank of a host: hosts may have copies
         self._failure: str | None = None
         topology = runtime.plan.topology

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megapipe.data.chat import MESSAGES, ChatFile, Message
+from megapipe.data.chat import MESSAGES, NOTES, ChatFile, Message
 from megapipe.data.dataset import Array
 
 
@@ -21,7 +21,9 @@ def random_chats(lengths: Sequence[int], vocab_size: int = 50, seed: int = 0) ->
     trained[starts[:-1]] = False
     first = [int(np.flatnonzero(trained[a:b])[0]) for a, b in itertools.pairwise(starts)]
     tokens = random.integers(0, vocab_size, starts[-1]).astype(np.uint16)
-    return ChatFile("chats.jsonl", MESSAGES, tokens, trained, starts, np.array(first, dtype=np.int64), 0)
+    return ChatFile(
+        "chats.jsonl", MESSAGES, tokens, trained, starts, np.array(first, dtype=np.int64), (0,) * len(NOTES)
+    )
 
 
 @dataclass
@@ -46,13 +48,14 @@ class ByteEncoder:
         self.key = key
         self.num_rendered = 0
 
-    def render(self, messages: Sequence[Message]) -> Rendered:
+    def render(self, messages: Sequence[Message], untrained: Collection[int] = ()) -> Rendered:
         self.num_rendered += 1
         text, trained = "", []
-        for message in messages:
+        for number, message in enumerate(messages):
             piece = message["role"][0] + message["content"]
             text += piece
-            trained += [message["role"] == "assistant" and i > 0 for i in range(len(piece))]
+            is_trained = message["role"] == "assistant" and number not in untrained
+            trained += [is_trained and i > 0 for i in range(len(piece))]
         return Rendered(text, trained)
 
     def tokenize(self, chats: Sequence[Rendered]) -> list[Tokens]:

@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from megapipe.data.chat import open_chats
+from megapipe.data.chat import NOTES, REPEATED, WEIGHTLESS, open_chats
 from megapipe.data.index_cache import IndexCache
 from megapipe.errors import DataError
 from tests.data.chats import ByteEncoder
@@ -40,7 +41,17 @@ BAD = {
     "empty content": (turn("user", " \n"), "message 1: the content of the user is empty"),
     "no text": (turn("user", None), "message 1: content is not text"),
     "image": (turn("user", [{"type": "image"}]), "message 1: content is not text"),
-    "weight": (turn("user", "a", weight=2), "message 1 has weight"),
+    "weight 2": (turn("assistant", "a", weight=2), "message 1: weight 2"),
+    "weight true": (turn("assistant", "a", weight=True), "message 1: weight True"),
+    "weight half": (turn("assistant", "a", weight=0.5), "message 1: weight 0.5"),
+    "weight of a user": (turn("user", "a", weight=1), "message 1: weight 1"),
+    "train as text": (turn("assistant", "a", train="no"), "message 1: train 'no'"),
+    "train as number": (turn("assistant", "a", train=0), "message 1: train 0"),
+    "weight against train": (turn("assistant", "a", train=True, weight=0), "message 1: .*train.*weight"),
+    "no weight": ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, "no message of the assistant"),
+    "weight of a line": (GOOD | {"weight": 0}, "has weight"),
+    "loss of a message": (turn("user", "a", loss=False), "message 1 has loss"),
+    "key twice": ('{"messages": [{"role": "user", "role": "assistant", "content": "a"}]}', "'role' occurs twice"),
     "surrogate": (turn("user", "\ud800"), "message 1: content holds half of a surrogate pair"),
     "no answer": ({"messages": [{"role": "user", "content": "a"}]}, "has no message of the assistant"),
     "empty completion": ({"prompt": "a", "completion": ""}, "message 2: the content of the assistant is empty"),
@@ -78,6 +89,33 @@ def test_tokens_and_the_trained_ones_are_kept(tmp_path: Path, line: dict[str, An
     assert bytes(found.tokens.astype("u1")) == b"uhiayes" * 3
     assert found.trained.tolist() == [False, False, False, False, True, True, True] * 3
     assert found.first_trained.tolist() == [4, 4, 4]
+
+
+def opened(path: Path, *messages: dict[str, Any]) -> Any:
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    return open_chats(str(path), ByteEncoder(), IndexCache.at(None, str(path)))
+
+
+@pytest.mark.parametrize("no_loss", [{"weight": 0}, {"train": False}, {"weight": 0, "train": False}], ids=str)
+def test_an_answer_without_weight_is_read_and_not_trained(tmp_path: Path, no_loss: dict[str, Any]) -> None:
+    asked = {"role": "user", "content": "hi", **no_loss}
+    answers = [{"role": "assistant", "content": "no", **no_loss}, {"role": "assistant", "content": "y", "weight": 1}]
+    found = opened(tmp_path / "chat.jsonl", asked, answers[0], asked, answers[1])
+    assert bytes(found.tokens.astype("u1")) == b"uhianouhiay"
+    assert np.flatnonzero(found.trained).tolist() == [10]
+    assert dict(zip(NOTES, found.counts, strict=True))[WEIGHTLESS] == 1
+
+
+def test_null_and_empty_values_of_other_keys_say_nothing(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "y", "weight": None, "tool_calls": [], "name": "", "refusal": None}
+    assert opened(tmp_path / "chat.jsonl", {"role": "user", "content": "hi"}, answer).trained.sum() == 1
+
+
+@pytest.mark.parametrize(("roles", "count"), [("ua", 0), ("uaua", 0), ("uuaaua", 1), ("suttaa", 1), ("stta", 0)])
+def test_conversations_with_two_turns_of_one_side_are_counted(tmp_path: Path, roles: str, count: int) -> None:
+    names = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
+    found = opened(tmp_path / "chat.jsonl", *({"role": names[role], "content": role} for role in roles))
+    assert dict(zip(NOTES, found.counts, strict=True))[REPEATED] == count
 
 
 def test_a_file_is_tokenized_once_for_each_content_and_template(tmp_path: Path) -> None:

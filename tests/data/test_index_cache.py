@@ -12,7 +12,7 @@ import pytest
 
 from megapipe.data import index_cache as module
 from megapipe.data.gpt_dataset import GPTDataset
-from megapipe.data.index_cache import IndexCache
+from megapipe.data.index_cache import IndexCache, file_stamp, source_stamp
 from megapipe.errors import ConfigError
 from tests.data.fixtures import write_file
 
@@ -162,3 +162,21 @@ def test_changed_data_meets_no_old_index(tmp_path):
     first = samples([9, 9, 9])
     assert samples([3, 9, 15]) != first  # the same number of tokens, and the same sizes of both files
     assert len(entries(tmp_path / "c")) == 2
+
+
+@pytest.mark.parametrize("name", ["x.idx", "x.jsonl"])
+def test_a_source_that_is_overwritten_with_its_time_restored_has_another_stamp(tmp_path, name):
+    write_file(tmp_path / "x", [9, 9, 9])
+    (tmp_path / "x.jsonl").write_text("[" * 90)
+    path = tmp_path / name
+
+    def stamp():
+        return source_stamp(str(tmp_path / "x")) if name == "x.idx" else file_stamp(str(path))
+
+    first, times = stamp(), os.stat(path)
+    flip(path, 50)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert stamp() != first
+    flip(path, 50)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert stamp() == first

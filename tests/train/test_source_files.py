@@ -59,7 +59,7 @@ def prefix(tmp_path: Path) -> Path:
     ("act", "suffix", "says", "last_logged"),
     [
         (other_bytes, "bin", "has changed since the run began", AFTER),
-        (with_same_time, "bin", "has changed since the run began", AFTER + 1),
+        (with_same_time, "bin", "has changed since the run began", AFTER),
         (cut, "bin", "was cut since it was opened", AFTER),
         (cut, "idx", "was cut since it was opened", AFTER),
         (removed, "bin", "now. Steps since the last check", AFTER),

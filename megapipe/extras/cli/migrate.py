@@ -25,6 +25,7 @@ from megapipe.extras.migrate.judge import (
 )
 from megapipe.extras.migrate.shell_script import SCRIPT_NAME, Call, Reading, read_script
 from megapipe.extras.migrate.yaml_script import read_yaml
+from megapipe.input_files import MOST_BYTES, regular
 from megapipe.plan.batch import batch_schedule
 from megapipe.plan.resolve import resolve
 
@@ -71,7 +72,7 @@ def main(own: argparse.Namespace) -> int:
     else:
         path = Path(words[0])
         try:
-            text = path.read_text(encoding="utf-8", errors="replace")
+            text = regular(path, MOST_BYTES).read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             why = f"{error.strerror}; give the script, or -- and arguments"
             raise ConfigError(f"{path} cannot be read: {why}") from None

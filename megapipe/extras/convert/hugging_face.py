@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -43,7 +42,8 @@ from megapipe.extras.convert.snapshot import (
     trained_with,
 )
 from megapipe.extras.convert.special_tokens import exported_files, json_bytes
-from megapipe.extras.convert.tables import MappedTensor, map_tensors, unpadded
+from megapipe.extras.convert.tables import MappedTensor, check_kinds, map_tensors, unpadded
+from megapipe.input_files import MOST_BYTES, parse_json, regular
 from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.layers.model import model_states
 from megapipe.tokenizers.tokenizer import tokenizer_fingerprint
@@ -69,6 +69,7 @@ def read(folder: Path, ignored: frozenset[str] = frozenset(), text_only: bool = 
     """
     config = _json(folder / CONFIG)
     try:
+        check_kinds(config)
         config = text_settings(config) if text_only else config
         family = text_family_of(config) if text_only else family_of(config)
         model = family.read(config, ignored)
@@ -180,7 +181,7 @@ def dequantized(folder: Path, found: Mapping[str, LazyTensor], quantization: Any
     if not quantization:
         return dict(found)
     kind, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    if kind != "fp8" or not block or len(block) != 2:
+    if kind != "fp8" or not block or len(block) != 2 or min(block) < 1:
         raise ConfigError(
             f"{folder / CONFIG}: {QUANTIZATION} {kind} cannot be read; it can be fp8 with weight_block_size [M, N], or "
             "convert unquantized weights"
@@ -233,11 +234,11 @@ def _companions(folder: Path) -> tuple[Path, ...]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(regular(path, MOST_BYTES).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file, so this is not a Hugging Face folder") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return content

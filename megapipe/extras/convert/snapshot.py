@@ -38,6 +38,7 @@ from megapipe.config.rules.check import check
 from megapipe.config.yaml_file import to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError, MegapipeError
+from megapipe.input_files import parse_json
 from megapipe.layers.model import model_states
 from megapipe.sharding.boxes import Box
 from megapipe.tokenizers.tokenizer import Fingerprint, build_tokenizer, tokenizer_fingerprint
@@ -197,7 +198,7 @@ def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any]]:
     tokenizer = folder / TOKENIZER_NAME
     files = tuple(sorted(path for path in tokenizer.iterdir() if path.is_file())) if tokenizer.is_dir() else ()
     try:
-        content = json.loads((tokenizer / "config.json").read_text(encoding="utf-8"))
+        content = parse_json((tokenizer / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return files, {}
     return files, inert(content) if isinstance(content, dict) else {}

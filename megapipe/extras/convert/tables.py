@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config.config import ResolvedModelConfig, resolve_model
+from megapipe.config.config import ResolvedModelConfig, fields_by_key, resolve_model
+from megapipe.config.fields import out_of_bounds
 from megapipe.config.layers import LayerConfig, idle_options, layer_configs
 from megapipe.config.model import ACTIVATIONS, ModelConfig
 from megapipe.errors import ConfigError
+from megapipe.formatting import shortened
 from megapipe.layers.model import model_parameters, model_states
 from megapipe.sharding.spec import ParamSpec, QueryGroups
 
@@ -52,6 +54,14 @@ class Rule:
 
 
 REQUIRED = object()  # in place of a default
+LARGEST = 2**63  # in size, of a number
+KINDS: dict[str, tuple[type, str]] = {  # of values, in kinds.csv; a plural is a list of them
+    "whole": (int, "a whole number"),
+    "number": (int | float, "a finite number"),  # type: ignore[dict-item]
+    "flag": (bool, "true or false"),
+    "word": (str, "a text"),
+    "object": (dict, "an object"),
+}
 
 
 def stated(settings: Settings, name: str, default: Any) -> Any:
@@ -168,8 +178,43 @@ def again(theirs: str, original: str, value_of: Callable[[Settings], Any] | None
 
 
 def read_fields(rules: Sequence[Rule], settings: Settings) -> dict[str, Any]:
-    """Return our fields. Raises ConfigError naming the key that cannot be expressed."""
-    return {name: value for rule in rules for name, value in rule.read(settings).items()}
+    """Return our fields. Raises ConfigError naming the key that cannot be expressed, or is out of its field's range."""
+    found: dict[str, Any] = {}
+    for rule in rules:
+        given = ", ".join(f"{name} {shortened(str(settings[name]))}" for name in rule.keys if name in settings)
+        try:
+            found |= (fields := rule.read(settings))
+        except (KeyError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(f"{given} cannot be expressed: {error!r}") from None
+        for name, value in fields.items():
+            trouble = out_of_bounds(fields_by_key()[f"model.{name}"].option, value)
+            if trouble and value is not None:
+                raise ConfigError(f"{given or name} cannot be expressed: {trouble}")
+    return found
+
+
+def is_of_kind(kind: str, value: Any) -> bool:
+    """Return True if a value of JSON is of a kind of KINDS."""
+    if kind.endswith("s"):
+        return isinstance(value, list) and all(is_of_kind(kind[:-1], one) for one in value)
+    if isinstance(value, int | float) and not abs(value) <= LARGEST:  # nor is a NaN
+        return False
+    return isinstance(value, KINDS[kind][0]) and isinstance(value, bool) == (kind == "flag")
+
+
+def check_kinds(settings: Settings) -> None:
+    """Raise ConfigError for a value of config.json, at any depth, that is of another kind than kinds.csv states."""
+    kinds = {key: row["kinds"].split("|") for row in read_table("kinds.csv") for key in row["keys"].split()}
+    objects: list[Settings] = [settings]
+    while objects:
+        for key, value in objects.pop().items():
+            expected = kinds.get(key)
+            if value is not None and expected and not any(is_of_kind(kind, value) for kind in expected):
+                meant = " or ".join(
+                    "a list, each " * kind.endswith("s") + KINDS[kind.rstrip("s")][1] for kind in expected
+                )
+                raise ConfigError(f"{key} {shortened(repr(value))} cannot be expressed; expected {meant}")
+            objects += [value] if isinstance(value, dict) else []
 
 
 def write_keys(rules: Sequence[Rule], model: ModelConfig) -> dict[str, Any]:

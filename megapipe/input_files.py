@@ -1,0 +1,44 @@
+"""Files that a user names: checked before they are opened, and JSON in them without ambiguity. Used by all readers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 26  # of a file with settings
+NOT_REGULAR = "it is a pipe or a device, and not a regular file, which can be read again"
+
+
+def regular(path: str | Path, most_bytes: int | None = None) -> Path:
+    """Return the path of a regular file of at most `most_bytes`.
+
+    Raises OSError for another one without opening it: a pipe would wait for its writer, and a device has no end.
+    """
+    found = os.stat(path)
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
+    if most_bytes is not None and found.st_size > most_bytes:
+        raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, more than {most_bytes:,}", str(path))
+    return Path(path)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError, also for a key that occurs twice in an object and for deep nesting."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in an object")
+    return found
