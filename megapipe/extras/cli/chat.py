@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megapipe.extras.inference.generate import Sampling
 
 RUN_OPTIONS = (
-    option("load", "folder of a run, or one of its checkpoints", metavar="RUN"),
+    option("load", "folder of a run, one of its checkpoints, or a folder of runs: the newest", metavar="RUN"),
     *CHECKPOINT_OPTIONS,
 )
 CHAT_OPTIONS = (
@@ -64,7 +64,7 @@ def chat(own: argparse.Namespace, environment: Environment) -> None:
     """
     if environment.world_size > 1:
         raise ConfigError(f"megapipe chat runs on one process, not on {environment.world_size}; use megapipe serve")
-    model = open_model(own, environment, micro_batch_size=1)
+    model = open_model(own, environment, micro_batch_size=1, takes_newest=True)
     chats, reason = model.chat_tokenizer()
     from megapipe.extras.inference.generate import Sampling
 
@@ -164,7 +164,7 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
         raise ConfigError("--token is empty; give the text that requests must send, or leave it out")
     if own.token is None and own.host not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(f"--host {own.host} lets other machines use the model; give a --token that they must send")
-    model = open_model(own, environment, micro_batch_size=1)
+    model = open_model(own, environment, micro_batch_size=1, takes_newest=True)
     tokenizer, chats = model.required_tokenizer(), model.chat_tokenizer()[0]
     model.tell_copies()
     listener = None
