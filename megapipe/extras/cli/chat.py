@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import errno
 import itertools
 import queue
@@ -26,7 +25,10 @@ from megapipe.tokenizers.tokenizer import end_tokens
 if TYPE_CHECKING:
     from megapipe.extras.inference.generate import Sampling
 
-RUN_OPTIONS = (option("load", "folder of a run, or one of its checkpoints", metavar="RUN"), *CHECKPOINT_OPTIONS)
+RUN_OPTIONS = (
+    option("load", "folder of a run, one of its checkpoints, or a folder of runs: the newest", metavar="RUN"),
+    *CHECKPOINT_OPTIONS,
+)
 CHAT_OPTIONS = (
     *RUN_OPTIONS,
     option("--max-new-tokens", "of an answer (default: what the context holds)", type=int, at_least=1),
@@ -40,6 +42,9 @@ SERVE_OPTIONS = (
     option("--host", "address to listen on; another than this machine's own needs --token", default="127.0.0.1"),
     option("--port", default=8000, at_least=0),
     option("--token", "requests must have Authorization: Bearer TOKEN", metavar="TOKEN"),
+    option(
+        "--max-request-bytes", "of the body of a request (default: what the context can need)", type=int, at_least=1
+    ),
     option("--queue", "requests that may wait while one is answered", default=16, at_least=1),
 )
 HELP = "/new begins another conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -59,7 +64,7 @@ def chat(own: argparse.Namespace, environment: Environment) -> None:
     """
     if environment.world_size > 1:
         raise ConfigError(f"megapipe chat runs on one process, not on {environment.world_size}; use megapipe serve")
-    model = open_model(own, environment, micro_batch_size=1)
+    model = open_model(own, environment, micro_batch_size=1, takes_newest=True)
     chats, reason = model.chat_tokenizer()
     from megapipe.extras.inference.generate import Sampling
 
@@ -109,13 +114,12 @@ class Dialog:
 
         Ctrl-C ends it, too. Raises ConfigError, DataError for a line that cannot be answered, which is not kept.
         """
-        from megapipe.extras.inference.generate import TextStream
+        from megapipe.extras.inference.generate import TextStream, another_draw
         from megapipe.extras.inference.session import Request
 
         message = {"role": "user", "content": line}
         prompt = self._tokenizer.encode(line) if self._chats is None else self._fitting(self._chats, message)
-        # another draw for each answer
-        sampling = dataclasses.replace(self._sampling, seed=self._sampling.seed + next(self._numbers))
+        sampling = another_draw(self._sampling, next(self._numbers))
         request = Request(tuple(prompt), self._max_new_tokens, end_tokens(self._tokenizer), sampling)
         stream = TextStream(self._tokenizer.decode, prompt, partial(print, end="", flush=True))
         tokens: list[int] = []
@@ -160,7 +164,7 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
         raise ConfigError("--token is empty; give the text that requests must send, or leave it out")
     if own.token is None and own.host not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(f"--host {own.host} lets other machines use the model; give a --token that they must send")
-    model = open_model(own, environment, micro_batch_size=1)
+    model = open_model(own, environment, micro_batch_size=1, takes_newest=True)
     tokenizer, chats = model.required_tokenizer(), model.chat_tokenizer()[0]
     model.tell_copies()
     listener = None
@@ -180,7 +184,7 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
         stopping.set()
         signal.signal(number, signal.SIG_DFL)  # a second one ends the process
 
-    from megapipe.extras.inference.server import Server
+    from megapipe.extras.inference.server import Server, body_bytes
     from megapipe.extras.inference.session import Session
 
     session = Session(model.runtime())
@@ -192,9 +196,14 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
     root = model.folder.parent
     name = root.parent.name if root.name == "checkpoints" else root.name
     positions = model.plan.config.model.max_position_embeddings
+    most_bytes = own.max_request_bytes or body_bytes(tokenizer, positions)
     host, port = listener.getsockname()[:2]
+    print(f"the model is {model.folder}", flush=True)
     print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}; Ctrl-C stops it", flush=True)
-    server = Server(session, name, tokenizer, chats, positions, queue.Queue(own.queue), own.token)
+    num_tokens = model.plan.config.model.vocab_size
+    server = Server(
+        session, name, tokenizer, chats, positions, num_tokens, queue.Queue(own.queue), most_bytes, own.token
+    )
     server.run(listener, stopping.is_set)
     session.end()
     print("stopped", flush=True)

@@ -17,7 +17,15 @@ import numpy as np
 
 from megapipe.assembly.datasets import tokenizer_of
 from megapipe.checkpoint.changes import check_tokenizer
-from megapipe.checkpoint.folder import STEP_FOLDER, find_checkpoint, saved_config, saved_tokenizer, step_of_folder
+from megapipe.checkpoint.folder import (
+    LATEST_NAME,
+    STEP_FOLDER,
+    find_checkpoint,
+    saved_config,
+    saved_tokenizer,
+    step_of_folder,
+    steps_in,
+)
 from megapipe.config.config import Config
 from megapipe.config.files import TOKENIZER_TYPES, DataConfig, is_hugging_face
 from megapipe.config.model import PrecisionConfig
@@ -162,14 +170,27 @@ def located(run: Path, step: int | None) -> tuple[Path, int | None]:
     return (run / "checkpoints" if (run / "checkpoints").is_dir() else run), step
 
 
+def newest_below(run: Path) -> Path:
+    """Return the folder itself, or if it has no checkpoint that of those below it which was saved to last."""
+    if STEP_FOLDER.fullmatch(run.name) or steps_in(located(run, None)[0]):
+        return run
+    below = [path for depth in ("*", "*/*", "*/*/*") for path in run.glob(f"{depth}/{LATEST_NAME}")]
+    return max(below, key=lambda path: path.stat().st_mtime).parent if below else run
+
+
 def open_model(
-    own: argparse.Namespace, environment: Environment, micro_batch_size: int, seq_length: int | None = None
+    own: argparse.Namespace,
+    environment: Environment,
+    micro_batch_size: int,
+    seq_length: int | None = None,
+    takes_newest: bool = False,
 ) -> SavedModel:
     """Plan a saved model on these ranks. Raises ConfigError, CheckpointError, DataError.
 
-    seq_length: instead of the one that it was trained with.
+    seq_length: instead of the one that it was trained with. takes_newest: --load may also be a folder of runs.
     """
-    found = find_checkpoint(*located(Path(own.load), own.ckpt_step))
+    run = newest_below(Path(own.load)) if takes_newest else Path(own.load)
+    found = find_checkpoint(*located(run, own.ckpt_step))
     if found is None:
         what = "holds no checkpoint" if Path(own.load).exists() else "does not exist"
         if is_hugging_face(own.load):

@@ -5,9 +5,10 @@ token; `TextStream`: tokens to text.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.channels import MessageSpec
-from megapipe.comm.collectives import all_gather, all_reduce, broadcast
-from megapipe.errors import ConfigError
+from megapipe.comm.collectives import all_gather, all_reduce, broadcast, broadcast_object
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.inference.logprobs import Scored, Scoring, scores
 from megapipe.model.microbatch import KVCache, Microbatch, StageLoss
 from megapipe.monitor.progress import reported
 from megapipe.pipeline.engine import Engine, Step
@@ -28,7 +30,12 @@ from megapipe.topology import Coordinates
 
 MOST_EXPONENT = 700.0  # of a perplexity that is a finite number
 OnToken = Callable[[int, int], None]  # (index of the prompt, token)
+OnScores = Callable[[int, list[Scored]], None]  # (index of the prompt, its next tokens)
 INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+def ignore(*values: object) -> None:
+    """Do nothing with the values."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +54,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0.0:
+        if not 0.0 <= self.temperature < math.inf:
             raise ConfigError(
-                f"--temperature {self.temperature} is negative; 0 takes the most likely token, 1 samples as trained"
+                f"--temperature {self.temperature} must be 0 or a positive number; 0 takes the most likely token, "
+                "1 samples as trained"
             )
         if self.top_k < 0:
             raise ConfigError(f"--top-k {self.top_k} is negative; 0 draws among all tokens")
@@ -63,7 +71,7 @@ class Sampling:
 
         logits: [batch, vocabulary]. prompts: the index of each row's prompt. position: tokens generated so far.
         """
-        if self.temperature == 0.0:
+        if self.temperature < sys.float_info.min:  # 0, or so small that its inverse is infinite
             return logits.argmax(-1)
         probabilities, tokens = self.candidates(logits)
         sums = probabilities.cumsum(-1)
@@ -81,10 +89,16 @@ class Sampling:
     def candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return probabilities in falling order (0 beyond top_p, not renormalised) and their tokens, [batch, n]."""
         count = min(self.top_k or logits.shape[-1], logits.shape[-1])
-        values, tokens = (logits.double().cpu() / self.temperature).sort(dim=-1, descending=True, stable=True)
-        probabilities = values[:, :count].softmax(-1)
+        values, tokens = logits.double().cpu().sort(dim=-1, descending=True, stable=True)
+        # below the largest before the division, which then overflows at most to -infinity
+        probabilities = ((values[:, :count] - values[:, :1]) / self.temperature).softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         return probabilities.masked_fill(before >= self.top_p, 0.0), tokens[:, :count]
+
+
+def another_draw(sampling: Sampling, number: int) -> Sampling:
+    """Return options that draw other tokens for each number."""
+    return replace(sampling, seed=(sampling.seed + number) % (1 << 63))
 
 
 @dataclass(frozen=True)
@@ -101,6 +115,7 @@ class _Batch:
 
     numbers: list[int]  # index of each row's prompt
     max_tokens: list[int]  # the most tokens that each row's text may get
+    lengths: list[int]  # of each row's prompt
     newest: Tensor  # [b, s], the input of the next forward
     cache: KVCache
     texts: list[list[int]]
@@ -111,20 +126,24 @@ class Generator:
     """Continues prompts. All ranks call it, and each returns the same texts; the first replica's draws count.
 
     batch_size: prompts that go through the pipeline as one microbatch. As many batches are in flight as the pipeline
-    has ranks. Sequence parallelism is switched off meanwhile, since one token cannot be split.
+    has ranks. Sequence parallelism is switched off meanwhile, since one token cannot be split. scoring: also report log
+    probabilities.
     """
 
-    def __init__(self, runtime: InferenceRuntime, sampling: Sampling, batch_size: int = 8) -> None:
+    def __init__(
+        self, runtime: InferenceRuntime, sampling: Sampling, batch_size: int = 8, scoring: Scoring | None = None
+    ) -> None:
         if batch_size < 1:
             raise ConfigError(f"--batch-size {batch_size} must be at least 1")
-        self._runtime, self._sampling, self._batch_size = runtime, sampling, batch_size
+        self._runtime, self._sampling, self._batch_size, self._scoring = runtime, sampling, batch_size, scoring
+        last_position = scoring is None or not scoring.with_prompt
         self._vocab_size = runtime.plan.config.model.vocab_size
         self._num_positions = runtime.plan.config.model.max_position_embeddings
         self._runners: dict[int, StageRunner] = {}
         for stage, module in runtime.stages.items():
             forward: Any = module
             if module.stage_layers.has_head:
-                forward = partial(module, return_logits=True, last_position=True)
+                forward = partial(module, return_logits=True, last_position=last_position)
             self._runners[stage] = StageRunner(forward)
         self._engines: dict[int, Engine] = {}
         placement = runtime.plan.placement
@@ -136,14 +155,17 @@ class Generator:
         self,
         prompts: Sequence[Sequence[int]],
         limits: Limits,
-        on_token: OnToken | None = None,
+        on_token: OnToken = ignore,
         is_stopped: Callable[[], bool] | None = None,
+        on_scores: OnScores = ignore,
     ) -> list[list[int]]:
         """Return the tokens that follow each prompt, without stop tokens.
 
         on_token: called on every rank for each new token. is_stopped: given on every rank or on none, asked on rank 0
-        after each token; True ends the texts as they are. Raises ConfigError for an empty prompt, a token outside the
-        vocabulary, and a prompt that fills all --max-position-embeddings positions; a text also ends there.
+        after each token; True ends the texts as they are. on_scores: called, with `scoring`, before on_token for the
+        new token, also for a stop token, and at first for those of the prompt. Raises ConfigError for an empty prompt,
+        a token outside the vocabulary, and a prompt that fills all --max-position-embeddings positions; a text also
+        ends there. Raises CheckpointError for logits that are NaN or infinite. All ranks raise.
         """
         for number, prompt in enumerate(prompts):
             if not prompt:
@@ -169,9 +191,9 @@ class Generator:
                 for position in range(max(max_tokens)):
                     if not any(any(batch.is_open) for batch in batches):
                         break
-                    tokens = self._next_tokens(batches, position)
-                    for batch, row_tokens in zip(batches, tokens, strict=True):
-                        self._append(batch, row_tokens, limits, on_token)
+                    tokens, scored = self._next_tokens(batches, position)
+                    for batch, row_tokens, row_scores in zip(batches, tokens, scored, strict=True):
+                        self._append(batch, row_tokens, row_scores, limits, on_token, on_scores)
                     if is_stopped is not None:
                         stops = torch.tensor([world.rank == 0 and is_stopped()], device=self._runtime.device)
                         broadcast(stops, world)
@@ -195,6 +217,7 @@ class Generator:
                 _Batch(
                     numbers=[numbers[member] for member in padded],
                     max_tokens=[max_tokens[member] for member in padded],
+                    lengths=[len(prompts[member]) for member in padded],
                     newest=tokens.to(self._runtime.device),
                     cache=KVCache(longest + max(max_tokens), starts if bool(starts.any()) else None),
                     texts=[[] for _ in padded],
@@ -203,19 +226,26 @@ class Generator:
             )
         return batches
 
-    def _next_tokens(self, batches: list[_Batch], position: int) -> list[list[int]]:
-        """Run one forward of every batch; return the next token of each row, the same on every rank."""
+    def _next_tokens(self, batches: list[_Batch], position: int) -> tuple[list[list[int]], list[list[Scored]]]:
+        """Run one forward of every batch; return the next token of each row, -1 for logits that are not finite, and the
+        scores by position and row if they are asked for. Both are the same on every rank.
+        """
         runtime, plan = self._runtime, self._runtime.plan
         size, seq = batches[0].newest.shape
         message = (MessageSpec((seq, size, plan.config.model.hidden_size), runtime.parameter_dtype),)
 
-        def choose(logits: Tensor, payload: Microbatch) -> tuple[Tensor, Tensor]:
+        def choose(logits: Tensor, payload: Microbatch) -> tuple[Tensor, tuple[Tensor, list[Scored]]]:
             batch = next(batch for batch in batches if batch.cache is payload.cache)
-            mine = logits[-1].t().contiguous()  # [V / tp, batch]
+            mine = logits.flatten(0, 1).t().contiguous()  # [V / tp, positions x batch]
             whole = mine.new_empty(mine.shape[0] * runtime.groups.tp.size, mine.shape[1])
             all_gather(whole, mine, runtime.groups.tp)
-            without_padding = whole[: self._vocab_size].t()
-            return logits, self._sampling.choose(without_padding, batch.numbers, position)
+            rows = whole[: self._vocab_size].t()
+            new = self._sampling.choose(rows[-size:].nan_to_num(), batch.numbers, position)
+            found: list[Scored] = []
+            if self._scoring is not None:
+                following = torch.cat([payload.tokens[:, 1:], new[:, None]], dim=1)[:, -len(logits) :]
+                found = scores(rows, following.t().flatten(), self._scoring.num_top)
+            return logits, (new.where(rows[-size:].isfinite().all(-1), -1), found)
 
         microbatches = []
         for batch in batches:
@@ -233,26 +263,42 @@ class Generator:
         drawn = self._engine(len(batches)).run(Step(microbatches, lambda boundary: message, choose))
         chosen = torch.zeros(len(batches), size, dtype=torch.int64, device=runtime.device)
         if drawn:  # this rank has the last stage
-            chosen = torch.stack(drawn)
+            chosen = torch.stack([tokens for tokens, _ in drawn])
         # the draws of one rank count: the first tp rank of the last stage of the first replica
         source = plan.topology.global_rank(Coordinates(0, 0, 0, plan.placement.rank_of_stage[-1]))
         broadcast(chosen, runtime.groups.world, source=source)
+        scored: list[list[Scored]] = [[] for _ in batches]
+        if self._scoring is not None:
+            scored = broadcast_object([found for _, found in drawn], runtime.groups.world, source=source)
         for batch, row in zip(batches, chosen, strict=True):
             batch.cache.advance(seq)
-            batch.newest = row[:, None]
+            batch.newest = row[:, None].clamp(min=0)
         as_lists: list[list[int]] = chosen.tolist()
-        return as_lists
+        return as_lists, scored
 
-    def _append(self, batch: _Batch, tokens: list[int], limits: Limits, on_token: OnToken | None) -> None:
-        for row, token in enumerate(tokens):
+    def _append(
+        self,
+        batch: _Batch,
+        tokens: list[int],
+        scored: list[Scored],
+        limits: Limits,
+        on_token: OnToken,
+        on_scores: OnScores,
+    ) -> None:
+        for row, (number, token) in enumerate(zip(batch.numbers, tokens, strict=True)):
             if not batch.is_open[row]:
                 continue
+            mine = scored[row :: len(tokens)][-batch.lengths[row] :]  # those before are of padding
+            if token < 0 or not all(math.isfinite(score.logprob or 0.0) for score in mine):
+                place = f"token {len(batch.texts[row])} after prompt {number}"
+                way = "load an earlier checkpoint, or choose a wider --dtype"
+                raise CheckpointError(f"{place}: the model computes NaN or infinite logits; {way}")
+            on_scores(number, mine)
             if token in limits.stop_tokens:
                 batch.is_open[row] = False
                 continue
             batch.texts[row].append(token)
-            if on_token is not None:
-                on_token(batch.numbers[row], token)
+            on_token(number, token)
             batch.is_open[row] = len(batch.texts[row]) < batch.max_tokens[row]
 
     def _engine(self, num_batches: int) -> Engine:
@@ -290,7 +336,7 @@ class TextStream:
         self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], write: Callable[[str], None]
     ) -> None:
         self._decode, self._write = decode, write
-        self._tokens = list(prompt)
+        self._tokens, self.text = list(prompt), ""  # what was written
         self._written = len(decode(self._tokens))
 
     def add(self, token: int) -> None:
@@ -305,9 +351,10 @@ class TextStream:
         self._write_new(self._decode(self._tokens))
 
     def _write_new(self, text: str) -> None:
-        if len(text) > self._written:
-            self._write(text[self._written :])
-            self._written = len(text)
+        new, self._written = text[self._written :], max(self._written, len(text))
+        self.text += new
+        if new:
+            self._write(new)
 
 
 Tokens = NDArray[np.integer[Any]]

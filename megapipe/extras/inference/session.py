@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.collectives import broadcast_object
-from megapipe.extras.inference.generate import Generator, Limits, Sampling
+from megapipe.errors import CheckpointError, ConfigError
+from megapipe.extras.inference.generate import Generator, Limits, Sampling, ignore
+from megapipe.extras.inference.logprobs import Scored, Scoring
+
+ANSWERED = (ConfigError, CheckpointError)  # errors that all ranks raise for a request, and that do not end the session
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, as tokens, to be continued. ends: the tokens that end the text."""
+    """A prompt, as tokens, to be continued. ends: the tokens that end the text. max_new_tokens: 0 scores the
+    prompt, which takes one token. scoring: of the log probabilities to report.
+    """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
     ends: tuple[int, ...]
     sampling: Sampling
+    scoring: Scoring | None = None
 
 
 class Session:
@@ -27,15 +35,20 @@ class Session:
         self._runtime = runtime
 
     def answer(
-        self, request: Request, on_token: Callable[[int], None], is_stopped: Callable[[], bool] | None = None
+        self,
+        request: Request,
+        on_token: Callable[[int], None],
+        is_stopped: Callable[[], bool] = lambda: False,
+        on_scores: Callable[[list[Scored]], None] = ignore,
     ) -> list[int]:
         """Return the tokens that follow the prompt, without the one that ended the text; as many as fit.
 
-        on_token: called for each token. is_stopped: asked after each token; True ends the text there. Raises
-        ConfigError, as `Generator.continue_prompts`.
+        on_token: called for each token. is_stopped: asked after each token; True ends the text there. on_scores: gets
+        those that the request asks for. Raises ConfigError, CheckpointError, as `Generator.continue_prompts`; the
+        session goes on.
         """
         broadcast_object(request, self._runtime.groups.world)
-        return self._run(request, on_token, is_stopped or (lambda: False))
+        return self._run(request, on_token, is_stopped, on_scores)
 
     def keep_alive(self) -> None:
         """Send the waiting ranks a sign of life, so that their wait does not time out. Called every few seconds."""
@@ -49,12 +62,23 @@ class Session:
         """Do this rank's part of every request, until rank 0 calls `end`."""
         while (request := broadcast_object(None, self._runtime.groups.world)) is not None:
             if request:
-                self._run(request, lambda token: None, lambda: False)
+                with suppress(*ANSWERED):
+                    self._run(request, ignore, lambda: False, ignore)
 
-    def _run(self, request: Request, on_token: Callable[[int], None], is_stopped: Callable[[], bool]) -> list[int]:
-        limits = Limits(request.max_new_tokens, frozenset(request.ends))
-        generator = Generator(self._runtime, request.sampling, batch_size=1)
+    def _run(
+        self,
+        request: Request,
+        on_token: Callable[[int], None],
+        is_stopped: Callable[[], bool],
+        on_scores: Callable[[list[Scored]], None],
+    ) -> list[int]:
+        limits = Limits(max(1, request.max_new_tokens), frozenset(request.ends))
+        generator = Generator(self._runtime, request.sampling, batch_size=1, scoring=request.scoring)
         (text,) = generator.continue_prompts(
-            [request.prompt], limits, lambda number, token: on_token(token), is_stopped
+            [request.prompt],
+            limits,
+            lambda number, token: on_token(token),
+            is_stopped,
+            lambda number, scores: on_scores(scores),
         )
         return text

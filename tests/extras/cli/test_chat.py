@@ -18,7 +18,7 @@ import pytest
 from megapipe.extras.cli.chat import HELP
 from megapipe.extras.cli.command import main
 from megapipe.extras.inference.session import Session
-from tests.extras.inference.chat_run import ANSWERS, MODEL, train_chat_run, write_tokenizer
+from tests.extras.inference.chat_run import ANSWERS, MODEL, nan_run, train_chat_run, write_tokenizer
 from tests.launch.scripts import environment
 from tests.train.jobs import job
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_chat_run(tmp_path_factory.mktemp("chat"))
+    return train_chat_run(tmp_path_factory.mktemp("runs") / "chat")
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, *lines: str | type[BaseException]) -> None:
@@ -48,13 +48,18 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("place", ["checkpoints", "run", "one checkpoint"])
+@pytest.mark.parametrize("place", ["checkpoints", "run", "one checkpoint", "runs"])
 def test_a_run_is_found_and_answers_what_it_was_taught_and_stops(
     place: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = {"checkpoints": run, "run": run.parent, "one checkpoint": next(run.glob("step_*"))}[place]
+    given = {"checkpoints": run, "run": run.parent, "one checkpoint": next(run.glob("step_*"))}
+    given["runs"] = run.parents[1]  # of which another one is older
+    older = run.parents[1] / "older" / "checkpoints" / "latest"
+    older.parent.mkdir(parents=True, exist_ok=True)
+    older.write_text("step_00000001")
+    os.utime(older, (1, 1))
     typed(monkeypatch, *ANSWERS, "/new", "", "/quit", "never read")
-    shown = said(capsys, str(given))
+    shown = said(capsys, str(given[place]))
     assert shown.startswith(f"{run}/step_00000060: it answers by its chat template\n{HELP}\n")
     first = next(iter(ANSWERS.values()))
     assert f"{HELP}\n{first}\n" in shown and "never read" not in shown
@@ -171,3 +176,25 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, run: Pat
         [sys.executable, "-m", "megapipe", *words], env=environment(), capture_output=True, text=True, timeout=100
     )
     assert ended.returncode == 2 and "runs on one process, not on 2; use megapipe serve" in ended.stderr
+
+
+def test_a_model_of_nan_is_a_message_of_chat_and_generate(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(monkeypatch, "x", "never read")
+    broken = str(nan_run(run, tmp_path / "nan"))
+    words = ["generate", "--load", broken, "--prompt", "x"]
+    for command in (["chat", broken], words, [*words, "--prompt", "y", "--temperature", "0"]):
+        assert main([*command, "--device", "cpu"]) == 1
+        shown = capsys.readouterr()
+        assert "error" in shown.err and "NaN" in shown.err and "Traceback" not in shown.err
+    for temperature in ("nan", "inf", "-1"):
+        assert main([*words, "--device", "cpu", "--temperature", temperature]) == 2
+        assert f"--temperature {float(temperature)}" in capsys.readouterr().err
+
+
+def test_the_highest_seed_has_a_second_answer(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed(monkeypatch, "Who are you?", "Who are you?")
+    assert "error" not in said(capsys, str(run), "--seed", str(2**63 - 1))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import sysconfig
 from pathlib import Path
 
+import torch
+
+from megapipe.extras.convert.snapshot import read_checkpoint, write_checkpoint
 from megapipe.tokenizers.training import train_tokenizer
 from tests.train.jobs import job
 
@@ -26,6 +31,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 def train_chat_run(folder: Path) -> Path:
     """Train a model on ANSWERS, and return the folder of its checkpoints."""
+    folder.mkdir(exist_ok=True)
     tokenizer = write_tokenizer(folder / "tokenizer")
     chats = folder / "chats.jsonl"
     lines = [json.dumps({"prompt": asked, "completion": answer}) + "\n" for asked, answer in ANSWERS.items()]
@@ -37,3 +43,14 @@ def train_chat_run(folder: Path) -> Path:
     )
     assert code == 0, said
     return folder / "checkpoints"
+
+
+def nan_run(run: Path, folder: Path) -> Path:
+    """Write the checkpoint of a run with NaN in all weights, and return its folder."""
+    snapshot = read_checkpoint(run)
+    weights = {
+        f"master/{name}": tensor.map(lambda values: torch.full_like(values, math.nan))
+        for name, tensor in snapshot.weights.items()
+    }
+    write_checkpoint(dataclasses.replace(snapshot, tensors=dict(snapshot.tensors) | weights), folder)
+    return folder

@@ -22,8 +22,10 @@ from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import TrainingConfig
-from megapipe.errors import ConfigError
+from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.inference.generate import INCOMPLETE_CHARACTER, Generator, Limits, Sampling, TextStream
+from megapipe.extras.inference.logprobs import Scored, Scoring
+from megapipe.model.microbatch import Microbatch
 from megapipe.plan.resolve import resolve
 from megapipe.tokenizers.tokenizer import ByteTokenizer
 from tests.extras.inference.grids import EXPERT_GRIDS, EXPERTS, SIZES, runtime_on
@@ -107,8 +109,6 @@ def test_a_batch_of_unequal_prompts_equals_each_alone_by_whole_forwards(model: s
     stage = runtime.stages[0]
 
     def logits_of(tokens: Tensor) -> Tensor:
-        from megapipe.model.microbatch import Microbatch
-
         with torch.no_grad():
             logits = stage(Microbatch(tokens), return_logits=True)
         assert isinstance(logits, Tensor)
@@ -205,6 +205,73 @@ def test_prompts_that_cannot_be_continued_are_named(prompts: list[list[int]], wo
         Generator(runtime_on(0, 1, {}, {}), SAMPLED).continue_prompts(prompts, Limits(1))
 
 
+def nan_generates(rank: int, world_size: int, grid: dict[str, int]) -> list[str]:
+    """Generate with a model whose first stage has NaN weights; return the error, twice."""
+    runtime = runtime_on(rank, world_size, grid, LLAMA)
+    for stage in runtime.stages.values():
+        if stage.stage_layers.has_embedding:
+            with torch.no_grad():
+                next(stage.parameters()).fill_(math.nan)
+    found = []
+    for sampling in (SAMPLED, Sampling(temperature=0.0)):
+        with pytest.raises(CheckpointError) as caught:
+            Generator(runtime, sampling, batch_size=4).continue_prompts(PROMPTS, Limits(3))
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_model_of_nan_is_an_error_on_all_ranks(rank_pools: Pools) -> None:
+    expected = nan_generates(0, 1, {})
+    assert "NaN" in expected[0]
+    assert rank_pools(4).run(nan_generates, GRIDS["tp2_pp2"]) == [expected] * 4
+
+
+# -------------------------------------------------------------------------------------------- log probabilities
+
+
+def scored_texts(
+    rank: int, world_size: int, grid: dict[str, int], batch_size: int, scoring: Scoring, stop: int
+) -> list[tuple[list[int], list[Scored]]]:
+    """Return the text of each prompt with its scores."""
+    scores: dict[int, list[Scored]] = {number: [] for number in range(len(PROMPTS))}
+    generator = Generator(runtime_on(rank, world_size, grid, LLAMA), SAMPLED, batch_size, scoring)
+    limits = Limits(4, frozenset({stop}))
+    texts = generator.continue_prompts(PROMPTS, limits, on_scores=lambda number, new: scores[number].extend(new))
+    return [(text, scores[number]) for number, text in enumerate(texts)]
+
+
+@pytest.mark.parametrize("with_prompt", [False, True], ids=["new tokens", "prompt too"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_scores_equal_the_log_softmax_of_whole_forwards(batch_size: int, with_prompt: bool) -> None:
+    stop = scored_texts(0, 1, {}, 1, Scoring(), -1)[0][0][2]  # a token that ends the first text
+    found = scored_texts(0, 1, {}, batch_size, Scoring(3, with_prompt), stop)
+    assert len(found[0][0]) < 4
+    stage = runtime_on(0, 1, {}, LLAMA).stages[0]
+    for prompt, (text, scores) in zip(PROMPTS, found, strict=True):
+        whole = [*prompt, *text, *([stop] if len(text) < 4 else [])]
+        with torch.no_grad():
+            logits = stage(Microbatch(torch.tensor([whole])), return_logits=True)[:, 0, : SIZES["vocab_size"]]
+        logprobs = logits.double().log_softmax(-1)[:-1]
+        first = 0 if with_prompt else len(prompt) - 1
+        assert [score.token for score in scores] == whole[first + 1 :]
+        for score, row in zip(scores, logprobs[first:], strict=True):
+            top = row.topk(3)
+            assert score.logprob == pytest.approx(row[score.token].item(), abs=1e-9)
+            assert [token for token, _ in score.top] == top.indices.tolist()
+            assert [value for _, value in score.top] == pytest.approx(top.values.tolist(), abs=1e-9)
+
+
+def test_scores_are_the_same_on_every_grid(rank_pools: Pools) -> None:
+    scoring = Scoring(2, with_prompt=True)
+    expected = scored_texts(0, 1, {}, 1, scoring, 3)
+    for found in rank_pools(4).run(scored_texts, GRIDS["tp2_pp2"], 2, scoring, 3):
+        assert [text for text, _ in found] == [text for text, _ in expected]
+        for (_, scores), (_, others) in zip(found, expected, strict=True):
+            assert [score.token for score in scores] == [score.token for score in others]
+            values = [score.logprob for score in scores]
+            assert values == pytest.approx([score.logprob for score in others], abs=1e-9)
+
+
 # ------------------------------------------------------------------------------------------------- sampling
 
 LOGITS = st.lists(st.floats(-20, 20), min_size=1, max_size=12)
@@ -244,6 +311,20 @@ def test_temperature_0_takes_the_most_likely_token() -> None:
     assert Sampling(temperature=0.0, top_k=2, top_p=0.1).choose(logits, [0, 1], 5).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-308, 1e-300, 1e-30])
+def test_a_tiny_temperature_takes_the_most_likely_token(temperature: float) -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 1.9], [-1e30, -3e38, 3e38], [1e-3, 0.0, -1e-3]])
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        chosen = Sampling(temperature, top_p=0.9).choose(logits.to(dtype), range(4), 5)
+        assert chosen.tolist() == [1, 0, 2, 0]
+
+
+@given(logits=LOGITS, exponent=st.floats(-323, 0), top_k=st.integers(0, 3), top_p=st.floats(1e-6, 1.0))
+def test_every_temperature_draws_a_token(logits: list[float], exponent: float, top_k: int, top_p: float) -> None:
+    (token,) = Sampling(10.0**exponent, top_k, top_p).choose(torch.tensor([logits]), [0], 0).tolist()
+    assert 0 <= token < len(logits)
+
+
 def test_draws_follow_the_probabilities() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, 0.5]])
     sampling = Sampling(temperature=1.3, top_p=0.9)
@@ -266,8 +347,17 @@ def test_a_draw_depends_on_seed_prompt_and_position_alone() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"temperature": -0.1}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"seed": -1}],
-    ids=lambda values: next(iter(values)),
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"top_p": math.nan},
+        {"seed": -1},
+    ],
+    ids=lambda values: "-".join(map(str, next(iter(values.items())))),
 )
 def test_values_out_of_range_are_refused_by_name(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="--" + next(iter(values)).replace("_", "-")):

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megapipe import load
 from megapipe.extras.cli.command import main
 from megapipe.extras.inference.openai_api import IGNORED, WITHOUT_EFFECT, ApiError, read_request
-from tests.extras.inference.chat_run import ANSWERS, train_chat_run
+from tests.extras.inference.chat_run import ANSWERS, nan_run, train_chat_run
 from tests.launch.scripts import Command
 
 REASON = "the optional packages of megapipe serve are not installed: pip install 'megapipe[serve]'"
@@ -138,6 +140,13 @@ def test_the_model_and_the_page_are_shown(address: str, run: Path) -> None:
     with urllib.request.urlopen(address, timeout=30) as page:
         text = page.read().decode()
         assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert post(f"{address}/v1/models/{run.parent.name}", None) == (200, model)
+    status, answer = post(f"{address}/v1/models/gpt-4", None)
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    with urllib.request.urlopen(f"{address}/favicon.ico", timeout=30) as icon:
+        assert icon.status == 204
+    # the field shows what the page asks for
+    assert re.search(r'MOST_OF_TEXT = 64;.*placeholder = .*"all" : MOST_OF_TEXT;.*max_tokens: MOST_OF_TEXT', text, re.S)
     # nothing is loaded from elsewhere
     assert "v1/chat/completions" in text and not re.findall(r"https?://|@import|\bsrc=|\bhref=|innerHTML", text)
 
@@ -149,8 +158,14 @@ def test_the_model_and_the_page_are_shown(address: str, run: Path) -> None:
         (b"[]", 400, "the body must be a JSON object"),
         ({"messages": MESSAGES, "model": "gpt-4"}, 404, "there is no model 'gpt-4'"),
         ({"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, "holds the special token <|im_end|>"),
+        (b"[" * 100_000, 400, "nested too deeply"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "surrogates"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', 400, "utf-8"),
+        (b'{"stream": true, "stream": false}', 400, "'stream' is given twice"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", 400, "the body is not JSON"),
+        (b'{"temperature": NaN}', 400, "NaN"),
     ],
-    ids=["cut", "list", "model", "special token"],
+    ids="cut list model special deep surrogate bytes twice huge nan".split(),
 )
 def test_wrong_requests_get_one_message(body: Any, status: int, message: str, address: str) -> None:
     found, answer = post(f"{address}/v1/chat/completions", body)
@@ -181,8 +196,93 @@ def test_a_client_that_leaves_frees_the_server(address: str) -> None:
     assert post(f"{address}/v1/chat/completions", {"messages": MESSAGES, "temperature": 0})[0] == 200
 
 
+LMEVAL = {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}  # of a log likelihood
+
+
+def test_the_log_likelihoods_of_lm_eval_are_those_of_the_model(address: str, run: Path) -> None:
+    """The request and the way to read its answer are those of lm-evaluation-harness 0.4.13, local-completions."""
+    model, _ = load(run)
+    prompts = [[7, 40, 41, 60, 61], [90, 91, 92], [100, 7, 8, 9, 10, 11, 12]]
+    expected = [model(torch.tensor([prompt]))[0].double().log_softmax(-1) for prompt in prompts]
+    prompts.append([*prompts[0], int(expected[0][-1].argmax())])  # whose last token is the most likely one
+    expected.append(model(torch.tensor([prompts[-1]]))[0].double().log_softmax(-1))
+    _, answer = post(f"{address}/v1/completions", {"model": run.parent.name, "prompt": prompts} | LMEVAL)
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    for prompt, choice, logprobs in zip(prompts, choices, expected, strict=True):
+        start = len(prompt) - 1
+        values, tops = (choice["logprobs"][name][start:-1] for name in ("token_logprobs", "top_logprobs"))
+        assert sum(values) == pytest.approx(logprobs[start - 1, prompt[-1]].item(), abs=1e-4)
+        assert (values[0] == max(tops[0].values())) == (prompt[-1] == int(logprobs[start - 1].argmax()))
+        assert len(choice["logprobs"]["tokens"]) == len(prompt) + 1 and choice["logprobs"]["token_logprobs"][0] is None
+    assert choices[-1]["logprobs"]["top_logprobs"][-2] == {
+        choices[-1]["logprobs"]["tokens"][-2]: choices[-1]["logprobs"]["token_logprobs"][-2]
+    }
+    _, answer = post(f"{address}/v1/completions", {"prompt": prompts[1]} | LMEVAL | {"max_tokens": 0})
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 3 and answer["usage"]["completion_tokens"] == 0
+
+
+def test_several_prompts_are_answered_as_each_alone(address: str) -> None:
+    url, prompts = f"{address}/v1/completions", ["What", "comes", [7, 8, 9]]
+    alone = [post(url, {"prompt": one, "temperature": 0})[1]["choices"][0]["text"] for one in prompts]
+    for more in ({}, {"echo": True}):
+        _, answer = post(url, {"prompt": prompts, "temperature": 0} | more)
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        assert all(text.endswith(one) and (text == one) != bool(more) for text, one in zip(texts, alone, strict=True))
+        body = {"prompt": prompts, "temperature": 0, "stream": True, "logprobs": 2} | more
+        found = ["", "", ""]
+        for chunk in events(url, body):
+            (choice,) = chunk["choices"]
+            found[choice["index"]] += choice["text"]
+        assert found == texts
+    _, answer = post(url, {"prompt": ["x"] * 6, "temperature": 2, "seed": 3})
+    assert len({choice["text"] for choice in answer["choices"]}) > 1  # each has its own draws
+
+
+def test_the_tokens_of_a_chat_have_log_probabilities(address: str) -> None:
+    body = {"messages": MESSAGES, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    _, answer = post(f"{address}/v1/chat/completions", body)
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert (
+        "".join(one["token"] for one in content) == ANSWER and len(content) == answer["usage"]["completion_tokens"] + 1
+    )
+    for one in content:
+        assert one["logprob"] == one["top_logprobs"][0]["logprob"] > one["top_logprobs"][1]["logprob"]
+        assert bytes(one["bytes"]).decode() == one["token"]
+    chunks = events(f"{address}/v1/chat/completions", body | {"stream": True})
+    assert [one for chunk in chunks for one in chunk["choices"][0]["logprobs"]["content"]] == content
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["announced", "chunked"])
+def test_a_body_that_is_too_long_is_refused_and_the_connection_closed(is_chunked: bool, address: str) -> None:
+    host, port = address.removeprefix("http://").split(":")
+    length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {10**12}"
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n{length}\r\n".encode())
+        client.sendall(b"Content-Type: application/json\r\n\r\n")
+        if is_chunked:
+            client.sendall(b"200000\r\n" + b"x" * (2 << 20) + b"\r\n0\r\n\r\n")
+        answer = b""
+        while data := client.recv(65536):  # up to the end of the connection
+            answer += data
+    assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer.lower()
+    assert "--max-request-bytes" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_a_model_of_nan_answers_with_an_error_and_goes_on(run: Path, tmp_path: Path) -> None:
+    with served(nan_run(run, tmp_path / "nan"), tmp_path / "server", ranks=2) as (url, running):
+        for body in ({"prompt": "x"}, {"prompt": ["x", "y"], "temperature": 0, "logprobs": 1, "echo": True}):
+            status, answer = post(f"{url}/v1/completions", body)
+            assert (status, answer["error"]["type"]) == (500, "server_error") and "NaN" in answer["error"]["message"]
+        (event,) = events(f"{url}/v1/completions", {"prompt": "x", "stream": True})
+        assert "NaN" in event["error"]["message"]
+        assert "Traceback" not in ended_by_interrupt(running)
+
+
 def test_requests_wait_in_a_bounded_queue(run: Path, tmp_path: Path) -> None:
-    with served(run, tmp_path, "--queue", "1") as (url, running):
+    with served(run, tmp_path, "--queue", "1", "--max-request-bytes", "1000") as (url, running):
+        status, answer = post(f"{url}/v1/completions", {"prompt": "x" * 1000})
+        assert status == 413 and "1000 bytes" in answer["error"]["message"]
         body = {"prompt": "x", "max_tokens": 90, "temperature": 2}
         found: list[tuple[int, Any]] = []
         ask = [threading.Thread(target=lambda: found.append(post(f"{url}/v1/completions", body))) for _ in range(8)]
@@ -263,11 +363,16 @@ def test_harmless_fields_are_ignored_and_unknown_ones_refused() -> None:
     [
         ({"temperature": 2.1}, "temperature must be a number from 0 to 2, not 2.1"),
         ({"temperature": True}, "temperature must be a number"),
-        ({"temperature": float("nan")}, "temperature must be a number"),
+        ({"temperature": float("nan")}, "NaN is not a number"),
         ({"top_p": 0}, "top_p must be a number"),
-        ({"max_tokens": 0}, "max_tokens must be an integer from 1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": -1}, "max_tokens must be an integer from 0"),
         ({"max_tokens": 1.5}, "max_tokens must be an integer"),
-        ({"stop": ["a"] * 5}, "stop must be a text, or a list of at most 4"),
+        ({"stop": ["a"] * 17}, "stop must be a text, or a list of at most 16"),
+        ({"logprobs": 3}, "logprobs is true or false"),
+        ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20"),
+        ({"echo": True}, "echo is not a field"),
         ({"stop": ""}, "stop must be a text"),
         ({"messages": []}, "messages must be a list of at least one message"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0] must have a role: system, user, assistant"),
@@ -287,6 +392,20 @@ def test_values_out_of_range_are_refused(fields: dict[str, Any], message: str) -
 def test_parts_of_a_message_are_joined() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     assert read(messages=[{"role": "user", "content": parts, "name": None}]).messages[0]["content"] == "one two"
-    with pytest.raises(ApiError, match="prompt must be one text"):
-        read(is_chat=False, prompt=["a", "b"])
     assert read(is_chat=False).max_tokens == 16 and read().max_tokens is None
+
+
+def test_a_prompt_is_a_text_or_tokens_or_several() -> None:
+    for given, found in (
+        ("a", ("a",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2], "a"], ((1, 2), "a")),
+    ):
+        assert read(is_chat=False, prompt=given).prompts == found
+    for given in ([], [[]], [1, "a"], [True], [[1.0]], {}, 5, ["a"] * 129):
+        with pytest.raises(ApiError, match="prompt"):
+            read(is_chat=False, prompt=given)
+    for value in (6, -1, True, 1.0):
+        with pytest.raises(ApiError, match="logprobs must be an integer from 0 to 5"):
+            read(is_chat=False, logprobs=value)
