@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Start the ranks of one node; run the same command on every node of the job. Arguments are passed to pretrain_gpt.py:
 #
-#   HOSTS="node1 node2" NPROC_PER_NODE=8 launch/torchrun.sh --config configs/llama3_8b.yaml --save /shared/8b --load /shared/8b
+#   HOSTS="node1 node2" NPROC_PER_NODE=8 launch/torchrun.sh --config configs/llama3_8b.yaml \
+#       --data-path /shared/data/tokens_text_document --train-iters 20000 --save /shared/8b --load /shared/8b
 #
 #   HOSTS            all nodes in the order of their ranks, as names or addresses that the others can reach (default: this machine)
 #   NODE_RANK        index of this node in HOSTS (default: found by name or address, or from srun)

@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
+
+from megapipe.assembly.datasets import planned
+from megapipe.config.load import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TABLE = REPOSITORY / "tests" / "docs_commands.txt"
@@ -62,6 +66,44 @@ def table() -> list[Row]:
             how, _, text = line.partition(" | ")
             rows.append(Row(Command(page, text), how))
     return rows
+
+
+class Training(NamedTuple):
+    """Training that a command starts: the flags of pretrain_gpt.py and the ranks."""
+
+    flags: list[str]
+    num_ranks: int
+    ranks_per_node: int
+
+
+STARTS_TRAINING = re.compile(  # what starts it, before the flags of pretrain_gpt.py
+    r"(?:(?:^|\s)pretrain_gpt\.py|launch/torchrun\.sh|launch/slurm/pretrain\.sbatch|launch/slurm/sweep\.sbatch \S+"
+    r"|(?:megapipe|launch|megapipe:cuda)(?: --?\S+(?: \d\S*)?)* pretrain|:pretrain .* --)(?:\s+(?P<flags>.*))?$"
+)
+
+
+def training_of(text: str) -> Training | None:
+    """Return the training that a command starts, None for another command."""
+    found = STARTS_TRAINING.search(text)
+    if found is None:
+        return None
+
+    def number(pattern: str, default: int) -> int:
+        given = re.search(rf"(?:{pattern})[ =](\d+)", text)
+        return int(given[1]) if given else default
+
+    is_job = ".sbatch" in text
+    per_node = number("--nproc-per-node|--ranks_per_node|--ntasks-per-node|NPROC_PER_NODE", 8 if is_job else 1)
+    hosts = re.search(r'HOSTS="([^"]*)"', text)
+    nodes = len(hosts[1].split()) if hosts else number("--nnodes|--num_nodes|--nodes", 1)
+    world = number("--world-size", nodes * per_node)
+    return Training(shlex.split(found["flags"] or ""), world, min(per_node, world) if nodes > 1 else world)
+
+
+def plan_run(flags: list[str], num_ranks: int, ranks_per_node: int) -> None:
+    """Plan the run of some flags of pretrain_gpt.py; the token files need not exist. Raises ConfigError."""
+    words = [word for word in flags if word not in ("--verify-grid", "--dry-run")]  # requests in place of --plan
+    planned(load_config(["--plan", *words]), num_ranks, ranks_per_node)
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs_commands import REPOSITORY, commands_of, pages, table
+from megapipe.tokenizers.training import train_tokenizer
+from tests.docs_commands import REPOSITORY, Command, Training, commands_of, pages, plan_run, table, training_of
 
 HERE = {row.command: row.how for row in table() if row.how == "here"}
 
@@ -62,3 +63,43 @@ def test_commands_are_found_without_comments_continuations_and_here_documents(tm
     page.write_text(text, encoding="utf-8")
     assert [command.text for command in commands_of(page)] == ["a --x 1", "cat > f <<END"]
     assert here_documents(page) == {"f": "b\n"}
+
+
+# pages whose commands start from files that the page does not make, or are parts of a script
+NOT_PLANNED = {f"docs/{name}.md" for name in ("convert", "conversion_family", "finetuning", "gpu_queues", "migrate")}
+STARTING = [
+    (command, training)
+    for page in pages()
+    for command in commands_of(page)
+    if command.page not in NOT_PLANNED and (training := training_of(command.text)) is not None
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines(), folder, 320)
+    return folder
+
+
+@pytest.mark.parametrize(("command", "training"), STARTING, ids=[command.text[:60] for command, _ in STARTING])
+def test_a_command_that_starts_training_is_complete(
+    command: Command, training: Training, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    for name, text in here_documents(REPOSITORY / command.page).items():
+        (tmp_path / name).write_text(text)
+    for name in ("tokenizer", "data/tokenizer"):  # pages train one
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(tokenizer)
+    plan_run(training.flags, training.num_ranks, training.ranks_per_node)
+
+
+def test_the_training_of_a_command_is_found_with_its_ranks() -> None:
+    found = training_of("X=1 sbatch --nodes=2 launch/slurm/pretrain.sbatch --config a --lr 'b c'")
+    assert found == Training(["--config", "a", "--lr", "b c"], 16, 8)
+    found = training_of("docker run -v a:a megapipe:cuda launch --nproc-per-node 4 pretrain --config a")
+    assert found == Training(["--config", "a"], 4, 4)
+    assert training_of("megapipe launch --nproc-per-node 2 -m megapipe doctor") is None
+    assert len(STARTING) >= 20

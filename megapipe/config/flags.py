@@ -120,6 +120,11 @@ def takes_values(field: ConfigField, flag: Flag) -> str:
     return "+" if field.kind.many and flag.read is None else "1"
 
 
+def is_known(name: str) -> bool:
+    """Return True for a flag of pretrain_gpt.py, also one of Megatron that is refused. name: with dashes."""
+    return name in field_flags() or name in REQUESTS or name in megatron_flags()
+
+
 def normalised(token: str) -> str:
     """Return a flag's name with dashes: `--num_layers` is `--num-layers`."""
     return token.replace("_", "-")
@@ -255,12 +260,15 @@ def suggestion(name: str) -> str:
     return f"; did you mean {meant}?" if meant else ""
 
 
-def meant_flag(name: str) -> str:
-    """Return the flag that an unknown one probably means; never a refused one, nor one that says the opposite."""
+def meant_flag(name: str, others: Sequence[str] = ()) -> str:
+    """Return the flag that an unknown one probably means; never a refused one, nor one that says the opposite.
+
+    others: flags besides those of pretrain_gpt.py, such as a command's own.
+    """
     if name in SYNONYMS:
         return SYNONYMS[name]
     accepted = (row.name for row in megatron_flags().values() if row.kind not in WITHOUT)
-    meant = nearest_word(name, [*field_flags(), *REQUESTS, *accepted], cutoff=0.8)
+    meant = nearest_word(name, [*others, *field_flags(), *REQUESTS, *accepted], cutoff=0.8)
     return meant if is_negative(meant) == is_negative(name) and are_alike(meant, name) else ""
 
 

@@ -49,7 +49,7 @@ SlurmdSpoolDir={root}/spool-%n
 SlurmctldLogFile={root}/slurmctld.log
 SlurmdLogFile={root}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/affinity
+TaskPlugin={task_plugin}
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -86,8 +86,9 @@ def missing() -> str | None:
 class SlurmCluster:
     """SLURM's daemons under `folder`; every process that they started is gone after the block."""
 
-    def __init__(self, folder: Path, num_nodes: int = 2) -> None:
+    def __init__(self, folder: Path, num_nodes: int = 2, cpus: int = CPUS, gpus: int = GPUS) -> None:
         self._root, self._num_nodes = folder.resolve(), num_nodes
+        self._cpus, self._gpus = cpus, gpus  # of a node; both are only declared
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -187,11 +188,17 @@ class SlurmCluster:
                 1000, 60_000_000
             ),  # the ranks' port depends on it: two clusters must not use the same
             num_nodes=self._num_nodes,
-            node=f"CPUs={CPUS} Sockets=1 CoresPerSocket={CPUS} ThreadsPerCore=1 Gres=gpu:{GPUS} State=UNKNOWN",
+            # ranks can only be bound to cores that this machine has
+            task_plugin="task/affinity" if self._cpus <= CPUS else "task/none",
+            node=f"CPUs={self._cpus} Sockets=1 CoresPerSocket={self._cpus} ThreadsPerCore=1 Gres=gpu:{self._gpus} "
+            "State=UNKNOWN",
             plugins=f"PluginDir={plugins}" if plugins.is_dir() else "",
         )
         (self._root / "slurm.conf").write_text(text)
-        (self._root / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")  # some device files
+        devices = [self._root / f"gpu{index}" for index in range(self._gpus)]  # any files
+        for device in devices:
+            device.touch()
+        (self._root / "gres.conf").write_text("".join(f"Name=gpu File={device}\n" for device in devices))
 
     def _start_munge(self) -> None:
         folder = self._root / "munge"

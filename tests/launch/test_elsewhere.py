@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.docs_commands import plan_run
 from tests.launch.scripts import REPOSITORY, environment
 from tests.tiny import TINY_FLAGS
 
@@ -43,31 +47,109 @@ def test_the_dockerfile_copies_what_the_repository_has_and_takes_base_and_torch_
     assert ("ENTRYPOINT", '["megapipe"]') in found
 
 
-def pods() -> list[dict[str, Any]]:
+def test_the_image_has_the_extras_that_its_commands_ask_for() -> None:
+    (installed,) = re.findall(r"install .*'\.\[(.*)\]'", "\n".join(rest for _, rest in instructions()))
+    calls = "\n".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "megapipe").rglob("*.py"))
+    asked = set(re.findall(r'optional_package\([^\n]*"(\w+)"\)', calls))
+    assert {"tokenizers", "serve"} <= asked  # by the quickstart and the server
+    assert asked - set(installed.split(",")) == {"transformers"}  # for tokenizers that others trained
+
+
+@dataclass(frozen=True)
+class Pods:
+    """The pods of a Kubernetes job as its operator makes them. of_node: the variables of a node, by the operator."""
+
+    specs: list[dict[str, Any]]
+    arguments: list[str]
+    ranks_of_node: int
+    gpus_of_node: int
+    of_node: Callable[[int, int], dict[str, str]]  # from the rank of the node and a port
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((LAUNCH / "kubernetes" / name).read_text(encoding="utf-8")))
+
+
+def pytorchjob() -> Pods:
     """Return the pods of the PyTorchJob: the master's, then the worker's."""
-    job = yaml.safe_load((LAUNCH / "kubernetes" / "pytorchjob.yaml").read_text(encoding="utf-8"))
+    (job,) = documents("pytorchjob.yaml")
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert list(replicas) == ["Master", "Worker"] and replicas["Master"]["replicas"] == 1
-    return [replica["template"]["spec"] for replica in replicas.values()]
+    specs = [replica["template"]["spec"] for replica in replicas.values()]
+    (container,) = specs[0]["containers"]
+    assert container["name"] == "pytorch" and container["ports"][0]["name"] == "pytorchjob-port"
+    ranks = next(word for word in container["args"] if word.startswith("--nproc-per-node="))
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+
+    def of_node(rank: int, port: int) -> dict[str, str]:
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
+
+    return Pods(specs, container["args"], int(ranks.partition("=")[2]), gpus, of_node)
 
 
-def test_the_pytorchjob_names_container_port_and_volumes_as_the_operator_expects() -> None:
-    for pod in pods():
-        (container,) = pod["containers"]
-        assert container["name"] == "pytorch" and container["ports"][0]["name"] == "pytorchjob-port"
-        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-        ranks = next(word for word in container["args"] if word.startswith("--nproc-per-node="))
-        assert int(ranks.partition("=")[2]) == container["resources"]["limits"]["nvidia.com/gpu"]
+def trainjob() -> Pods:
+    """Return the pods of the TrainJob in its TrainingRuntime."""
+    runtime, job = documents("trainjob.yaml")
+    assert {runtime["apiVersion"], job["apiVersion"]} == {"trainer.kubeflow.org/v1alpha1"}
+    assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"] == "TrainingRuntime"
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] and "torch" in runtime["spec"]["mlPolicy"]
+    trainer, (node,) = job["spec"]["trainer"], runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    spec = node["template"]["spec"]["template"]["spec"]
+    assert node["name"] == spec["containers"][0]["name"] == "node"
+    gpus = trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+
+    def of_node(rank: int, port: int) -> dict[str, str]:
+        meeting = {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "PET_NODE_RANK": str(rank)}
+        return {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": "1", **meeting}
+
+    return Pods([spec] * trainer["numNodes"], trainer["args"], trainer["numProcPerNode"], gpus, of_node)
 
 
-def test_the_containers_of_a_pytorchjob_train_together_with_what_the_operator_sets(tmp_path: Path) -> None:
-    port = free_port()
+JOBS = pytest.mark.parametrize("pods", [pytorchjob, trainjob], ids=["PyTorchJob", "TrainJob"])
+
+
+@JOBS
+def test_a_kubernetes_job_starts_a_rank_for_each_gpu_and_mounts_its_volumes(pods: Callable[[], Pods]) -> None:
+    found = pods()
+    assert found.ranks_of_node == found.gpus_of_node and len(found.specs) == 2
+    for spec in found.specs:
+        (container,) = spec["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+
+
+@JOBS
+def test_a_kubernetes_job_does_not_start_before_its_image_is_set(pods: Callable[[], Pods]) -> None:
+    """Kubernetes takes no capital letters in the name of an image, so what is forgotten is named by the pod."""
+    assert {spec["containers"][0]["image"] for spec in pods().specs} == {"SET_THE_IMAGE"}
+
+
+@JOBS
+def test_a_kubernetes_job_is_complete(pods: Callable[[], Pods]) -> None:
+    found = pods()
+    words = found.arguments[found.arguments.index("pretrain") + 1 :]
+    world = found.ranks_of_node * len(found.specs)
+    plan_run(words, world, found.ranks_of_node)
+
+
+def test_the_trainjob_has_only_fields_of_its_schema() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
+    kinds = {"TrainingRuntime": models.TrainerV1alpha1TrainingRuntime, "TrainJob": models.TrainerV1alpha1TrainJob}
+    for document in documents("trainjob.yaml"):
+        read = kinds[document["kind"]].from_dict(document)
+        assert read is not None and json.loads(json.dumps(read.to_dict(), default=str)) == document
+
+
+@JOBS
+def test_the_containers_of_a_kubernetes_job_train_together_with_what_the_operator_sets(
+    pods: Callable[[], Pods], tmp_path: Path
+) -> None:
+    port, found = free_port(), pods()
     processes = []
-    for rank, pod in enumerate(pods()):
-        operator = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
-        operator["PYTHONUNBUFFERED"] = "0"
-        words = pod["containers"][0]["args"]
+    for rank in range(len(found.specs)):
+        operator = found.of_node(rank, port) | {"PYTHONUNBUFFERED": "0"}
+        words = found.arguments
         for name, value in operator.items():  # as the kubelet does
             words = [word.replace(f"$({name})", value) for word in words]
         words = [word.replace("--nproc-per-node=8", "--nproc-per-node=1") for word in words]

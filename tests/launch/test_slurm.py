@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs_commands import commands_of, training_of
 from tests.lab.cluster import SlurmCluster, missing
 from tests.launch.scripts import REPOSITORY
 
@@ -196,6 +197,43 @@ def test_a_cancelled_job_leaves_no_process_and_is_not_requeued(cluster: SlurmClu
     assert "ended after step" in job.log and "SIGTERM received" in job.log and "requeueing the job" not in job.log, (
         job.log
     )
+
+
+SHOWN = list(
+    dict.fromkeys(
+        command.text
+        for page in ("README.md", "docs/slurm.md", "docs/launch.md")
+        for command in commands_of(REPOSITORY / page)
+        if re.search(r"sbatch .*pretrain\.sbatch", command.text) and "_IMAGE=" not in command.text
+    )
+)
+PRINTS = """\
+#!/bin/sh
+[ "$1" != -m ] || exec "{python}" "$@"
+shift
+echo "rank $SLURM_PROCID of $SLURM_NTASKS: $*"
+"""
+
+
+def test_the_shown_commands_are_jobs_that_start_every_rank(tmp_path: Path) -> None:
+    """As shown, from the repository, on nodes of the size shown: only the ranks print their arguments and end."""
+    for name in ("configs", "launch", "megapipe", "pretrain_gpt.py"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    python = tmp_path / "python of the test"
+    python.write_text(PRINTS.format(python=sys.executable))
+    python.chmod(0o755)
+    assert len(SHOWN) == 3
+    with SlurmCluster(tmp_path / "cluster", num_nodes=16, cpus=64, gpus=8) as large:
+        for text in SHOWN:
+            said = large.run("bash", "-c", text, folder=tmp_path, PYTHON=str(python))
+            number = re.fullmatch(r"Submitted batch job (\d+)", said)[1]
+            state = Job(large, tmp_path, number).ended()
+            (log,) = tmp_path.glob(f"*-{number}.log")
+            assert state == "COMPLETED" and "step 0 of 20000" in log.read_text(), log.read_text()
+            wanted = training_of(text)
+            ranks = sorted(path.read_text() for path in (tmp_path / "logs").glob(f"*-{number}/attempt-0/rank-*.log"))
+            count = wanted.num_ranks
+            assert ranks == sorted(f"rank {i} of {count}: {' '.join(wanted.flags)}\n" for i in range(count))
 
 
 def test_an_impossible_job_is_reported_before_any_rank_starts(cluster: SlurmCluster, tmp_path: Path) -> None:

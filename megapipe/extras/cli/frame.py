@@ -198,7 +198,9 @@ class Command:
             plain = flag.replace("_", "-")
             if flag.startswith("--") and plain in known:
                 word = plain + equals + value
-            elif len(flag) > 2 and flag.startswith("--") and not self.takes_config:
+            elif len(flag) > 2 and flag.startswith("--") and self.takes_config:
+                check_spelling(plain, known)
+            elif len(flag) > 2 and flag.startswith("--"):
                 from megapipe.config.fields import nearest  # here, since most commands start without the configuration
 
                 if plain in self.refused:
@@ -222,6 +224,14 @@ class Command:
             if value is not None and each.at_least is not None and not each.at_least <= value < math.inf:
                 raise ConfigError(f"{name} {value:g} must be at least {each.at_least:g}")
         return own
+
+
+def check_spelling(flag: str, options: Sequence[str]) -> None:
+    """Raise ConfigError for a flag that is none of pretrain_gpt.py, if one of a command's own options is nearest."""
+    from megapipe.config.flags import is_known, meant_flag  # here, since most commands start without them
+
+    if not is_known(flag) and (meant := meant_flag(flag, options)) in options:
+        raise ConfigError(f"unknown flag {flag}; did you mean {meant}?")
 
 
 def load_extensions_in(words: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,8 @@ from megapipe.extras.cli.frame import command, option, switch, write_file
 from megapipe.extras.cli.quickstart_chat import finetune_and_export, say
 from megapipe.extras.cli.report import write_report
 from megapipe.extras.report.folder import read_run
-from megapipe.formatting import count_text
+from megapipe.formatting import bytes_text, count_text
+from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.tokenizers.hugging_face import optional_package
 from megapipe.tokenizers.tokenizer import build_tokenizer, tokenizer_fingerprint
@@ -41,6 +43,7 @@ from megapipe.tokenizers.training import train_tokenizer
 CPU_FLAGS = ("--config", str(SUPPLIED / "quickstart.yaml"))
 GPU_FLAGS = (*CPU_FLAGS, "--config", str(SUPPLIED / "quickstart_gpu.yaml"))
 CPU_RANKS = 8
+RANK_BYTES = 256 << 20  # of a rank on the CPU, besides what is planned: Python, torch, gloo's buffers
 SAVE_INTERVAL, WARMUP_STEPS, PROFILE_STEP = 100, 20, 20
 DECAY_SHARE = 0.35  # of the steps of a run, at its end
 SPLIT = "90,10,0"
@@ -104,7 +107,9 @@ def main(own: argparse.Namespace) -> int:
     began = time.monotonic()
     optional_package("tokenizers", "megapipe quickstart", "tokenizers")
     grid = choose_grid(own.flags, own.ranks)
-    check_grid(_config([*grid.flags, *own.flags]), own.vocab_size, grid.num_ranks)
+    config = _config([*grid.flags, *own.flags])
+    check_run(config, own.vocab_size, grid.num_ranks)
+    check_folder(own.out)
     prepared = prepare(own.corpus, own.out, own.vocab_size, own.megabytes)
     checkpoints = prepared.folder / "checkpoints"
     done = steps_done(checkpoints)
@@ -133,7 +138,7 @@ def main(own: argparse.Namespace) -> int:
         say("report", f"{report}: curves, plan and measured timeline, configuration; open it in any browser")
         if own.sft:
             launched += [*tokenizer_arguments(prepared), *own.flags]
-            return finetune_and_export(prepared.folder, checkpoints, reached, launched)
+            return finetune_and_export(prepared.folder, checkpoints, reached, launched, config.training.device)
     elif code == 0:
         say("stopped", f"after step {reached}, which is saved in {checkpoints}; the same command continues from there")
     return code
@@ -144,9 +149,12 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
 
     Raises ConfigError if there are fewer GPUs than ranks.
     """
-    num_gpus = 0 if _config([*CPU_FLAGS, *flags]).training.device == "cpu" else count_gpus()
+    device = _config([*CPU_FLAGS, *flags]).training.device
+    num_gpus = 0 if device == "cpu" else count_gpus()
     slots = min(num_gpus, asked_ranks or num_gpus) if num_gpus else CPU_RANKS
     grid_flags: tuple[str, ...] = CPU_FLAGS
+    if num_gpus == 0 and device == "auto":  # a torch that is built for GPUs takes the CPU only if it is told to
+        grid_flags = (*CPU_FLAGS, "--device", "cpu")
     if num_gpus:  # the largest grid of this kind that the GPUs hold
         tp, pp = 2 if slots >= 4 else 1, 2 if slots >= 2 else 1
         sizes = ("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp))
@@ -166,15 +174,39 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
     while copies > 1 and batch is not None and batch % (training.micro_batch_size * copies):
         copies -= 1  # a batch is cut evenly: of 12 GPUs 8 are used
     num_ranks = asked_ranks if asked_ranks is not None else copies * replica
-    found = f"{count_text(num_gpus, 'GPU')}, so NCCL" if num_gpus else "no GPU, so gloo on the CPU"
+    without = "--device cpu is given" if device == "cpu" else "torch finds no GPU"
+    found = f"{count_text(num_gpus, 'GPU')}, so NCCL" if num_gpus else f"{without}, so gloo on the CPU"
     return Grid(num_ranks, num_gpus, grid_flags, f"{found}: {count_text(num_ranks, 'rank')}")
 
 
-def check_grid(config: Config, vocab_size: int, num_ranks: int) -> None:
-    """Raise ConfigError for a grid that cannot train, before a corpus is made for it."""
+def check_run(config: Config, vocab_size: int, num_ranks: int) -> None:
+    """Raise ConfigError for a device, a grid or a model that cannot train here, before a corpus is made for it."""
+    from megapipe.comm.bootstrap import choose_backend  # these import torch
+    from megapipe.extras.doctor.host import resources
+
+    _, device = choose_backend(config.parallel.distributed_backend, config.training.device, 0)
     if config.model.vocab_size is None:
         config = replace(config, model=replace(config.model, vocab_size=vocab_size))
-    resolve(config, num_ranks)
+    plan = resolve(config, num_ranks)
+    available = resources().available_bytes
+    if device.type == "cpu" and available is not None:
+        planned = sum(rank.total for rank in all_rank_memory(plan)) * num_ranks // plan.topology.pp
+        needed = planned + num_ranks * RANK_BYTES
+        if needed > available:
+            raise ConfigError(
+                f"{count_text(num_ranks, 'rank')} need {bytes_text(needed)} of memory on the CPU, but "
+                f"{bytes_text(available)} are free; end other programs, make the model smaller, or use fewer "
+                "ranks: --ranks 1 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
+            )
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder of --out. Raises ConfigError if no file can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--out {folder} cannot be written: {error.strerror}; give another folder") from None
 
 
 def count_gpus() -> int:

@@ -33,11 +33,11 @@ def finetuning_arguments(base: Path, chat: Path) -> list[str]:
     return [*words, "--train-data-path", str(CONVERSATIONS), "--valid-data-path", str(CONVERSATIONS)]
 
 
-def finetune_and_export(folder: Path, base: Path, step: int, launched: Sequence[str]) -> int:
+def finetune_and_export(folder: Path, base: Path, step: int, launched: Sequence[str], device: str = "auto") -> int:
     """Finetune the model of `step`, show an exchange, export it, and compare the answer with transformers'.
 
-    launched: the words before the flags of finetuning. Files that exist are used. Returns the exit code of the ranks.
-    Raises TrainingError if the answer does not end, or transformers answers otherwise.
+    launched: the words before the flags of finetuning. device: of the chat. Files that exist are used. Returns the exit
+    code of the ranks. Raises TrainingError if the answer does not end, or transformers answers otherwise.
     """
     from megapipe.extras.cli.convert import main as convert
     from megapipe.extras.cli.launch import launch
@@ -49,9 +49,10 @@ def finetune_and_export(folder: Path, base: Path, step: int, launched: Sequence[
         print(f"   megapipe launch {shlex.join(words)}\n", flush=True)
         if code := launch(words):
             return code
-    say("chat", f"megapipe chat {chat}")
+    words = [str(chat), "--device", device]
+    say("chat", f"megapipe chat {shlex.join(words)}")
     print(f"> {QUESTION}", flush=True)
-    answer = exchange(chat)
+    answer = exchange(words)
     say("export", f"megapipe convert {chat} {export}")
     if not export.exists() and (code := convert([str(chat), str(export)])):
         return code
@@ -65,13 +66,16 @@ def finetune_and_export(folder: Path, base: Path, step: int, launched: Sequence[
     return 0
 
 
-def exchange(chat: Path) -> str:
-    """Write the answer to QUESTION, and return it. Raises TrainingError if it does not end by itself."""
+def exchange(words: Sequence[str]) -> str:
+    """Write the answer to QUESTION, and return it. words: of `megapipe chat`.
+
+    Raises TrainingError if it does not end by itself.
+    """
     from megapipe.extras.cli import chat as command
     from megapipe.extras.cli.inference import open_model
     from megapipe.extras.inference.generate import Sampling
 
-    own = command.chat.parse([str(chat)])
+    own = command.chat.parse(words)
     model = open_model(own, read_environment(), micro_batch_size=1)
     dialog = command.Dialog(model, Sampling(temperature=0.0), MOST_ANSWER_TOKENS)
     text, is_ended = dialog.answer(QUESTION)

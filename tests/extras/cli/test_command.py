@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.errors import ConfigError
+from megapipe.extras.cli import quickstart
 from megapipe.extras.cli.command import SUBCOMMANDS, main
+from megapipe.extras.cli.frame import Command, Option
 from megapipe.extras.cli.launch import threads_of_a_rank
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -36,6 +39,23 @@ def test_an_unknown_subcommand_is_answered_by_the_nearest(
 ) -> None:
     assert main([typed]) == 2
     assert f"did you mean {meant}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_a_misspelled_option_is_answered_by_the_nearest(name: str) -> None:
+    module, function, _ = SUBCOMMANDS[name]
+    command = getattr(importlib.import_module(f"megapipe.extras.cli.{module}"), function)
+    if not isinstance(command, Command):
+        pytest.skip("not a table of options")
+    options = [flag for each in command.options if isinstance(each, Option) for flag in each.names]
+    for flag in options:
+        if flag.startswith("--"):
+            with pytest.raises(ConfigError, match=f"did you mean {flag}\\?"):
+                command.parse([flag + flag[-1]])
+
+
+def test_a_misspelled_flag_of_training_is_left_to_its_own_table() -> None:
+    assert quickstart.main.parse(["--train-iter", "5"]).flags == ["--train-iter", "5"]
 
 
 def test_without_a_subcommand_it_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:

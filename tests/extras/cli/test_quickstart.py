@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from megapipe.comm.bootstrap import choose_backend
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
 from megapipe.extras.cli import quickstart
 from megapipe.extras.cli.quickstart import (
     Prepared,
+    check_run,
     choose_grid,
     prepare,
     pretrain_arguments,
@@ -63,6 +66,19 @@ def test_more_ranks_than_gpus_are_refused_with_a_remedy(monkeypatch: pytest.Monk
         grid(monkeypatch, 2, "--tensor-model-parallel-size", "2")
 
 
+def test_a_torch_for_gpus_trains_on_the_cpu_where_it_finds_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for flags in ((), ("--device", "cpu")):
+        chosen = choose_grid(flags, None)
+        config = load_config([*chosen.flags, *flags], is_job=False).config
+        assert config.training.device == "cpu" and choose_backend("auto", "cpu", 0)[0] == "gloo"
+        check_run(config, 2048, chosen.num_ranks)
+    asked = load_config([*choose_grid(("--device", "cuda"), None).flags, "--device", "cuda"], is_job=False).config
+    with pytest.raises(ConfigError, match=r"built for CUDA 13\.0.*--device cpu$"):
+        check_run(asked, 2048, 8)
+
+
 def test_every_number_of_gpus_gets_a_grid_that_divides_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_gpus in range(1, 17):
         monkeypatch.setattr(quickstart, "count_gpus", lambda gpus=num_gpus: gpus)
@@ -83,8 +99,15 @@ def test_every_number_of_gpus_gets_a_grid_that_divides_it(monkeypatch: pytest.Mo
         (["--corpus", "/nothing/here"], "no such file or directory"),
         (["--corpus", "/nothing/here", "--ranks", "5"], "a world of 5 ranks cannot hold"),
         (["--corpus", "/nothing/here", "--ranks", "24"], "--global-batch-size 16 is not a multiple"),
+        (["--corpus", "/nothing/here", "--device", "cuda"], "use --device cpu"),
+        (["--corpus", "/nothing/here", "--distributed-backend", "nccl"], "use gloo"),
+        (["--corpus", "/nothing/here", "--hidden-size", str(2**20)], "make the model smaller"),
+        (["--corpus", "/nothing/here", "--out", "/dev/null"], "--out /dev/null cannot be written"),
     ],
-    ids=["no steps", "no number", "data", "length", "misspelt", "no corpus", "no grid", "no share of the batch"],
+    ids=[
+        *("no steps", "no number", "data", "length", "misspelt", "no corpus", "no grid", "no share of the batch"),
+        *("no GPU", "no NCCL", "no memory", "no folder"),
+    ],
 )
 def test_wrong_options_are_refused_in_one_line(
     arguments: list[str],
@@ -94,7 +117,8 @@ def test_wrong_options_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quickstart, "count_gpus", lambda: 0)
-    assert quickstart.main([*arguments, "--out", str(tmp_path)]) == 2
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert quickstart.main(["--out", str(tmp_path / "out"), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and "Traceback" not in error
 
