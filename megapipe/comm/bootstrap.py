@@ -25,7 +25,7 @@ from megapipe.monitor.process import allow_open_files, host, start_ticks
 from megapipe.monitor.start_marks import leave_mark, remove_mark
 
 TAKEN_SECONDS = 10.0  # for a second rank 0 to report to the first
-STORE_SECONDS = 10.0  # within which a store answers a connection
+STORE_SECONDS = 30.0  # within which a store answers a connection, also where thousands of ranks connect
 OPEN_FILES = 1024  # of a rank: data, libraries, NCCL's connections; what grows with the world is added
 
 
