@@ -236,6 +236,7 @@ offload.min_offloaded_tensor_size | --min-offloaded-tensor-size 1 | plan memory 
 training.micro_batch_size | --micro-batch-size 1 | plan batch
 training.global_batch_size | --global-batch-size 8 | records
 training.rampup_batch_size | --rampup-batch-size 2 2 6 | records | {SAMPLES}
+training.step_batch_size_schedule | --step-batch-size-schedule 0:2 16:4 | records
 training.train_iters | --train-iters 2 | records
 training.train_samples | --train-samples 8 | records | {SAMPLES}
 training.exit_interval | --exit-interval 2 | records

@@ -226,6 +226,7 @@ class Options(TypedDict, total=False):
     micro_batch_size: int
     global_batch_size: int | None
     rampup_batch_size: Sequence[int] | str | None
+    step_batch_size_schedule: Sequence[str | PathLike[str]] | None
     train_iters: int | None
     train_samples: int | None
     exit_interval: int | str | None

@@ -6,9 +6,10 @@ from os import PathLike
 from pathlib import Path
 
 from megapipe.api.config import Config
-from megapipe.assembly.datasets import planned
+from megapipe.assembly.datasets import with_vocabulary
 from megapipe.errors import ConfigError
 from megapipe.extras.report.timeline import grid_text, svg
+from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.compare import Model
 from megapipe.schedule.costs import AutoGoal
@@ -30,7 +31,7 @@ def make_plan(config: Config, world_size: int, ranks_per_node: int | None = None
     `schedule(num_microbatches)`. The configuration may lack what only a job needs, such as data. Raises ConfigError
     with the rule and a way out for what cannot run on so many ranks.
     """
-    return planned(config.load(is_job=False), world_size, ranks_per_node)
+    return resolve(with_vocabulary(config.load(is_job=False).config), world_size, ranks_per_node)
 
 
 class PipelineSchedule:

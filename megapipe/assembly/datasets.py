@@ -5,13 +5,18 @@ plan of a run whose vocabulary is that of its tokenizer.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, ResolvedConfig
 from megapipe.config.files import DataConfig, parse_blend
+from megapipe.config.flags import normalised
 from megapipe.config.load import LoadedConfig
+from megapipe.config.options import number_in
+from megapipe.config.rules.training import TOKENIZER_FILES
 from megapipe.data.batch import DocumentRules, padding_remarks
 from megapipe.data.build_datasets import DatasetRequest, build_datasets
 from megapipe.data.chat_dataset import build_chat_datasets
@@ -32,6 +37,8 @@ from megapipe.tokenizers.tokenizer import (
     is_same,
     tokenizer_fingerprint,
 )
+
+DATA_FILES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
 @dataclass(frozen=True)
@@ -72,12 +79,42 @@ def tokenizer_of(config: Config, *, is_resolved: bool = False) -> Tokenizer | No
     )
 
 
-def with_vocabulary(config: Config) -> Config:
-    """Fill in the tokenizer's vocabulary size if it is not given. Raises ConfigError if the given size is too small."""
+def missing_files(
+    data: DataConfig, names: Sequence[str] = (*TOKENIZER_FILES, *DATA_FILES)
+) -> Iterator[tuple[str, str]]:
+    """Yield (flag, path) of the tokenizer and token files that do not exist. names: of the fields."""
+    for name in names:
+        value = getattr(data, name)
+        paths = (
+            [value] if isinstance(value, str) else [f"{path}.bin" for path in value or () if number_in(path) is None]
+        )
+        yield from ((f"--{normalised(name)}", path) for path in paths if not Path(path).exists())
+
+
+def without_files(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the configuration with made-up tokens and with NullTokenizer in place of all files."""
+    changes: dict[str, Any] = dict.fromkeys((*TOKENIZER_FILES, *DATA_FILES))
+    changes |= {"mock_data": True, "tokenizer_type": "NullTokenizer"}
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
+
+
+def with_vocabulary(config: Config, needs_files: bool = False) -> Config:
+    """Fill in the tokenizer's vocabulary size if it is not given. Raises ConfigError if the given size is too small.
+
+    needs_files: False accepts a given size without a tokenizer whose files do not exist.
+    """
+    given = config.model.vocab_size
+    missing = [] if needs_files else list(missing_files(config.data, TOKENIZER_FILES))
+    if missing and given is not None:
+        return config
+    if missing:
+        flag, path = missing[0]
+        raise ConfigError(
+            f"{flag} {path} does not exist, so the vocabulary is unknown; give the file, or --vocab-size N"
+        )
     tokenizer = tokenizer_of(config)
     if tokenizer is None:
         return config
-    given = config.model.vocab_size
     if config.data.tokenizer_type == "NullTokenizer":  # it is built from --vocab-size, and has one more token
         given = None
     if given is not None and given < tokenizer.vocab_size:
@@ -90,8 +127,12 @@ def with_vocabulary(config: Config) -> Config:
 
 
 def planned(loaded: LoadedConfig, num_ranks: int, ranks_per_node: int | None) -> RunPlan:
-    """Resolve a loaded configuration on that many ranks. Raises ConfigError."""
-    return resolve(with_vocabulary(loaded.config), num_ranks, ranks_per_node)
+    """Resolve a loaded configuration on that many ranks. Raises ConfigError.
+
+    The tokenizer's files have to exist for a job: it needs them later.
+    """
+    config = with_vocabulary(loaded.config, needs_files=not loaded.requests.only_plans)
+    return resolve(config, num_ranks, ranks_per_node)
 
 
 def check_made_with(data: DataConfig, own: Fingerprint) -> tuple[str, ...]:

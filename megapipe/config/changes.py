@@ -69,8 +69,8 @@ TABLE = {
     },
     SCHEDULE: {
         "training": """
-            global_batch_size rampup_batch_size train_iters train_samples seed spike_rollback spike_threshold
-            spike_steps spike_window spike_limit
+            global_batch_size rampup_batch_size step_batch_size_schedule train_iters train_samples seed spike_rollback
+            spike_threshold spike_steps spike_window spike_limit
         """,
         "optimizer": """
             lr min_lr lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_fraction lr_warmup_iters

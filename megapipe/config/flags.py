@@ -84,6 +84,11 @@ class Requests:
     explain_defaults: bool = False
     help: bool = False
 
+    @property
+    def only_plans(self) -> bool:
+        """True if no rank trains or computes: a plan, a dry run or the printed configuration."""
+        return self.plan or self.dry_run or self.print_config
+
 
 @dataclass(frozen=True)
 class Setting:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 TAKES_VALUE: Any = object()  # as the value of a Flag: the value follows it on the command line
 NONE_WORDS = ("none", "null", "~")
+SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 LIMITS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
@@ -170,3 +172,9 @@ def number_in(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
+
+
+def number_with_suffix(text: str) -> float | None:
+    """Return a number such as 15.6T, 300B or 1.5e13, or None if the text is not one."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([KMBT]?)", text, re.IGNORECASE | re.ASCII)
+    return None if found is None else float(found[1]) * SUFFIXES[found[2].upper()]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megapipe.config.options import Flag, Need, count, option, zero_is_none
+from megapipe.config.options import Flag, Need, count, number_with_suffix, option, zero_is_none
+from megapipe.errors import ConfigError
 from megapipe.registry import Registry
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -76,9 +77,38 @@ MUON = Need("optimizer.optimizer", "--optimizer muon", ("muon",), without="only 
 PRECISION_AWARE = Need("optimizer.use_precision_aware_optimizer", "--use-precision-aware-optimizer")
 
 
+def batch_size_steps(words: Sequence[str], seq_length: int) -> tuple[tuple[int, int], ...]:
+    """Return (consumed sequences, sequences of a step from there on), ascending, of --step-batch-size-schedule.
+
+    words: TOKENS:SIZE, also several in one word, with blanks or commas between them, as Megatron reads them. Tokens are
+    rounded down to sequences. Raises ConfigError.
+    """
+    text = " ".join(words)
+    found = []
+    for entry in text.replace(",", " ").split():
+        tokens, _, size = (number_with_suffix(part) for part in entry.partition(":"))
+        if tokens is None or size is None or size < 1:
+            raise ConfigError(
+                f"--step-batch-size-schedule {text}: {entry} is not TOKENS:SIZE, two numbers with SIZE at least 1, "
+                "such as 2.4B:320"
+            )
+        found.append((int(tokens) // seq_length, int(size)))
+    found.sort()
+    if len({start for start, _ in found}) < len(found) or not found or found[0][0] != 0:
+        raise ConfigError(
+            f"--step-batch-size-schedule {text}: the first TOKENS must be 0, and each at least a sequence of "
+            f"{seq_length} tokens above the one before"
+        )
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """Batch size, length, evaluation, seed, loss, and what to do about spikes and silent corruption."""
+
+    def with_batch(self, size: int) -> TrainingConfig:
+        """Return the section with a constant global batch size."""
+        return replace(self, global_batch_size=size, rampup_batch_size=None, step_batch_size_schedule=None)
 
     micro_batch_size: int = count(1, "sequences of a microbatch on one data-parallel rank", "sequences", required=True)
     global_batch_size: int | None = count(
@@ -89,6 +119,11 @@ class TrainingConfig:
         "START INCREMENT SAMPLES: grow the batch from START to global-batch-size in equal shares of SAMPLES",
         "sequences",
         at_least=0,
+    )
+    step_batch_size_schedule: tuple[str, ...] | None = option(
+        None,
+        "TOKENS:SIZE ...: the global batch size from each number of trained tokens on, such as 0:16 2.4B:320 12B:1536",
+        "tokens, sequences",
     )
     train_iters: int | None = count(None, "steps to train (or --train-samples)", "steps")
     train_samples: int | None = count(None, "sequences to train on (or --train-iters)", "sequences")

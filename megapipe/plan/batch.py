@@ -1,30 +1,29 @@
-"""The global batch size over a run: constant, or ramped up by consumed samples (Megatron's --rampup-batch-size)."""
+"""The global batch size over a run: constant, ramped up by consumed samples (--rampup-batch-size), or changed at given
+numbers of tokens (--step-batch-size-schedule).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from operator import itemgetter
 
 from megapipe.config.problems import divisors, nearest_values
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 
 MOST_MICROBATCHES = 100_000  # of a step on one rank
+Steps = tuple[tuple[int, int], ...]  # (consumed sequences, sequences of a step from there on), ascending
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The number of sequences in each step.
+    """The number of sequences in each step."""
 
-    The ramp goes from `start` to `full` in steps of `increment`, each lasting ramp_samples / ((full - start) /
-    increment) sequences.
-    """
-
-    full: int
+    full: int  # of the last steps
     samples_per_microbatch: int  # micro batch x dp; every batch size is a multiple of it
-    start: int = 0
-    increment: int = 0
-    ramp_samples: int = 0
+    steps: Steps = ()  # from 0 to `full`; empty: constant
+    flag: str = ""  # the option that changes the size
     is_derived: bool = False  # `full` is not given: it is one microbatch of each data-parallel rank
 
     @property
@@ -33,27 +32,17 @@ class BatchSchedule:
         return self.full // self.samples_per_microbatch
 
     @property
-    def num_sizes(self) -> int:
-        """The number of batch sizes of the run."""
-        return (self.full - self.start) // self.increment + 1 if self.increment else 1
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """All batch sizes of the run, smallest first."""
-        return (*range(self.start, self.full, self.increment), self.full) if self.increment else (self.full,)
+        return tuple(sorted({size for _, size in self.steps})) or (self.full,)
 
     def flag_of(self, size: int) -> str:
         """Return the flag that asks for a batch of this size, for messages."""
-        is_full = size == self.full
-        return "--global-batch-size" if is_full else f"--rampup-batch-size {self.start} {self.increment} reaches"
+        return "--global-batch-size" if size == self.full else f"{self.flag} reaches"
 
     def size_at(self, consumed_samples: int) -> int:
         """Return the sequences of the step that starts after `consumed_samples`."""
-        if not self.increment or consumed_samples > self.ramp_samples:
-            return self.full
-        increments = (self.full - self.start) // self.increment
-        reached = consumed_samples * increments // self.ramp_samples if self.ramp_samples else increments
-        return min(self.full, self.start + reached * self.increment)
+        return self.steps[self._next_step(consumed_samples) - 1][1] if self.steps else self.full
 
     def num_microbatches_at(self, consumed_samples: int) -> int:
         """Return the microbatches of a data-parallel rank in the step that starts after `consumed_samples`."""
@@ -61,54 +50,66 @@ class BatchSchedule:
 
     def samples_after(self, num_steps: int, consumed: int = 0) -> int:
         """Return the sequences consumed after `num_steps` steps from the place after `consumed` of them."""
-        steps = 0
-        while (size := self.size_at(consumed)) != self.full:
-            count = min(num_steps - steps, self._steps_of_size_at(consumed))
-            consumed, steps = consumed + count * size, steps + count
-            if steps == num_steps:
-                return consumed
-        return consumed + (num_steps - steps) * self.full
+        while num_steps and (at := self._next_step(consumed)) < len(self.steps):
+            size = self.size_at(consumed)
+            count = min(num_steps, -(-(self.steps[at][0] - consumed) // size))
+            consumed, num_steps = consumed + count * size, num_steps - count
+        return consumed + num_steps * self.full
 
     def steps_for(self, samples: int) -> int:
         """Return the number of whole steps in `samples` sequences."""
         return bisect_right(range(1, samples + 1), samples, key=self.samples_after)
 
-    def _steps_of_size_at(self, consumed: int) -> int:
-        """Return how many steps from there on have the size of the step that starts after `consumed`."""
-        size = self.size_at(consumed)
-        increments = (self.full - self.start) // self.increment
-        reached = (size - self.start) // self.increment + 1
-        end = min(-(-reached * self.ramp_samples // increments), self.ramp_samples + 1)
-        return max(1, -(-(end - consumed) // size))
+    def _next_step(self, consumed_samples: int) -> int:
+        """Return the index of the first change of size after `consumed_samples`."""
+        return bisect_right(self.steps, consumed_samples, key=itemgetter(0))
+
+
+def ramp(start: int, increment: int, full: int, samples: int) -> Steps:
+    """Return the steps of a ramp: from `start` to `full` in equal shares of `samples` sequences."""
+    count = max(1, (full - start) // increment)
+    return tuple((-(-step * samples // count), start + step * increment) for step in range(count + 1))
 
 
 def batch_schedule(
-    full: int | None, micro_batch_size: int, dp: int, rampup: tuple[int, int, int] | None, ranks_per_replica: int = 1
+    full: int | None,
+    micro_batch_size: int,
+    dp: int,
+    rampup: tuple[int, int, int] | None,
+    ranks_per_replica: int = 1,
+    steps: Steps = (),
 ) -> BatchSchedule:
     """Build the batch schedule. Raises ConfigError with the size that does not divide, and sizes that would.
 
-    full: None for one microbatch of each data-parallel rank. rampup: (start, increment, samples).
-    ranks_per_replica: tp x cp x pp, for the message.
+    full: None for one microbatch of each data-parallel rank. rampup: (start, increment, samples), or in its place
+    steps. ranks_per_replica: tp x cp x pp, for the message.
     """
-    unit = micro_batch_size * dp
+    unit, flag = micro_batch_size * dp, "--step-batch-size-schedule"
     if full is None:
         return BatchSchedule(unit, unit, is_derived=True)
-    start, increment, samples = rampup or (full, 0, 0)
-    if start > full:
+    num_sizes = len(steps)
+    if rampup is not None:
+        start, increment, samples = rampup
+        flag = f"--rampup-batch-size {start} {increment}"
+        if start > full:
+            raise ConfigError(
+                f"--rampup-batch-size starts at {start}, above --global-batch-size {full}; start at or below it"
+            )
+        if start < full and (increment < 1 or (full - start) % increment):
+            raise ConfigError(
+                f"--rampup-batch-size {start} {increment} {samples} never reaches --global-batch-size {full}: "
+                f"the increment must divide {full - start}"
+            )
+        num_sizes = (full - start) // increment + 1 if start < full else 1
+    largest = max([full, *(size for _, size in steps)])
+    if largest // unit > MOST_MICROBATCHES or num_sizes > MOST_MICROBATCHES:
         raise ConfigError(
-            f"--rampup-batch-size starts at {start}, above --global-batch-size {full}; start at or below it"
-        )
-    if start < full and (increment < 1 or (full - start) % increment):
-        raise ConfigError(
-            f"--rampup-batch-size {start} {increment} {samples} never reaches --global-batch-size {full}: "
-            f"the increment must divide {full - start}"
-        )
-    schedule = BatchSchedule(full, unit, start, increment, samples) if start < full else BatchSchedule(full, unit)
-    if full // unit > MOST_MICROBATCHES or schedule.num_sizes > MOST_MICROBATCHES:
-        raise ConfigError(
-            f"--global-batch-size {full} is {full // unit} microbatches on each rank, in {schedule.num_sizes} sizes; "
+            f"--global-batch-size {largest} is {largest // unit} microbatches on each rank, in {num_sizes} sizes; "
             f"at most {MOST_MICROBATCHES} of each can be scheduled"
         )
+    if rampup is not None and start < full:
+        steps = ramp(start, increment, full, samples)
+    schedule = BatchSchedule(full, unit, steps, flag)
     size = next((size for size in schedule.sizes if size % unit), None)
     if size is None:
         return schedule

@@ -15,11 +15,11 @@ place of b above.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megapipe.config.options import number_with_suffix
 from megapipe.errors import ConfigError
 from megapipe.formatting import bytes_text, duration_text, seconds_text
 from megapipe.plan.run_plan import RunPlan
@@ -27,7 +27,6 @@ from megapipe.sharding.state_dtypes import BYTES
 
 DAY, HOUR = 86400.0, 3600.0
 MOST = 1e15  # of any input
-SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,9 @@ def checkpoint_bytes(plan: RunPlan) -> tuple[int, int]:
 
 def parse_tokens(text: str) -> float:
     """Return a number of tokens such as 15.6T, 300B or 1.5e13. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([KMBT]?)", text, re.IGNORECASE | re.ASCII)
-    if found is None:
+    if (tokens := number_with_suffix(text)) is None:
         raise ConfigError(f"--days {text}: expected a number of tokens, such as 15.6T, 300B or 1.5e13")
-    return float(found[1]) * SUFFIXES[found[2].upper()]
+    return tokens
 
 
 def run_days(

@@ -7,6 +7,14 @@ device. How much of a peak large GEMMs reach is not in data sheets: `HIGHEST` ha
 where training reaches less than those, fitted to published steps (tools/fit_efficiency.py). Attention on NVIDIA's GPUs
 has the rates of `attention_rates`; on others its share is an estimate, as is that of the memory's rate.
 docs/time_model.md compares what comes of them.
+
+Workstation and older cards: NVIDIA's white papers GA102 (2021: RTX 3090, A6000), Ada (2023: RTX 4090, RTX 6000 Ada, L4,
+L40S) and RTX Blackwell (2025: RTX 5090), and the data sheets of A10 (2021), L4, L40S (2023), T4 (2018) and V100 (2020).
+Rates are those with sums in fp32, which GeForce cards reach at half the rate of sums in fp16. T4 and V100 have fp16
+alone. With ECC, as A10, L4, L40S and T4 are delivered, GDDR6 gives a sixteenth of the memory to it. Their GEMMs and
+attention have no benchmark here: shares are those of a file that measures none. The link of a node is PCIe, which
+NVLink bridges between two cards (RTX 3090, A6000) exceed, and which GeForce cards, without peer-to-peer copies, do not
+reach.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -41,6 +50,7 @@ HIGHEST = {
     "b300": (0.786, 0.763),
     "gb300": (0.73, 0.723),
     "mi300x": (0.514, 0.514),
+    "": (0.8, 0.8),  # not benchmarked
 }
 # A GEMM of depth k reaches k / (k + half) of that: it starts and ends with reads and writes that no product hides.
 # From the shapes in DeepGEMM's first README, in fp8 on H800, each within 10 %; 16 bits take twice as long a product.
@@ -51,7 +61,7 @@ MANY = 1 << 14  # rows and columns whose tiles fill their waves
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93))  # rows and columns of a result, relative speed
 ATTENTION_SINCE_H100 = 0.35  # by kernels that `attention_rates` does not know: those that take masks
 # gigabytes a second in one direction of 16 lanes (the data sheets: 64 and 128 for both directions together)
-PCIE_4, PCIE_5 = 32.0, 64.0
+PCIE_3, PCIE_4, PCIE_5 = 16.0, 32.0, 64.0
 # Of the rates of data sheets, what rings of NCCL reach, and the seconds that each hop adds: from all-reduces of 16 MiB
 # to 16 GiB over 8 A100, H200 and B200 and over 32 B200 on 4 nodes (stas00/ml-engineering, network/README.md, 744d01e)
 NODE_SHARE, HOP_SECONDS = 0.78, 8e-6
@@ -73,7 +83,7 @@ class Hardware:
     """One kind of accelerator and how its nodes are built."""
 
     name: str
-    driver_name: str  # part of the name that the driver gives it
+    driver_name: str  # part of the name that the driver gives it; in the table a regular expression
     flops: Mapping[str, float]  # peak by configuration dtype, and of "fp8" operands; others have no matrix units
     memory_bytes: int
     memory_bytes_per_second: float
@@ -95,7 +105,7 @@ class Hardware:
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s in a configuration dtype, or in "fp8". Raises ConfigError where the table has no rate."""
         if dtype not in self.flops:
-            way_out = "leave --fp8-format out" if dtype == FP8 else "give --bf16"
+            way_out = "leave --fp8-format out" if dtype == FP8 else f"give --{next(iter(self.flops))}"
             raise ConfigError(
                 f"no matrix rate of {self.name} is known for {dtype}; there are {', '.join(self.flops)}: {way_out}, "
                 "or a file with flops"
@@ -182,12 +192,13 @@ def _row(
     rates: Rates = HOPPER,
     attention: float = ATTENTION_SINCE_H100,
     ranks_per_node: int = 8,
+    dtypes: tuple[str, ...] = ("bf16", "fp16"),
 ) -> Hardware:
     """Return a row of the table from figures in the units of data sheets."""
     return Hardware(
         name,
         driver_name,
-        {"bf16": tera[0] * TERA, "fp16": tera[0] * TERA} | ({FP8: tera[1] * TERA} if len(tera) > 1 else {}),
+        dict.fromkeys(dtypes, tera[0] * TERA) | ({FP8: tera[1] * TERA} if len(tera) > 1 else {}),
         int(memory * GIB),
         terabytes * TERA,
         Link(NODE_SHARE * node * GIGA, HOP_SECONDS),
@@ -201,6 +212,8 @@ def _row(
     )
 
 
+SLOW = 1.5625  # GB/s of a card: eight share a network card of 100 Gbit/s, an assumption
+FP16 = ("fp16",)
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
@@ -214,6 +227,18 @@ HARDWARE: dict[str, Hardware] = {
         _row("gb200", "GB200", (2500, 5000), 173, 8.0, 900, 50, PCIE_5, 148, "gb200", BLACKWELL, ranks_per_node=NVL72),
         _row("gb300", "GB300", (2500, 5000), 259, 8.0, 900, 100, PCIE_5, 148, "gb300", BLACKWELL, ranks_per_node=NVL72),
         _row("mi300x", "MI300X", (1307, 2615), 192, 5.3, 448, 50, PCIE_5, 304, "mi300x", {}),
+        _row("rtx-3090", "RTX 3090$", (71,), 24, 0.936, PCIE_4, SLOW, PCIE_4, 82, "", {}, 0.45),
+        _row("rtx-4090", "RTX 4090$", (165.2, 330.3), 24, 1.008, PCIE_4, SLOW, PCIE_4, 128, "", {}, 0.45),
+        _row("rtx-5090", "RTX 5090$", (209.5, 419), 32, 1.792, PCIE_5, SLOW, PCIE_5, 170, "", {}, 0.45),
+        _row("a6000", "RTX A6000$", (154.8,), 48, 0.768, PCIE_4, SLOW, PCIE_4, 84, "", {}, 0.45),
+        _row("rtx-6000-ada", "RTX 6000 Ada", (364.2, 728.5), 48, 0.96, PCIE_4, SLOW, PCIE_4, 142, "", {}, 0.45),
+        _row("l4", r"\bL4$", (121, 242), 22.5, 0.3, PCIE_4, SLOW, PCIE_4, 58, "", {}, 0.45),
+        _row("l40s", r"\bL40S$", (362, 733), 45, 0.864, PCIE_4, SLOW, PCIE_4, 142, "", {}, 0.45),
+        _row("a10", r"\bA10$", (125,), 22.5, 0.6, PCIE_4, SLOW, PCIE_4, 72, "", {}, 0.45),
+        _row("t4", r"\bT4$", (65,), 15, 0.3, PCIE_3, SLOW, PCIE_3, 40, "", {}, 0.45, dtypes=FP16),
+        # the network of a DGX-1: four cards of 100 Gbit/s
+        _row("v100-16", "V100-SXM2-16GB", (125,), 16, 0.9, 150, 6.25, PCIE_3, 80, "", {}, 0.45, dtypes=FP16),
+        _row("v100-32", "V100-SXM[23]-32GB", (125,), 32, 0.9, 150, 6.25, PCIE_3, 80, "", {}, 0.45, dtypes=FP16),
     )
 }
 # fields that are no keys of a hardware file
@@ -223,18 +248,23 @@ OTHER_PEAKS = {"H100 PCIe": 756 * TERA}
 
 
 def hardware_named(name: str) -> Hardware:
-    """Return a row of the table. Raises ConfigError for an unknown name."""
-    if name.lower() not in HARDWARE:
+    """Return a row of the table; case, blanks and dashes do not count. Raises ConfigError for an unknown name."""
+    found = {_plain(row): hardware for row, hardware in HARDWARE.items()}.get(_plain(name))
+    if found is None:
         known = ", ".join(HARDWARE)
         raise ConfigError(f"--gpu {name} is not in the table: there are {known}; describe others in --hardware FILE")
-    return HARDWARE[name.lower()]
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name).lower()
 
 
 def hardware_of(device_name: str) -> Hardware | None:
     """Return the row of a device by the name its driver gives; None if it is not in the table."""
     if any(part in device_name for part in OTHER_PEAKS):
         return None
-    rows = (row for row in HARDWARE.values() if row.driver_name in device_name)
+    rows = (row for row in HARDWARE.values() if re.search(row.driver_name, device_name))
     return max(rows, key=lambda row: len(row.driver_name), default=None)
 
 

@@ -421,7 +421,8 @@ def _host(plan: RunPlan, rank: RankMemory) -> Iterator[str]:
 def _batch(plan: RunPlan) -> Iterator[str]:
     training, batch = plan.config.training, plan.batch
     steps = count_text(training.train_iters, "step") if training.train_iters else "no steps"
-    ramp = f", ramped up from {batch.start} over {batch.ramp_samples:,} samples" if batch.increment else ""
+    changes = batch.steps[1:]
+    ramp = f", from {batch.steps[0][1]} on in {len(changes)} steps over {changes[-1][0]:,} samples" if changes else ""
     tokens = batch.full * plan.config.model.seq_length
     yield (
         f"  batch    {count_text(batch.full, 'sequence')} = {count_text(batch.num_microbatches, 'microbatch')} "

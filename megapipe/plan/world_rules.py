@@ -18,6 +18,7 @@ from megapipe.config.rules import model as of_model
 from megapipe.config.rules import training as of_training
 from megapipe.config.rules.check import Rule
 from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, OPTIONS, Option, Refusal, refusals
+from megapipe.config.training import batch_size_steps
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of
 from megapipe.plan.batch import BatchSchedule, batch_schedule
@@ -183,8 +184,9 @@ def _kv_replicas(config: Config) -> int:
 def batch_of(config: Config, topology: Topology) -> BatchSchedule:
     """Return the batch sizes of the run. Raises ConfigError if they do not divide over the ranks."""
     training, ranks_per_replica = config.training, topology.tp * topology.cp * topology.pp
-    sizes = training.global_batch_size, training.micro_batch_size
-    return batch_schedule(*sizes, topology.dp, training.rampup_batch_size, ranks_per_replica)
+    sizes, words = (training.global_batch_size, training.micro_batch_size), training.step_batch_size_schedule
+    steps = () if words is None else batch_size_steps(words, config.model.seq_length)
+    return batch_schedule(*sizes, topology.dp, training.rampup_batch_size, ranks_per_replica, steps)
 
 
 def num_steps(config: Config, batch: BatchSchedule) -> int | None:

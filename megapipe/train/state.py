@@ -15,12 +15,11 @@ from megapipe.config.training import OptimizerConfig
 from megapipe.data.dataset import SkippedSamples
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.optimizer.schedule import LrSchedule, Rates, WeightDecaySchedule, lr_schedule, weight_decay_schedule
-from megapipe.plan.batch import BatchSchedule
+from megapipe.plan.batch import MOST_MICROBATCHES, BatchSchedule, ramp
 from megapipe.plan.run_plan import RunPlan
 from megapipe.registry import EXTENSIONS
 
 T = TypeVar("T")
-BATCH_SIZES = ("full", "start", "increment", "ramp_samples")  # of BatchSchedule
 COUNTS = ("step", "consumed_samples", "consumed_tokens", "skipped_steps")
 ACCOUNT_COUNTS = ("rollbacks", "discarded_samples", "discarded_tokens")
 FLAGS = {
@@ -102,7 +101,7 @@ class TrainingState:
 
 def batches_to_dict(batch: BatchSchedule, state: TrainingState) -> dict[str, Any]:
     """Return the batch sizes of a run, and the position from which on it has had them, for the checkpoint."""
-    return {"since": list(state.since), **{name: getattr(batch, name) for name in BATCH_SIZES}}
+    return {"since": list(state.since), "full": batch.full, "steps": [list(step) for step in batch.steps]}
 
 
 def check_position(state: TrainingState, saved: dict[str, Any] | None) -> None:
@@ -114,21 +113,27 @@ def check_position(state: TrainingState, saved: dict[str, Any] | None) -> None:
         return
     step, samples = state.step, state.consumed_samples
     first, consumed = map(int, saved["since"])
-    sizes: dict[str, Any] = {name: int(saved[name]) for name in BATCH_SIZES}
-    batch = BatchSchedule(samples_per_microbatch=1, **sizes)
-    ramp = range(batch.start, batch.full, max(1, batch.increment))
-    is_ramp = (
-        batch.start > 0 and batch.full - batch.start in range(1, batch.full) and ramp[-1] + ramp.step == batch.full
-    )
-    if min(batch.full, batch.increment + 1, batch.ramp_samples + 1) < 1 or (batch.increment and not is_ramp):
-        raise ValueError(f"batch sizes {saved}")  # nothing can be computed from these
+    batch = _saved_batches(saved)
     expected = batch.samples_after(step - first, consumed)
     if step < first or samples != expected:
-        taken = f"batches of {batch.full}" + (f", ramped up from {batch.start}," if batch.increment else "")
+        taken = f"batches of {batch.full}" + (f", from {batch.steps[0][1]} on," if batch.steps else "")
         raise ValueError(
             f"{samples} consumed samples after step {step}, but with {taken} since step {first} ({consumed} samples) "
             f"they are {expected}"
         )
+
+
+def _saved_batches(saved: dict[str, Any]) -> BatchSchedule:
+    """Return the batch sizes of `batches_to_dict`, or of an older version, which had ramps alone. Raises ValueError."""
+    full, steps = int(saved["full"]), tuple((int(start), int(size)) for start, size in saved.get("steps", ()))
+    start, increment, samples = (int(saved.get(name, 0)) for name in ("start", "increment", "ramp_samples"))
+    if increment and abs((full - start) // increment) <= MOST_MICROBATCHES:
+        steps = ramp(start, increment, full, samples)
+    starts = [start for start, _ in steps] or [0]
+    is_possible = starts[0] == 0 and starts == sorted(starts) and (not steps or steps[-1][1] == full)
+    if not is_possible or bool(increment) > bool(steps) or min([full, *(size for _, size in steps)]) < 1:
+        raise ValueError(f"batch sizes {saved}")  # nothing can be computed from these
+    return BatchSchedule(full, 1, steps)
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,7 @@ parallel.grad_reduce_in_bf16 | --grad-reduce-in-bf16 | loss
 parallel.pipeline_message_dtype | --pipeline-message-dtype fp8 | loss | {PP2} | 2
 training.global_batch_size | --global-batch-size 16 | schedule
 training.rampup_batch_size | --rampup-batch-size 2 2 16 | schedule | !--train-iters --train-samples 64
+training.step_batch_size_schedule | --step-batch-size-schedule 0:2 1K:8 | schedule
 training.train_iters | --train-iters 8 | schedule
 training.train_samples | --train-samples 80 | schedule | !--train-iters --train-samples 64
 training.seed | --seed 7 | schedule

@@ -987,6 +987,11 @@ RAMPS = [
     ("--global-batch-size 8 --rampup-batch-size 2 4 100", "an INCREMENT that divides 6"),
     ("--global-batch-size 8 --rampup-batch-size 4 1 100", "multiples of --micro-batch-size 2"),
     ("--global-batch-size 8 --rampup-batch-size 0 2 100", "at least 1"),
+    ("--step-batch-size-schedule 0:2 1K", "1K is not TOKENS:SIZE"),
+    ("--step-batch-size-schedule 5K:2 10K:4", "the first TOKENS must be 0"),
+    ("--global-batch-size 8 --step-batch-size-schedule 0:2 1M:4", "give 4"),
+    ("--step-batch-size-schedule 0:3 1M:4", "3 is not a multiple of --micro-batch-size 2"),
+    ("--global-batch-size 8 --rampup-batch-size 2 2 9 --step-batch-size-schedule 0:8", "one of the two"),
 ]
 EXTENSION = "--extension tests/fixtures/extension.py"
 CASES += [

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.config.training import batch_size_steps
 from megapipe.errors import ConfigError
 from megapipe.plan.batch import batch_schedule
 
@@ -41,6 +46,29 @@ def test_the_ramp_of_megatron() -> None:
     assert [schedule.size_at(n) for n in (0, 31, 32, 63, 64, 95, 96, 97)] == [8, 8, 16, 16, 24, 24, 32, 32]
 
 
+MEGATRON = json.loads((Path(__file__).parent / "megatron_batch_steps.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", MEGATRON["accepted"], ids=lambda case: case["schedule"])
+def test_the_steps_of_a_schedule_are_those_of_megatron(case: dict[str, Any]) -> None:
+    steps, unit = batch_size_steps([case["schedule"]], case["seq_length"]), case["samples_per_microbatch"]
+    assert steps == batch_size_steps(case["schedule"].split(), case["seq_length"]) == tuple(map(tuple, case["steps"]))
+    schedule = batch_schedule(case["last"], 1, unit, None, 1, steps)
+    for consumed, size, count in case["sizes_at"]:
+        assert (schedule.size_at(consumed), schedule.num_microbatches_at(consumed)) == (size, count)
+    consumed = 0
+    for step, size in enumerate(case["first_steps"]):
+        assert (schedule.size_at(consumed), schedule.samples_after(step)) == (size, consumed)
+        consumed += size
+        assert (schedule.steps_for(consumed), schedule.steps_for(consumed - 1)) == (step + 1, step)
+
+
+@pytest.mark.parametrize("text", MEGATRON["refused"])
+def test_what_megatron_refuses_of_a_schedule_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--step-batch-size-schedule"):
+        batch_size_steps([text], 64)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -56,6 +84,7 @@ def test_the_ramp_of_megatron() -> None:
         ((16, 2, 2, (6, 2, 10)), r"--rampup-batch-size 6 2 reaches 6"),
         ((16, 2, 2, (4, 8, 10)), r"never reaches --global-batch-size 16: the increment must divide 12"),
         ((16, 2, 2, (20, 4, 10)), r"starts at 20, above --global-batch-size 16"),
+        ((16, 2, 2, None, 1, ((0, 6), (9, 16))), r"--step-batch-size-schedule reaches 6"),
     ],
     ids=[
         "indivisible",
@@ -64,6 +93,7 @@ def test_the_ramp_of_megatron() -> None:
         "indivisible_on_the_way",
         "misses_the_end",
         "starts_above",
+        "indivisible_step",
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(arguments: tuple, message: str) -> None:

@@ -42,8 +42,9 @@ def test_every_gpu_with_fp8_multiplies_twice_as_fast_in_it() -> None:
         for name, hardware in HARDWARE.items()
         if "fp8" in hardware.flops
     }
-    assert rates.keys() == {"h100", "h800", "h200", "b200", "b300", "gb200", "gb300", "mi300x"}
-    assert all(rate == pytest.approx(2.0, rel=2e-3) for rate in rates.values())
+    servers = {"h100", "h800", "h200", "b200", "b300", "gb200", "gb300", "mi300x"}
+    assert rates.keys() == servers | {"rtx-4090", "rtx-5090", "rtx-6000-ada", "l4", "l40s"}
+    assert all(rate == pytest.approx(2.0, rel=2e-2) for rate in rates.values())
 
 
 def test_a_gpu_without_fp8_is_refused_with_a_remedy() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megapipe.errors import ConfigError
-from megapipe.plan.hardware import HARDWARE, hardware_named, peak_flops, read_hardware, wave_share
+from megapipe.plan.hardware import HARDWARE, hardware_named, hardware_of, peak_flops, read_hardware, wave_share
 
 
 def test_a_hardware_file_based_on_a_row_changes_only_its_own_values(tmp_path: Path) -> None:
@@ -80,3 +80,48 @@ def test_names_of_the_driver_lead_to_their_peaks() -> None:
 def test_a_rack_is_a_node_of_as_many_gpus_as_divide_them(gpus: int, node: int) -> None:
     assert hardware_named("gb200").on(gpus).ranks_per_node == node
     assert hardware_named("h100").on(gpus) is hardware_named("h100")
+
+
+@pytest.mark.parametrize("name", ["RTX4090", "rtx 4090", "Rtx-4090", "RTX_4090"])
+def test_names_are_matched_without_case_blanks_and_dashes(name: str) -> None:
+    assert hardware_named(name) is HARDWARE["rtx-4090"]
+
+
+def test_an_unknown_gpu_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match=r"rtx-5090.*v100-32"):
+        hardware_named("rtx-4095")
+
+
+@pytest.mark.parametrize(
+    ("device", "row"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40", None),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", None),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("Tesla T4", "t4"),
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("Tesla V100-PCIE-16GB", None),
+    ],
+)
+def test_a_card_has_the_row_of_its_own_name_or_none(device: str, row: str | None) -> None:
+    found = hardware_of(device)
+    assert (None if found is None else found.name) == row
+
+
+def test_a_card_without_bf16_asks_for_fp16() -> None:
+    with pytest.raises(ConfigError, match="give --fp16"):
+        hardware_named("v100-32").peak("bf16")
+
+
+def test_geforce_cards_sum_in_fp32_at_half_the_rate() -> None:
+    """The same chip as a workstation card: rates by multiprocessor differ twofold, but for their clocks."""
+    for geforce, workstation in (("rtx-3090", "a6000"), ("rtx-4090", "rtx-6000-ada")):
+        rates = [HARDWARE[name].flops["bf16"] / HARDWARE[name].num_sms for name in (geforce, workstation)]
+        assert rates[0] / rates[1] == pytest.approx(0.5, rel=0.1)

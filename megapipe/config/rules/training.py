@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from megapipe.config.config import Config, fields_by_key, given, value_of
 from megapipe.config.files import HUGGING_FACE_TOKENIZER, TOKENIZER_TYPES, parse_blend, split_shares
 from megapipe.config.problems import use_multiples
+from megapipe.config.training import batch_size_steps
 from megapipe.errors import ConfigError
 from megapipe.formatting import shortened
 
@@ -18,11 +19,12 @@ SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_p
 
 
 def batch(config: Config) -> Iterator[str]:
-    """Check the batch size and its ramp."""
+    """Check the batch size, and its ramp or its steps."""
     micro, whole = config.training.micro_batch_size, config.training.global_batch_size
     if whole is not None and whole % micro:
         sizes = f"{use_multiples(micro, whole)} as global batch"
         yield f"--micro-batch-size {micro} does not divide --global-batch-size {whole}; {sizes}"
+    yield from _batch_size_steps(config)
     if config.training.rampup_batch_size is None:
         return
     start, increment, _ = config.training.rampup_batch_size
@@ -37,6 +39,24 @@ def batch(config: Config) -> Iterator[str]:
         yield f"{ramp} reaches --global-batch-size {whole} only with an INCREMENT that divides {whole - start}"
     elif start % micro or increment % micro:
         yield f"{ramp}: START and INCREMENT must be multiples of --micro-batch-size {micro}"
+
+
+def _batch_size_steps(config: Config) -> Iterator[str]:
+    words, whole = config.training.step_batch_size_schedule, config.training.global_batch_size
+    if words is None:
+        return
+    try:
+        sizes = [size for _, size in batch_size_steps(words, config.model.seq_length)]
+    except ConfigError as error:
+        yield str(error)
+        return
+    flag, micro = f"--step-batch-size-schedule {' '.join(words)}", config.training.micro_batch_size
+    if config.training.rampup_batch_size is not None:
+        yield f"{flag} and --rampup-batch-size both change the batch size; give one of the two"
+    if whole not in (None, sizes[-1]):
+        yield f"{flag} ends with {sizes[-1]}, but --global-batch-size is {whole}; leave it out, or give {sizes[-1]}"
+    if odd := [size for size in sizes[:-1] if size % micro]:
+        yield f"{flag}: {odd[0]} is not a multiple of --micro-batch-size {micro}; {use_multiples(micro, odd[0])}"
 
 
 def length(config: Config) -> Iterator[str]:
@@ -210,7 +230,14 @@ IMPLIED = {
 
 
 def with_implied(config: Config) -> Config:
-    """Return the configuration with what --sft implies."""
+    """Return the configuration with what --sft implies, and with the batch in which --step-batch-size-schedule ends.
+
+    Raises ConfigError for a schedule that cannot be read.
+    """
+    if (words := config.training.step_batch_size_schedule) is not None:
+        _, last = batch_size_steps(words, config.model.seq_length)[-1]
+        training = dataclasses.replace(config.training, global_batch_size=config.training.global_batch_size or last)
+        config = dataclasses.replace(config, training=training)
     if not config.data.sft:
         return config
     changes: dict[str, dict[str, bool]] = {}

@@ -353,7 +353,7 @@ def one_pipeline_rank(config: Config, world_size: int, layer: LayerConfig | None
         config,
         model=model,
         parallel=replace(config.parallel, **defaults),
-        training=replace(config.training, global_batch_size=sequences, rampup_batch_size=None),
+        training=config.training.with_batch(sequences),
         optimizer=replace(config.optimizer, optimizer_post_validation=False),
         offload=OffloadConfig(),  # its copies overlap with other layers
     )

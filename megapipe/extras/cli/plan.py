@@ -22,6 +22,7 @@ from megapipe.extras.cli.frame import PREDICTION_OPTIONS, command, hardware_give
 from megapipe.extras.report.folder import logged_load
 from megapipe.extras.report.grid import context_svg, grid_svg
 from megapipe.extras.search.experiments import experiments
+from megapipe.extras.search.fit import Fit, with_remedies
 from megapipe.extras.search.layout import Context, Layout
 from megapipe.extras.search.search import OBJECTIVES, Candidate, Objective, choose, predict_plan
 from megapipe.extras.search.search_report import SearchReport, megatron_text
@@ -82,7 +83,7 @@ OPTIONS = (
     option("--price", "of an accelerator and hour, for the objective cost and for --days", type=float, above=0),
     option("--tokens-per-second", "to reach, for the objectives gpus and cost", type=float, above=0),
     option("--output", "write the best layout as a configuration", type=Path),
-    switch("--json", "print everything as JSON"),
+    switch("--json", "print everything as JSON, also of a plan of --world-size N with --gpu or --hardware"),
     "days of a run with failures, with --world-size N or --gpus N",
     option("--days", "of TOKENS (15.6T), or of --train-iters or -samples", nargs="?", const="", metavar="TOKENS"),
     *DAYS_OPTIONS,
@@ -99,7 +100,8 @@ def main(own: argparse.Namespace) -> int:
     shows the grid with its nodes, the layers and parameters of each stage and their sum, batch, FLOPs, the expected
     bubble and the memory of every rank; or why it cannot run. It is pretrain_gpt.py --plan, but data, length and
     learning rate may be omitted. --ranks-per-node: by default all ranks are on one node. With --gpu or --hardware the
-    nodes are those of the hardware, and the predicted time of a step is shown, with experts that of their all-to-alls.
+    nodes are those of the hardware, and the predicted time of a step is shown, with experts that of their all-to-alls,
+    and whether the fullest rank fits; if not, changes that fit, and exit code 1.
 
       megapipe plan --gpus 1024 --gpu a100-80 --config configs/gpt3_175b.yaml --output best.yaml
 
@@ -122,7 +124,8 @@ def main(own: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} draws a grid of --world-size N; leave it out of a search")
         return _search(own)
     search = {"--objective": own.objective, "--tokens-per-second": own.tokens_per_second, "--output": own.output}
-    search |= {"--price": own.price if own.days is None else None, "--json": own.json or None}
+    search |= {"--price": own.price if own.days is None else None}
+    search |= {"--json": own.json or None} if hardware is None else {}
     if idle := [flag for flag, value in search.items() if value is not None]:
         raise ConfigError(f"{idle[0]} belongs to the search for a layout: add --gpus N and --gpu NAME")
     loaded = load_config(["--plan", *own.flags], is_job=False, more=rules_of_world)
@@ -134,21 +137,41 @@ def main(own: argparse.Namespace) -> int:
     plan = planned(loaded, num_ranks, per_node)
     load = expert_load_given(own, plan.config, plan.topology.ep)
     plan = dataclasses.replace(plan, expert_load=load)
-    print("\n".join([*own_kernels(loaded.config), plan_text(plan)]))
-    if hardware is not None:
+    fit = None if hardware is None else with_remedies(with_vocabulary(loaded.config), plan, hardware)
+    if own.json and hardware is not None and fit is not None:
+        print(json.dumps(_plan_data(plan, hardware) | fit.data(), indent=2))
+    else:
+        print("\n".join([*own_kernels(loaded.config), plan_text(plan)]))
+        _print_more(own, plan, hardware, fit)
+    return 0 if fit is None or fit.fits else 1
+
+
+def _print_more(own: argparse.Namespace, plan: RunPlan, hardware: Hardware | None, fit: Fit | None) -> None:
+    """Print what is predicted of a plan, write its drawings, and print Megatron's estimate, as far as is asked for."""
+    if hardware is not None and fit is not None:
         print("\n".join([step_text(plan, hardware), *([terms_text(plan, hardware)] if own.explain else [])]))
-    if hardware is not None and own.days is not None:
-        print(days_text(_days(own, plan, hardware, predict_step(plan, hardware).seconds)))
-    if hardware is not None and own.roofline:
-        nodes = [] if per_node is None else ["--ranks-per-node", str(per_node)]
-        print(roofline_text([*own.flags, *nodes], hardware))
+        print("\n".join(f"           {line}" for line in fit.lines()))
+        if own.days is not None:
+            print(days_text(_days(own, plan, hardware, predict_step(plan, hardware).seconds)))
+        if own.roofline:
+            per_node = plan.topology.ranks_per_node
+            nodes = [] if per_node is None else ["--ranks-per-node", str(per_node)]
+            print(roofline_text([*own.flags, *nodes], hardware))
     for path, flag, draw in ((own.svg, "--svg", grid_svg), (own.context_svg, "--context-svg", context_svg)):
         if path is not None:
             write_file(path, draw(plan), flag)
             print(f"written: {path}")
     if own.estimator == "megatron":
         print(megatron_text(plan))
-    return 0
+
+
+def _plan_data(plan: RunPlan, hardware: Hardware) -> dict[str, Any]:
+    """Return the predicted step of a plan as JSON data."""
+    time = predict_step(plan, hardware)
+    sizes = {name: getattr(plan.topology, name) for name in ("world_size", "tp", "cp", "pp", "dp", "ep")}
+    seconds = {"step_seconds": time.seconds, "seconds_by_part": dict(time.parts)}
+    rates = {"tokens_per_second": time.tokens_per_second, "mfu": time.mfu}
+    return {**sizes, "schedule": plan.schedule_name, "gpu": hardware.name, **seconds, **rates}
 
 
 def _search(own: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megapipe.assembly.datasets import build_data
+from megapipe.assembly.datasets import build_data, missing_files, without_files
 from megapipe.comm.bootstrap import choose_backend
 from megapipe.comm.groups import Traffic
 from megapipe.data.batch import Batch
@@ -24,7 +24,8 @@ NOT_COUNTED = "workspace inside kernels, allocator slack, NCCL, the CUDA context
 def dry_run(plan: RunPlan, rank: int | None = None) -> int:
     """Audit every rank, count `rank` or one rank of each kind, and print the counts and the plan. Return 0.
 
-    Raises ConfigError or DataError for everything that would also end a training at its start.
+    Raises ConfigError or DataError for everything that would also end a training at its start, but for token and
+    tokenizer files that do not exist: made-up tokens are counted in their place.
     """
     asked, world_size = plan, plan.topology.world_size
     if plan.config.gpu.cuda_graph_impl != "none":  # CUDA graphs can only be recorded on a GPU
@@ -46,7 +47,8 @@ def dry_run(plan: RunPlan, rank: int | None = None) -> int:
         f"in {seconds:.1f} s; {same}",
         flush=True,
     )
-    data = build_data(plan)
+    missing = () if plan.config.data.sft else tuple(missing_files(plan.config.data))
+    data = build_data(replace(plan, config=without_files(plan.config)) if missing else plan)
     try:
         loader = data.train or data.valid or data.test
         if loader is None:
@@ -62,7 +64,7 @@ def dry_run(plan: RunPlan, rank: int | None = None) -> int:
         counts = [(kind, count_rank(plan, counted, read, device)) for kind, counted in chosen]
     finally:
         data.close()
-    print("\n".join([*counted_text(plan, counts, device), *_not_checked(asked)]), flush=True)
+    print("\n".join([*counted_text(plan, counts, device), *_not_checked(asked, missing)]), flush=True)
     return 0
 
 
@@ -118,8 +120,11 @@ def _messages(traffic: Traffic) -> Iterator[str]:
     yield from text_table([("group", "operation", "times", "bytes"), *rows], indent=11)
 
 
-def _not_checked(plan: RunPlan) -> Iterator[str]:
-    """Yield what a start of training does and a dry run does not."""
+def _not_checked(plan: RunPlan, missing: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield what a start of training does and a dry run does not. missing: (flag, path) of files that do not exist."""
+    if missing:
+        files = ", ".join(f"{flag} {path}" for flag, path in missing)
+        yield f"  not read: {files} (no such file): counted with made-up tokens; training needs them"
     checkpoint = plan.config.checkpoint
     flags = [flag for flag, folder in (("--load", checkpoint.load), ("--save", checkpoint.save)) if folder is not None]
     if flags:

@@ -11,16 +11,14 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from megapipe.config.config import Config, all_fields, value_of
+from megapipe.config.config import all_fields, value_of
 from megapipe.config.fields import shown as value_shown
 from megapipe.config.fields import value_text
 from megapipe.config.flags import REQUESTS, field_flags, normalised, read_command_line, takes_values
 from megapipe.config.load import LoadedConfig, is_given, load_config
 from megapipe.config.megatron_flags import NOT_SUPPORTED, WITHOUT, megatron_flags
-from megapipe.config.options import number_in
 from megapipe.config.rules.check import remarks
 from megapipe.errors import ConfigError
 from megapipe.extras.migrate.shell_script import CLOSE, OPEN, Call, Decision, is_known, shown
@@ -35,8 +33,6 @@ OUTSIDE = "set outside the script"
 TO_CHANGE = (REFUSED, UNKNOWN)
 VARIABLE = re.compile(rf"{OPEN}\$(?!\()[^{CLOSE}]*{CLOSE}", re.DOTALL)  # a word that is one placeholder of a variable
 MANY = "*"  # any number of values: of a flag that is not known
-DATA_FILES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 @dataclass(frozen=True)
@@ -142,24 +138,13 @@ def judge_flag(flag: str, values: Sequence[str]) -> Row:
     return Row(flag, texts, NO_EFFECT, "it is Megatron's default" if row.kind in WITHOUT else row.note)
 
 
-def missing_files(config: Config, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield (flag, path) of the tokenizer and data files that do not exist; `$` marks a path that is not known."""
-    for name in TOKENIZER_FILES:
-        path = getattr(config.data, name)
-        if path is not None and "$" not in path and not (folder / path).exists():
-            yield "--" + normalised(name), path
-    for name in DATA_FILES:
-        for prefix in getattr(config.data, name) or ():
-            if number_in(prefix) is None and "$" not in prefix and not (folder / f"{prefix}.bin").exists():
-                yield "--" + normalised(name), f"{prefix}.bin and .idx"
-
-
 @dataclass(frozen=True)
 class World:
     """The ranks that a launcher starts; None where it does not say."""
 
     size: int | None
     ranks_per_node: int | None
+    origin: str = "by the launcher"
 
 
 def world_of(launcher: Sequence[str], variables: Mapping[str, Sequence[str]]) -> World:
@@ -185,6 +170,36 @@ def world_of(launcher: Sequence[str], variables: Mapping[str, Sequence[str]]) ->
     return World(number("--ntasks|-n") or size, number("--ntasks-per-node") or per_node)
 
 
+def launcher_of(launcher: Sequence[str], ranks: int) -> tuple[str, ...] | None:
+    """Return the words before the training script changed so that they start so many ranks; None if that is not known.
+
+    torchrun keeps its ranks on a node if they divide the ranks.
+    """
+    words = tuple(launcher)
+    if not words or words[0].startswith("python"):
+        words = ("torchrun", "--nproc-per-node", "8")
+    if any(re.search(r"torchrun|torch\.distributed", word) for word in words):
+        per_node = world_of(words, {}).ranks_per_node
+        if per_node is None:
+            return None
+        per_node = max(size for size in range(1, per_node + 1) if ranks % size == 0)
+        words = _with_number(words, "--nproc[-_]per[-_]node", per_node) or words
+        nodes = _with_number(words, "--nnodes", ranks // per_node)
+        at = next(at for at, word in enumerate(words) if word.startswith("--nproc"))
+        return nodes or (*words[:at], *(("--nnodes", str(ranks // per_node)) if ranks > per_node else ()), *words[at:])
+    return _with_number(words, "--ntasks|-np|-n|--np|-c", ranks)
+
+
+def _with_number(words: tuple[str, ...], names: str, number: int) -> tuple[str, ...] | None:
+    """Return the words with another number after an option, None if it is not given with a number."""
+    for at, word in enumerate(words):
+        if re.fullmatch(names, word) and words[at + 1 : at + 2] and is_known(words[at + 1]):
+            return (*words[: at + 1], str(number), *words[at + 2 :])
+        if re.fullmatch(rf"({names})=\d+", word):
+            return (*words[:at], f"{word.partition('=')[0]}={number}", *words[at + 1 :])
+    return None
+
+
 # ---------------------------------------------------------------------------------------------------------- the report
 
 WIDEST = 60  # of the left column; longer values are cut in the table, not in the command and the JSON
@@ -202,17 +217,21 @@ class Migration:
     world: str  # the ranks and the grid in words
     grid_problems: tuple[str, ...]
     missing: tuple[tuple[str, str], ...]  # (flag, path)
+    memory: tuple[str, ...] = ()  # of the fullest rank, in words
+    fit: Mapping[str, Any] | None = None  # whether that fits on the GPU that was given, as JSON data
+    ways: tuple[str, ...] = ()  # options of `megapipe migrate` with which the grid is possible
 
     @property
     def runs(self) -> bool:
         """Whether the script runs as it is, but for missing files."""
-        return self.judgement.runs and not self.grid_problems
+        return self.judgement.runs and not self.grid_problems and (self.fit is None or self.fit["fits"])
 
     @property
     def to_change(self) -> tuple[str, ...]:
         """Return the changes that are needed, a line each."""
         rows = [row.note for row in self.judgement.rows if row.outcome in TO_CHANGE]
-        return (*dict.fromkeys(rows), *self.judgement.problems, *self.grid_problems)
+        too_large = () if self.fit is None or self.fit["fits"] else self.memory
+        return (*dict.fromkeys(rows), *self.judgement.problems, *self.grid_problems, *too_large)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -272,11 +291,14 @@ def text_report(migration: Migration) -> Iterator[str]:
     yield from headed("conditions of the script that decide about these flags", decided)
     yield from headed("not followed", migration.notes)
     yield f"ranks: {migration.world}"
+    if migration.fit is None or migration.fit["fits"]:
+        yield from (f"memory: {line}" for line in migration.memory)
     yield from headed("files that are not here", [f"{path} ({flag})" for flag, path in migration.missing])
     if any(row.flag.replace("_", "-") == "--load" for row in judgement.rows):
         yield "--load: a checkpoint of Megatron-LM is converted first: megapipe convert (docs/convert.md)"
     yield from headed("a run says at its start", migration.remarks)
     yield from headed("to change", migration.to_change)
+    yield from headed("the grid is possible with", [f"megapipe migrate {way}" for way in migration.ways])
     verdict = "runs as it is" if migration.runs else "runs after these changes"
     but = " with files that are missing or named outside it" if migration.missing or migration.outside() else ""
     yield f"the script {verdict}{but if migration.runs else ''}; the command:"
@@ -335,6 +357,9 @@ def json_report(migration: Migration) -> dict[str, Any]:
         ],
         "not_followed": list(migration.notes),
         "ranks": migration.world,
+        "memory": list(migration.memory),
+        "fit": migration.fit,
+        "ways": list(migration.ways),
         "missing_files": [{"flag": flag, "path": path} for flag, path in migration.missing],
         "remarks": list(migration.remarks),
         "to_change": list(migration.to_change),

@@ -326,6 +326,8 @@ class Reading:
     notes: list[str] = field(default_factory=list)
     # name -> elements; one of a variable that is no array
     variables: dict[str, list[str]] = field(default_factory=dict)
+    # variables of the environment that were not given -> the script's default, as in ${NAME:-1}
+    defaults: dict[str, str] = field(default_factory=dict)
 
 
 def placeholder(source: str) -> str:
@@ -355,6 +357,7 @@ def read_script(
     text = re.sub(f"[{OPEN}{CLOSE}{BREAK}{QUOTED}{DOCUMENT}\0]", "", text).replace("\r\n", "\n")
     walk = Walk(script=name)
     walk.set_by_slurm(text)
+    walk.given |= dict(given)
     walk.variables |= {key: [value] for key, value in given}
     try:
         walk.follow(text, steps_of(text), arguments)
@@ -366,6 +369,10 @@ def read_script(
         raise ConfigError(f"{name} nests expansions or commands too deeply to be read") from None
     except UnreadableError as error:
         raise refusal(walk.line, error.what) from None
+    unread = walk.given.keys() - walk.asked - {each for names in OF_SLURM.values() for each in names}
+    walk.notes += [
+        f"--set {name}={walk.given[name]} has no effect: the script does not read it" for name in sorted(unread)
+    ]
     return walk
 
 
@@ -379,6 +386,8 @@ class Walk(Reading):
     functions: dict[str, tuple[str, Sequence[Step]]] = field(default_factory=dict)
     sources: dict[str, set[str]] = field(default_factory=dict)  # variable -> those that its value was made from
     used: set[str] = field(default_factory=set)  # names that expansions have read since it was last emptied
+    asked: set[str] = field(default_factory=set)  # names that were looked up or assigned anywhere
+    given: dict[str, str] = field(default_factory=dict)  # variables of the environment, of --set
     outer: set[str] = field(default_factory=set)  # names that the eval, bash -c or function call around was made from
     locals: dict[str, list[str] | None] = field(default_factory=dict)  # of a function: the values to restore
     target: str = ""  # the variable that is being assigned; unset in its own value it is empty: X="$X --more"
@@ -564,6 +573,9 @@ class Walk(Reading):
         else:
             self.assign_text(name, "".join(old[:1]) + self.text(source))
         self.target = ""
+        self.asked.add(name)
+        if name in self.given and name not in self.used and self.variables[name] != [self.given[name]]:
+            self.notes.append(f"--set {name}={self.given[name]} has no effect: line {self.line} sets {shown(word)}")
         self.spend(sum(map(len, self.variables[name])))
         self.sources[name] = self.all_used() | (self.sources.get(name, set()) if match[2] else set())
 
@@ -716,6 +728,8 @@ class Walk(Reading):
                 return ""
             if kind == "+" or (kind != "?" and not is_set):
                 text = self.expand(rest, in_quotes, splits)
+                if values is None:
+                    self.defaults.setdefault(name, plain(text))
                 if kind == "=":
                     self.assign_text(name, plain(text))
                 return text
@@ -731,6 +745,7 @@ class Walk(Reading):
 
     def look_up(self, name: str) -> list[str] | None:
         """Return the value or values of a variable; None if it is not set, or not known to be."""
+        self.asked.add(name)
         if name in ("@", "*"):
             return list(self.arguments)
         if name == "#":

@@ -69,7 +69,7 @@ def _smallest(candidate: Candidate, config: Config, hardware: Hardware) -> tuple
     assert batch is not None
     for dp in divisors(full.dp):
         num_gpus, own = full.world_size // full.dp * dp, batch // full.dp * dp
-        training = dataclasses.replace(config.training, global_batch_size=own, rampup_batch_size=None)
+        training = config.training.with_batch(own)
         small = dataclasses.replace(config, training=training)
         try:
             steps = ShortSteps(small, num_gpus, hardware.on(num_gpus))

@@ -512,7 +512,7 @@ class ShortSteps:
         return Candidate(layout, dataclasses.replace(plan, config=config, batch=batch), time, memory)
 
     def _plan(self, layout: Layout, batch: int) -> RunPlan:
-        training = dataclasses.replace(self._config.training, global_batch_size=batch, rampup_batch_size=None)
+        training = self._config.training.with_batch(batch)
         config = layout.applied_to(dataclasses.replace(self._config, training=training))
         key = dataclasses.replace(layout, micro_batch_size=1, recompute=None)  # type: ignore[arg-type]
         if key not in self._plans and layout.overlap:  # the same grid and parameters, in parts

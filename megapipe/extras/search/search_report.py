@@ -130,6 +130,7 @@ class SearchReport:
             "step_seconds": time.seconds,
             "tokens_per_second": time.tokens_per_second,
             **utilisation(candidate),
+            "fits": candidate.peak_bytes <= self.hardware.usable_bytes,
             **({} if self.found.best[:1] in ((), (candidate,)) else {"behind": behind(self.found.best[0], candidate)}),
             "seconds_by_part": dict(time.parts),
             "memory": [

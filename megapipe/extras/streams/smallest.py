@@ -35,7 +35,7 @@ def smallest(config: Config, plan: RunPlan, has_all_pairs: bool = True) -> tuple
         which = ", which have all pairs of successive actions of every rank" if has_all_pairs else ""
         cut.append(f"{fewer} of {full} microbatches{which}")
     size = fewer * plan.batch.samples_per_microbatch
-    training = dataclasses.replace(config.training, rampup_batch_size=None, global_batch_size=size)
+    training = config.training.with_batch(size)
     whole = dataclasses.replace(config, training=training)
     counts = _layer_counts(plan, has_all_pairs)
     if (total := sum(counts)) != (num_layers := plan.config.model.num_layers):

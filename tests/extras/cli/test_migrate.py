@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from megapipe.extras.cli.migrate import main
+from megapipe.extras.cli.plan import main as plan
+from megapipe.extras.cli.pretrain import main as run
+from tests.extras.migrate.public_scripts import public_scripts
 from tests.extras.migrate.test_judge import MODEL
 
 
@@ -76,3 +79,77 @@ def test_a_script_without_a_call_is_one_message(tmp_path: Path, capsys: pytest.C
     assert main([str(script)]) == 2
     error = capsys.readouterr().err
     assert "has no call of pretrain_gpt.py" in error and "common.sh" in error
+
+
+NODES = f"""
+GPUS=4
+NNODES=${{SLURM_NNODES:-"1"}}
+torchrun --nproc_per_node $GPUS --nnodes $NNODES pretrain_gpt.py {MODEL} --pipeline-model-parallel-size $PP
+"""
+
+
+def test_the_command_is_that_of_the_ranks_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(NODES)
+    for ranks, launcher in ((8, "--nproc_per_node 4 --nnodes 2"), (2, "--nproc_per_node 2 --nnodes 1")):
+        assert main(["--json", "--ranks", str(ranks), "--set", "PP=1", str(script)]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert launcher in report["command"] and report["ranks"].startswith(str(ranks))
+
+
+def test_a_grid_that_is_too_large_names_the_variable_and_the_ranks_that_hold_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(NODES.replace("--bf16", "--bf16 --tensor-model-parallel-size 4").replace("layers 4", "layers 8"))
+    assert main(["--json", "--set", "PP=4", str(script)]) == 1
+    ways = json.loads(capsys.readouterr().out)["ways"]
+    assert [way.split(" (")[0] for way in ways] == ["--set SLURM_NNODES=4", "--ranks 16"]
+    for way in ways:
+        assert main([*way.split(" (")[0].split(), "--set", "PP=4", str(script)]) == 0
+        assert "16" in capsys.readouterr().out
+
+
+def test_a_variable_that_the_script_sets_or_does_not_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(NODES)
+    given = ["--set", "GPUS=2", "--set", "PP=1", "--set", "PQ=2", "--set", "SLURM_NNODES=2"]
+    assert main(["--json", *given, str(script)]) == 0
+    notes = json.loads(capsys.readouterr().out)["not_followed"]
+    assert len(notes) == 2
+    assert "GPUS=2" in notes[0] and "line 2" in notes[0] and "PQ=2" in notes[1]
+
+
+def test_memory_is_said_and_a_gpu_that_is_too_small_is_something_to_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = next(script for script in public_scripts() if script.name == "nvidia_llama3_8b_fp8").flags
+    words = ["torchrun", "--nproc_per_node", "8", "pretrain_gpt.py", *" ".join(flags).split()]
+    assert main(["--json", *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    notes = {row["flag"]: row["note"] for row in report["flags"]}
+    assert "29.9 GiB" in notes["--grad-reduce-in-bf16"] and "15.0 GiB" in notes["--grad-reduce-in-bf16"]
+    assert "13.0 GiB" in notes["--fp8-param-gather"]
+    assert "h200" in report["memory"][0] and "h100" not in report["memory"][0]
+    assert main(["--json", "--gpu", "h100", *words]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["fit"]["fits"] is False and report["fit"]["would_fit"] and report["to_change"]
+    assert main(["--json", "--gpu", "H-200", *words]) == 0
+
+
+def test_the_written_configuration_plans_without_the_files_that_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, written = tmp_path / "train.sh", tmp_path / "run.yaml"
+    files = "--data-path $1 --vocab-file vocab.json --merge-file $2"
+    script.write_text(f"torchrun --nproc_per_node 2 pretrain_gpt.py {MODEL.replace('--mock-data', files)}")
+    assert main(["--write", str(written), str(script)]) == 0
+    base = ["--config", str(written), "--world-size", "2"]
+    assert plan(base) == 0
+    assert run(["--dry-run", *base]) == 0
+    printed = capsys.readouterr().out
+    assert "not read: --vocab-file vocab.json" in printed and "--data-path $1.bin" in printed
+    assert plan([*base, "--vocab-size", "none"]) == 2
+    assert "vocab.json" in capsys.readouterr().err

@@ -68,11 +68,6 @@ def test_only_the_chosen_rank_is_counted(small: list[str], capsys: pytest.Captur
             id="too few microbatches",
         ),
         pytest.param(
-            ["--dry-run", "--world-size", "8", "--no-mock-data", "--data-path", "/nowhere/text"],
-            "/nowhere/text",
-            id="no data",
-        ),
-        pytest.param(
             ["--dry-run", "--world-size", "8", "--device", "cpu", "--distributed-backend", "nccl"],
             "use gloo",
             id="nccl on cpu",

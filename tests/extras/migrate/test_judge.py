@@ -121,7 +121,7 @@ def test_missing_files_are_named_and_are_no_error(tmp_path: Path) -> None:
     assert migration.missing == (
         ("--vocab-file", "v.json"),
         ("--merge-file", "m"),
-        ("--data-path", f"{tmp_path}/a.bin and .idx"),
+        ("--data-path", f"{tmp_path}/a.bin"),
     )
     assert migration.runs
 

@@ -30,8 +30,8 @@ MIXTURES_THAT_RUN = (
 ).split()
 RUN_AS_THEY_ARE = (
     "alibaba_gpt3_7b aws_gpt3 aws_llama2_70b azure_gpt3_175b azure_gpt3_175b_aks bigscience_gpt2 hygon_llama2_7b "
-    "hygon_llama3_70b hygon_qwen3_14b lumiopen_viking_7b nvidia_gpt3_175b_2024 nvidia_llama3_8b_fp8 "
-    "rocm_llama3_70b rocm_qwen2 surf_1_7b"
+    "hygon_llama3_70b hygon_qwen3_14b lumiopen_viking_7b nvidia_gpt3_175b nvidia_gpt3_175b_2024 "
+    "nvidia_llama3_8b_fp8 rocm_llama3_70b rocm_qwen2 surf_1_7b"
 ).split()
 
 
