@@ -24,6 +24,7 @@ from megapipe.sharding.boxes import Box, rectangles
 
 READ_BYTES = 1 << 24  # bytes per read call, at least one block: the most memory that reading needs besides the targets
 READS_AHEAD = 2
+WAY_TO_KEEP = "read again, or let the run that saves there keep more with --keep-last"
 READAHEAD_BYTES = 1 << 20  # Linux limits one readahead request to about 1 MiB
 
 
@@ -221,8 +222,9 @@ class ShardReader:
                 self._descriptors[saved.file] = descriptor
                 self._headers[saved.file] = read_header(descriptor)
             except OSError as error:
-                kind = DamageError if self._folder.exists() else RemovedError
-                raise kind(f"{self._where(request)}: cannot be read: {error.strerror}") from None
+                if not self._folder.exists():
+                    raise RemovedError(f"{self._folder} was removed while it was read; {WAY_TO_KEEP}") from None
+                raise DamageError(f"{self._where(request)}: cannot be read: {error.strerror}") from None
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
                 raise DamageError(f"{self._folder / saved.file}: its header is damaged: {error}") from None
         found = self._headers[saved.file].get(box_name(request.name, saved.box))

@@ -22,9 +22,9 @@ from megapipe.checkpoint.folder import (
     account_of,
     complete_steps,
     find_checkpoint,
+    has_saved,
     move_abandoned,
     read_rollbacks,
-    steps_in,
     write_rollback,
 )
 from megapipe.checkpoint.load import load_tensors
@@ -41,7 +41,7 @@ from megapipe.config.files import CheckpointConfig
 from megapipe.data.fingerprint import Fingerprint, differences, has_another_order
 from megapipe.data.loader import Loader
 from megapipe.environment import Environment
-from megapipe.errors import CheckpointError, DamageError, TrainingError
+from megapipe.errors import CheckpointError, DamageError, RemovedError, TrainingError
 from megapipe.tokenizers.tokenizer import Fingerprint as TokenizerFingerprint
 from megapipe.train.journal import Journal, last_failure, recorded_folder
 from megapipe.train.state import (
@@ -129,7 +129,7 @@ def share_starts(counted: CountedStarts, config: Config, world: Group) -> Starts
 def flags_of_start(config: Config, starts: CountedStarts) -> CheckpointConfig:
     """Return the flags with which a run resumes: from --save after a restart, if that holds a checkpoint."""
     flags = config.checkpoint
-    if isinstance(starts, Starts) and starts.is_restart and flags.save is not None and steps_in(Path(flags.save)):
+    if isinstance(starts, Starts) and starts.is_restart and flags.save is not None and has_saved(Path(flags.save)):
         # the job's own checkpoints take precedence over --load, --ckpt-step, --finetune
         may_change = flags.allow_changed_optimizer or flags.no_load_optim  # the first start was allowed to
         return replace(flags, load=flags.save, ckpt_step=None, allow_changed_optimizer=may_change, **LOAD_ALL)
@@ -195,6 +195,8 @@ def load(
             raise CheckpointError(f"{root} holds no complete checkpoint:\n  " + "\n  ".join(remarks))
         try:
             resumed = _load_from(runtime, root, folder, flags, data, made_with)
+        except RemovedError:  # by the run that saves there; a newer one may exist
+            continue
         except DamageError as error:
             if folder is None or flags.ckpt_step is not None:
                 raise

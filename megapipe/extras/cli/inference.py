@@ -16,7 +16,16 @@ import numpy as np
 
 from megapipe.assembly.datasets import tokenizer_of
 from megapipe.checkpoint.changes import check_tokenizer
-from megapipe.checkpoint.folder import STEP_FOLDER, find_checkpoint, saved_config, saved_tokenizer, step_of_folder
+from megapipe.checkpoint.folder import (
+    STEP_FOLDER,
+    CheckpointFolder,
+    find_checkpoint,
+    open_folder,
+    read_newest,
+    saved_config,
+    saved_tokenizer,
+    step_of_folder,
+)
 from megapipe.config.config import Config
 from megapipe.config.files import TOKENIZER_TYPES, DataConfig, is_hugging_face
 from megapipe.config.model import PrecisionConfig
@@ -84,7 +93,7 @@ EVALUATE_OPTIONS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class SavedModel:
     """The model of a checkpoint, planned on the ranks of this process. folder: of the checkpoint."""
 
@@ -94,6 +103,7 @@ class SavedModel:
     environment: Environment
     trained_with: Fingerprint | None = None  # that tokenizer
     is_trained_on_text: bool = False  # the run trained it on text, not on conversations
+    is_step_given: bool = False  # by the user, so that no other step may be read
 
     def required_tokenizer(self, instead: str = "") -> Tokenizer:
         """Return the tokenizer. instead: what could be given in place of one. Raises ConfigError without one."""
@@ -114,15 +124,29 @@ class SavedModel:
     def runtime(self) -> InferenceRuntime:
         """Join the other ranks, build the stages and load the weights."""
         from megapipe.assembly.runtime import InferenceRuntime
-        from megapipe.checkpoint.folder import open_folder
         from megapipe.comm.bootstrap import start
         from megapipe.comm.groups import build_process_groups
+        from megapipe.train.state import on_rank_0
 
         world = start(self.environment, "auto", device=self.plan.config.training.device)
         groups = build_process_groups(self.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
         runtime = InferenceRuntime(self.plan, groups, world.device)
-        runtime.load_weights(open_folder(self.folder))
+        read_newest(lambda: on_rank_0(self._found, groups.world), runtime.load_weights)
         return runtime
+
+    def _found(self) -> CheckpointFolder:
+        """Open the checkpoint, or the newest one if that was removed by a run that saves and prunes there."""
+        try:
+            return open_folder(self.folder)
+        except CheckpointError:
+            if self.is_step_given or self.folder.exists():
+                raise
+        newer = find_checkpoint(self.folder.parent)
+        if newer is None:
+            raise CheckpointError(f"{self.folder} was removed, and {self.folder.parent} holds no other checkpoint")
+        print(f"{self.folder} was removed meanwhile; {newer.path.name} is read instead", file=sys.stderr)
+        self.folder = newer.path
+        return newer
 
     def tell_copies(self) -> None:
         """Say on rank 0 if there are more ranks than the model needs."""
@@ -148,7 +172,18 @@ def open_model(
 
     seq_length: instead of the one that it was trained with.
     """
-    found = find_checkpoint(*located(Path(own.load), own.ckpt_step))
+    root, step = located(Path(own.load), own.ckpt_step)
+    planned = functools.partial(_planned, own, environment, micro_batch_size, seq_length)
+    return read_newest(lambda: find_checkpoint(root, step), planned)
+
+
+def _planned(
+    own: argparse.Namespace,
+    environment: Environment,
+    micro_batch_size: int,
+    seq_length: int | None,
+    found: CheckpointFolder | None,
+) -> SavedModel:
     if found is None:
         what = "holds no checkpoint" if Path(own.load).exists() else "does not exist"
         if is_hugging_face(own.load):
@@ -181,7 +216,8 @@ def open_model(
         check_tokenizer(found.manifest.state, given, str(found.path), is_finetuning=True)
     plan = resolve(config, environment.world_size, environment.local_world_size)
     on_text = not saved.data.sft and (saved.data.data_path or saved.data.train_data_path) is not None
-    return SavedModel(found.path, plan, tokenizer, environment, trained_with, on_text)
+    is_step_given = located(Path(own.load), own.ckpt_step)[1] is not None
+    return SavedModel(found.path, plan, tokenizer, environment, trained_with, on_text, is_step_given)
 
 
 def _tokenizer_files(own: argparse.Namespace, saved: DataConfig, folder: Path) -> DataConfig:
