@@ -24,7 +24,6 @@ from megapipe.sharding.boxes import Box, rectangles
 
 READ_BYTES = 1 << 24  # bytes per read call, at least one block: the most memory that reading needs besides the targets
 READS_AHEAD = 2
-WAY_TO_KEEP = "read again, or let the run that saves there keep more with --keep-last"
 READAHEAD_BYTES = 1 << 20  # Linux limits one readahead request to about 1 MiB
 
 
@@ -222,25 +221,19 @@ class ShardReader:
                 self._descriptors[saved.file] = descriptor
                 self._headers[saved.file] = read_header(descriptor)
             except OSError as error:
-                if not self._folder.exists():
-                    raise RemovedError(f"{self._folder} was removed while it was read; {WAY_TO_KEEP}") from None
-                raise DamageError(f"{self._where(request)}: cannot be read: {error.strerror}") from None
+                kind = DamageError if self._folder.exists() else RemovedError  # then --keep-last keeps too few
+                raise kind(f"{self._where(request)}: cannot be read: {error.strerror}") from None
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
                 raise DamageError(f"{self._folder / saved.file}: its header is damaged: {error}") from None
         found = self._headers[saved.file].get(box_name(request.name, saved.box))
-        if found != (request.dtype, list(saved.box.shape), saved.start):
-            raise DamageError(
-                f"{self._where(request)}: the manifest says {request.dtype} of shape {list(saved.box.shape)} from byte "
-                f"{saved.start} on, but the header of the file {_entry_text(found)}; one of them was changed"
-            )
+        expected = request.dtype, list(saved.box.shape), saved.start
+        if found != expected:
+            both = f"the manifest says {expected}, but the header of the file says {found}"
+            raise DamageError(f"{self._where(request)}: dtype, shape and first byte: {both}; one of them was changed")
         return self._descriptors[saved.file]
 
     def _where(self, request: ReadRequest) -> str:
         return f"{self._folder / request.saved.file}, tensor {box_name(request.name, request.saved.box)}"
-
-
-def _entry_text(found: tuple[str, list[int], int] | None) -> str:
-    return "has no such tensor" if found is None else f"{found[0]} of shape {found[1]} from byte {found[2]} on"
 
 
 def _target_memory(

@@ -173,6 +173,17 @@ def _load(config: Config, notes: Notes) -> Fact:
     return Fact(f"{path.parent} ({content})", content)
 
 
+def versions(config: Config) -> dict[str, str]:
+    """Return the versions of megapipe and of the libraries that compute, by name."""
+    return dict(_versions(config.data.sft))
+
+
+def changed_versions(saved: Mapping[str, str] | None, own: Mapping[str, str]) -> str:
+    """Return which versions are not those of a checkpoint, '' if none or if it does not say."""
+    names = [name for name in {**(saved or {}), **own} if saved and saved.get(name) != own.get(name)]
+    return ", ".join(f"{name} {(saved or {}).get(name, 'none')} then and {own.get(name, 'none')} now" for name in names)
+
+
 def _device(config: Config, environment: Environment) -> Fact:
     backend, device = choose_backend(
         config.parallel.distributed_backend, config.training.device, environment.local_rank

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megapipe.assembly.datasets import planned
 from megapipe.checkpoint.folder import CheckpointFolder
@@ -23,6 +26,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.train.loading import told_changes
 from megapipe.train.state import Schedules
 from tests.checkpoint.conftest import RUN
+from tests.checkpoint.test_crafted import rewrite
 from tests.train.jobs import TINY, job
 
 BASE = f"{TINY} --train-iters 6 --lr-decay-style constant"
@@ -300,3 +304,29 @@ def test_a_resumed_job_is_refused_or_told(saved: Path) -> None:
 def test_an_unchanged_job_is_told_nothing(saved: Path) -> None:
     code, said = job(f"{RUN} --load {saved} --micro-batch-size 4 --log-interval 2")
     assert code == 0 and "changed since" not in said and "written by another version" not in said
+
+
+def test_other_versions_are_named_in_one_line(saved: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(saved, root)
+
+    def older(content: dict[str, Any]) -> None:
+        content["state"]["versions"] |= {"torch": "2.0.1", "apex": "0.1"}
+
+    rewrite(root / "step_00000002", older)
+    code, said = job(f"{RUN} --load {root} --save {root}")
+    lines = [line for line in said.splitlines() if "other versions" in line]
+    assert code == 0 and len(lines) == 1, said
+    assert f"torch 2.0.1 then and {torch.__version__} now" in lines[0] and "apex 0.1 then and none now" in lines[0]
+    assert "numpy" not in lines[0]
+    rewrite(root / "step_00000004", older)  # a finished run that is started once more saves nothing
+    code, said = job(f"{RUN} --load {root} --save {root}")
+    assert code == 0 and "other versions" in said, said
+
+
+def test_a_checkpoint_without_versions_is_read(saved: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(saved, root)
+    rewrite(root / "step_00000002", lambda content: content["state"].pop("versions"))
+    code, said = job(f"{RUN} --load {root}")
+    assert code == 0 and "other versions" not in said, said

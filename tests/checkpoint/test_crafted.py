@@ -283,7 +283,7 @@ def test_exchanged_tensors_of_one_shape_are_refused(tmp_path: Path, where: str) 
         load_tensors(open_folder(folder), wanted, WORLD)
         assert read.eq(1.0).all()
         return
-    with pytest.raises(DamageError, match=r"master/w@0,0: the manifest says F32 .* but the header"):
+    with pytest.raises(DamageError, match=r"master/w@0,0: .* the manifest says .* but the header"):
         load_tensors(open_folder(folder), wanted, WORLD)
 
 
