@@ -35,6 +35,10 @@ class DamageError(CheckpointError):
     """A checkpoint that is damaged or cannot be read; an older one may be usable."""
 
 
+class RemovedError(DamageError):
+    """A checkpoint that was removed while it was read, as a run with --keep-last does; a newer one may exist."""
+
+
 class NewerVersionError(CheckpointError):
     """A checkpoint in a format of a later version: nothing may be concluded about it, nor changed in it."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.assembly.runtime import InferenceRuntime
+from megapipe.checkpoint.folder import read_newest
 from megapipe.comm.bootstrap import choose_backend
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
@@ -50,6 +51,13 @@ def load(
         raise ConfigError(f"step {step}: {folder} is a {kind} folder, which holds one model; leave step out")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    # a run that saves there may remove the checkpoint before all of it is read
+    return read_newest(lambda: None, lambda _: _load(folder, kind, step, dtype, device))
+
+
+def _load(
+    folder: Path, kind: str, step: int | None, dtype: str | None, device: str
+) -> tuple[LanguageModel, Tokenizer | None]:
     snapshot = read_checkpoint(folder, step) if kind == OWN else hugging_face.read(folder)
     if dtype is not None:
         snapshot = snapshot.cast(DTYPES[dtype])

@@ -10,7 +10,7 @@ from typing import Any
 
 from megapipe.checkpoint.folder import CONFIG_NAME, CheckpointFolder, missing_extensions, read_listed, vocabulary_of
 from megapipe.config.changes import DATA, FUNCTION, NEUTRAL, OPTIMIZER, SCHEDULE, TABLE, classes
-from megapipe.config.config import Config, all_fields, fields_by_key, make_config, value_of
+from megapipe.config.config import Config, all_fields, fields_by_key, make_config, sinkhorn_scores, value_of
 from megapipe.config.fields import value_text
 from megapipe.config.files import CheckpointConfig
 from megapipe.config.layers import ROTARY_OPTIONS, LayerConfig, idle_options, layer_configs, layers_text
@@ -149,9 +149,15 @@ def compared_config(folder: CheckpointFolder, own: Config) -> tuple[Config, set[
 
 def _change(key: str, saved: Config, own: Config) -> Iterator[str]:
     """Yield the line for a field that has changed, unless it has no effect in one of the runs."""
-    field = fields_by_key()[key]
+    field, is_off = fields_by_key()[key], list[bool]()
     need, before, now = field.option.needs, value_of(saved, field), value_of(own, field)
-    if need is not None and not all(need.is_met(value_of(one, fields_by_key()[need.key])) for one in (saved, own)):
+    if need is not None:
+        is_off = [not need.is_met(value_of(one, fields_by_key()[need.key])) for one in (saved, own)]
+        if any(is_off) and classes()[need.key] != NEUTRAL:
+            return  # the change of the other option is named
+        # where a neutral option is off, as that of narrow states, the default is in force
+        before, now = (field.default if off else value for off, value in zip(is_off, (before, now), strict=True))
+    if key == "training.micro_batch_size" and not (over_microbatches(saved) or over_microbatches(own)):
         return
     if key == TOKENIZER and {None, "NullTokenizer"} & {before, now}:
         return  # the data were tokenized elsewhere
@@ -162,6 +168,17 @@ def _change(key: str, saved: Config, own: Config) -> Iterator[str]:
         before, now = (name if name in asynchronous else "synchronous" for name in (before, now))
     if before != now:
         yield change_text(field.main_flag, before, now)
+
+
+def over_microbatches(config: Config) -> bool:
+    """Return True if a loss or a choice of experts depends on which sequences are in one microbatch."""
+    model, training = config.model, config.training
+    losses = {*model.balance_losses} if model.num_experts else set()
+    drops = model.num_experts and (model.moe_expert_capacity_factor is not None or model.has_sinkhorn)
+    # masked tokens give microbatches different weights: that of a mean over each, or of a router's loss
+    has_means = losses or model.mtp_num_layers or (model.num_experts and model.moe_z_loss_coeff)
+    is_weighed = config.data.masks_loss and (not training.calculate_per_token_loss or has_means)
+    return bool(losses - {"seq_aux_loss"} or drops or is_weighed)
 
 
 def check_tokenizer(
@@ -239,6 +256,7 @@ def _sized(model: ModelConfig) -> ModelConfig:
         softmax_scale=model.attention_scale(),
         latent_norm_epsilon=model.latent_epsilon(),
         moe_router_group_score_topk=model.group_score_topk(),
+        **sinkhorn_scores(model),
     )
 
 

@@ -12,26 +12,29 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megapipe.checkpoint.disk import Disk, read_regular, reason, require_regular, temporary_name
 from megapipe.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from megapipe.config.config import Config
 from megapipe.config.files import DataConfig
 from megapipe.config.load import from_yaml
-from megapipe.errors import CheckpointError, ConfigError, DamageError, NewerVersionError
+from megapipe.errors import CheckpointError, ConfigError, DamageError, MegapipeError, NewerVersionError, RemovedError
 from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.registry import EXTENSIONS
 
+T = TypeVar("T")
+Folder = TypeVar("Folder", bound="CheckpointFolder | None")
 LATEST_NAME = "latest"
 CONFIG_NAME = "config.yaml"
 TOKENIZER_NAME = "tokenizer"
 ROLLBACKS_NAME = "rollbacks.json"
 STEP_FOLDER = re.compile(r"step_(\d{8,})")
+READ_ATTEMPTS = 20  # of a reader beside a run that removes old checkpoints
 # files and folders of interrupted saves and removals
 LEFTOVER = re.compile(r"\.(step_\d{8,}|latest|starts\.json|rollbacks\.json)\.(tmp|removed)-[0-9a-f]+")
 
@@ -83,6 +86,11 @@ def steps_in(root: Path) -> list[int]:
         return sorted(step_of_folder(path) for path in entries if STEP_FOLDER.fullmatch(path.name) and path.is_dir())
     except OSError as error:
         raise CheckpointError(f"{root} cannot be read: {reason(error)}") from None
+
+
+def has_saved(root: Path) -> bool:
+    """Return True if a run has saved in the root, even if all checkpoints are gone. Raises CheckpointError."""
+    return bool(steps_in(root)) or read_latest(root) is not None
 
 
 @dataclass(frozen=True)
@@ -189,9 +197,10 @@ def complete_steps(root: Path) -> list[int]:
 def find_checkpoint(root: Path, step: int | None = None, below: int | None = None) -> CheckpointFolder | None:
     """Return the checkpoint of `step`, or the newest complete one (before step `below`), or None.
 
-    Without `step`, damaged checkpoints are skipped, each with a remark. Raises CheckpointError if the given step is
-    missing or damaged, if all checkpoints are damaged, if a newer version of megapipe wrote one that would have to be
-    passed over, or if root is not a folder of checkpoints but one of them, or holds such folders.
+    Without `step`, damaged checkpoints are skipped, each with a remark, and one that is removed meanwhile has the
+    search begin again. Raises CheckpointError if the given step is missing or damaged, if all checkpoints are damaged,
+    if `latest` exists but no checkpoint, if a newer version of megapipe wrote one that would have to be passed over, or
+    if root is not a folder of checkpoints but one of them, or holds such folders.
     """
     candidates = [found for found in steps_in(root) if below is None or found < below]
     if step is not None:
@@ -202,13 +211,24 @@ def find_checkpoint(root: Path, step: int | None = None, below: int | None = Non
     remarks: list[str] = []
     if not candidates and below is None:
         check_is_root(root)
+        latest = read_latest(root)
+        if latest is not None:
+            if steps_in(root):
+                return find_checkpoint(root, step, below)
+            raise CheckpointError(
+                f"{root / LATEST_NAME} names {latest}, but the folders of all checkpoints are gone from {root}; put "
+                f"them back, or remove {root / LATEST_NAME} to start from step 0"
+            )
     rollbacks = read_rollbacks(root)
     for candidate in reversed(candidates):
+        path = root / folder_name(candidate)
         try:
-            found = open_folder(root / folder_name(candidate))
+            found = open_folder(path)
         except NewerVersionError:
             raise
         except CheckpointError as error:
+            if not path.exists():
+                return find_checkpoint(root, step, below)
             remarks.append(f"skipped: {error}")
             continue
         if abandoned_by(rollbacks, found.step, rollbacks_before(found.manifest.state)) is not None:
@@ -221,6 +241,22 @@ def find_checkpoint(root: Path, step: int | None = None, below: int | None = Non
     if remarks:
         raise CheckpointError(f"{root} holds no complete checkpoint:\n  " + "\n  ".join(remarks))
     return None
+
+
+def read_newest(find: Callable[[], Folder], read: Callable[[Folder], T]) -> T:
+    """Return what `read` makes of the checkpoint that `find` returns. Both are called again, up to READ_ATTEMPTS times
+    in all, if the checkpoint was removed meanwhile, as by a run with --keep-last; errors are raised otherwise.
+    """
+    for _ in range(READ_ATTEMPTS - 1):
+        found = find()
+        try:
+            return read(found)
+        except RemovedError:
+            continue  # raised by all ranks alike
+        except MegapipeError:
+            if found is None or found.path.exists():
+                raise
+    return read(find())
 
 
 def check_is_root(root: Path) -> None:

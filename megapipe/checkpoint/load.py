@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,10 +16,10 @@ from torch import Tensor
 
 from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.checkpoint.manifest import ITEM_BYTES, SavedBox
-from megapipe.checkpoint.shard import DTYPES, TensorBox, box_name, slices_within
+from megapipe.checkpoint.shard import DTYPES, TensorBox, box_name, read_header, slices_within
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import Group
-from megapipe.errors import CheckpointError, DamageError
+from megapipe.errors import CheckpointError, DamageError, RemovedError
 from megapipe.sharding.boxes import Box, rectangles
 
 READ_BYTES = 1 << 24  # bytes per read call, at least one block: the most memory that reading needs besides the targets
@@ -33,7 +34,8 @@ def load_tensors(
 
     may_round: allow narrower dtypes; widening (bf16 into fp32, fp32 into fp64) is always allowed. Raises
     CheckpointError on every rank if any rank fails, naming a tensor that is missing or has another shape or a wider
-    dtype, or the file; DamageError if nothing but damaged or truncated files is wrong.
+    dtype, or the file; DamageError if nothing but damaged or truncated files is wrong, RemovedError if the checkpoint
+    was removed meanwhile.
     """
     filled, failure = 0, None
     try:
@@ -42,7 +44,8 @@ def load_tensors(
         failure = type(error)(f"rank {group.global_rank}: {error}")
     failures = [other for other in gather_objects(failure, group) if other is not None]
     if failures:
-        kind = DamageError if all(isinstance(other, DamageError) for other in failures) else CheckpointError
+        kinds = (RemovedError, DamageError, CheckpointError)
+        kind = next(kind for kind in kinds if all(isinstance(other, kind) for other in failures))
         others = f" (and {len(failures) - 1} other ranks failed)" if len(failures) > 1 else ""
         raise kind(f"{failures[0]}{others}")
     return filled
@@ -105,6 +108,7 @@ class ShardReader:
         self._folder = folder
         self._block_bytes = block_bytes
         self._descriptors: dict[str, int] = {}
+        self._headers: dict[str, dict[str, tuple[str, list[int], int]]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> ShardReader:
@@ -209,13 +213,24 @@ class ShardReader:
                 )
 
     def _open(self, request: ReadRequest) -> int:
-        name = request.saved.file
-        if name not in self._descriptors:
+        """Return the descriptor of a file whose header has the requested box where the manifest has it."""
+        saved = request.saved
+        if saved.file not in self._headers:
             try:
-                self._descriptors[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = os.open(self._folder / saved.file, os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptors[saved.file] = descriptor
+                self._headers[saved.file] = read_header(descriptor)
             except OSError as error:
-                raise DamageError(f"{self._where(request)}: cannot be read: {error.strerror}") from None
-        return self._descriptors[name]
+                kind = DamageError if self._folder.exists() else RemovedError  # then --keep-last keeps too few
+                raise kind(f"{self._where(request)}: cannot be read: {error.strerror}") from None
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+                raise DamageError(f"{self._folder / saved.file}: its header is damaged: {error}") from None
+        found = self._headers[saved.file].get(box_name(request.name, saved.box))
+        expected = request.dtype, list(saved.box.shape), saved.start
+        if found != expected:
+            both = f"the manifest says {expected}, but the header of the file says {found}"
+            raise DamageError(f"{self._where(request)}: dtype, shape and first byte: {both}; one of them was changed")
+        return self._descriptors[saved.file]
 
     def _where(self, request: ReadRequest) -> str:
         return f"{self._folder / request.saved.file}, tensor {box_name(request.name, request.saved.box)}"

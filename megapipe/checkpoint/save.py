@@ -103,7 +103,8 @@ class Attempt:
                     self.disk.rename(self.final, self.root / f"{self.final.name}.damaged-{secrets.token_hex(4)}")
                 else:
                     states = (manifest.state, self.extras.state)
-                    saved, own = ({**state, "data": None, "tokenizer": None, "batches": None} for state in states)
+                    others = dict.fromkeys(("data", "tokenizer", "batches", "versions"))
+                    saved, own = (state | others for state in states)
                     if saved == own:  # a run that is started once more after its end may read its data elsewhere
                         remark = f"{self.final} was already saved and is complete"
                         return SaveReport(self.final, manifest.num_bytes, 0.0, (), remark)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -120,6 +121,15 @@ def write_shard(disk: Disk, path: Path, tensors: Sequence[TensorBox], block_byte
             parts.append((tensor.name, SavedTensor(DTYPE_NAMES[tensor.values.dtype], tensor.shape, (saved,))))
             position += tensor.num_bytes
     return WrittenShard(path.name, SavedFile(position, zlib.crc32(header)), tuple(parts))
+
+
+def read_header(descriptor: int) -> dict[str, tuple[str, list[int], int]]:
+    """Return dtype, shape and first byte of each tensor of an open file. Raises OSError, or ValueError or others of its
+    kind if it is damaged.
+    """
+    num_bytes = min(struct.unpack("<Q", os.pread(descriptor, 8, 0))[0], os.fstat(descriptor).st_size)
+    entries = json.loads(os.pread(descriptor, num_bytes, 8))
+    return {name: (one["dtype"], one["shape"], 8 + num_bytes + one["data_offsets"][0]) for name, one in entries.items()}
 
 
 def safetensors_header(

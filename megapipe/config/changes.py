@@ -59,7 +59,8 @@ TABLE = {
             mtp_loss_scaling_factor attention_softmax_in_fp32 hidden_dropout attention_dropout
         """,
         "parallel": "pipeline_message_dtype grad_reduce_in_bf16",
-        "training": "label_smoothing z_loss calculate_per_token_loss",
+        # the microbatch's size where something is computed over a microbatch (checkpoint.changes)
+        "training": "micro_batch_size label_smoothing z_loss calculate_per_token_loss",
         "precision": """
             dtype loss_scale min_loss_scale loss_scale_window hysteresis fp8_format fp8_recipe fp8_margin
             fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 num_layers_at_start_in_bf16
@@ -106,7 +107,7 @@ TABLE = {
         "offload": "cpu_offloading_num_layers min_offloaded_tensor_size",
         # of extensions the content is compared, by train.state
         "training": """
-            micro_batch_size exit_interval exit_duration_in_mins exit_signal_handler skip_train eval_interval
+            exit_interval exit_duration_in_mins exit_signal_handler skip_train eval_interval
             eval_iters manual_gc manual_gc_interval manual_gc_eval deterministic_mode cross_entropy_chunk_size
             check_for_nan_in_loss_and_grad check_weight_hash_across_dp_replicas_interval extension device
         """,

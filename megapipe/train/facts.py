@@ -219,6 +219,17 @@ def checkpoint_fact(folder: Path) -> Fact:
     return Fact(f"{folder} ({content})", content)
 
 
+def versions(config: Config) -> dict[str, str]:
+    """Return the versions of megapipe and of the libraries that compute, by name."""
+    return dict(_versions(config.data.sft))
+
+
+def changed_versions(saved: Mapping[str, str] | None, own: Mapping[str, str]) -> str:
+    """Return which versions are not those of a checkpoint, '' if none or if it does not say."""
+    names = [name for name in {**(saved or {}), **own} if saved and saved.get(name) != own.get(name)]
+    return ", ".join(f"{name} {(saved or {}).get(name, 'none')} then and {own.get(name, 'none')} now" for name in names)
+
+
 def _device(environment: Environment, backend: str, device: str, compares_kinds: bool) -> Fact:
     backend, chosen = choose_backend(backend, device, environment.local_rank)
     if chosen.type == "cpu":

@@ -22,9 +22,9 @@ from megapipe.checkpoint.folder import (
     account_of,
     complete_steps,
     find_checkpoint,
+    has_saved,
     move_abandoned,
     read_rollbacks,
-    steps_in,
     write_rollback,
 )
 from megapipe.checkpoint.load import load_tensors
@@ -41,8 +41,9 @@ from megapipe.config.files import CheckpointConfig
 from megapipe.data.fingerprint import Fingerprint, differences, has_another_order
 from megapipe.data.loader import Loader
 from megapipe.environment import Environment
-from megapipe.errors import CheckpointError, DamageError, TrainingError
+from megapipe.errors import CheckpointError, DamageError, RemovedError, TrainingError
 from megapipe.tokenizers.tokenizer import Fingerprint as TokenizerFingerprint
+from megapipe.train.facts import changed_versions, versions
 from megapipe.train.journal import Journal, last_failure, recorded_folder
 from megapipe.train.state import (
     Account,
@@ -54,6 +55,7 @@ from megapipe.train.state import (
     samples_to_take,
     schedule_changes,
     schedules_to_resume,
+    warmup_text,
 )
 
 # flags to resume this job's own run
@@ -129,7 +131,7 @@ def share_starts(counted: CountedStarts, config: Config, world: Group) -> Starts
 def flags_of_start(config: Config, starts: CountedStarts) -> CheckpointConfig:
     """Return the flags with which a run resumes: from --save after a restart, if that holds a checkpoint."""
     flags = config.checkpoint
-    if isinstance(starts, Starts) and starts.is_restart and flags.save is not None and steps_in(Path(flags.save)):
+    if isinstance(starts, Starts) and starts.is_restart and flags.save is not None and has_saved(Path(flags.save)):
         # the job's own checkpoints take precedence over --load, --ckpt-step, --finetune
         may_change = flags.allow_changed_optimizer or flags.no_load_optim  # the first start was allowed to
         return replace(flags, load=flags.save, ckpt_step=None, allow_changed_optimizer=may_change, **LOAD_ALL)
@@ -195,6 +197,8 @@ def load(
             raise CheckpointError(f"{root} holds no complete checkpoint:\n  " + "\n  ".join(remarks))
         try:
             resumed = _load_from(runtime, root, folder, flags, data, made_with)
+        except RemovedError:  # by the run that saves there; a newer one may exist
+            continue
         except DamageError as error:
             if folder is None or flags.ckpt_step is not None:
                 raise
@@ -239,12 +243,17 @@ def _load_from(
         _check(runtime, saved, folder.path, flags)
         if with_optimizer and schedules is not None and saved["schedules"] is not None:
             of_checkpoint = Schedules.from_dict(saved["schedules"])
-            schedules = schedules_to_resume(schedules, of_checkpoint, config.optimizer, str(folder.path))
+            schedules = schedules_to_resume(
+                schedules, of_checkpoint, config.optimizer, str(folder.path), state.consumed_samples
+            )
         # the account of the run's last rollback, if that came after the checkpoint
         state.account = Account.from_dict(account_of(saved, read_rollbacks(root)))
+        other_versions = changed_versions(saved.get("versions"), versions(config))
         state.spikes = saved.get("spikes")
         state.compiles_blocks = saved.get("compiles_blocks")
     remarks = (*folder.remarks, *changed_extensions(saved.get("extensions", []), str(folder.path)))
+    if other_versions:
+        remarks += (f"other versions than those that saved {folder.path}: {other_versions}",)
     remarks += on_rank_0(partial(told_changes, folder, config, schedules, data, flags), runtime.groups.world)
     given = {"is_finetuning": flags.finetune, "may_differ": flags.allow_changed_data}
     remarks += on_rank_0(partial(check_tokenizer, saved, made_with, str(folder.path), **given), runtime.groups.world)
@@ -322,6 +331,7 @@ def told_changes(
     if schedules is not None and state["schedules"] is not None:
         with understood(folder.path):
             more[SCHEDULE] = schedule_changes(Schedules.from_dict(state["schedules"]), schedules)
+            more[SCHEDULE] += warmup_text(schedules.lr, int(state["training"]["consumed_samples"]))
     kinds = {LOSS, SCHEDULE, OPTIMIZER} | ({DATA} if state.get("data") is not None else set())
     if flags.no_load_optim:
         flags = replace(flags, allow_changed_optimizer=True)

@@ -6,6 +6,7 @@ Keys of the JSON form are stable: scripts read them.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sys
@@ -21,6 +22,7 @@ from megapipe.config.files import LOGGERS
 from megapipe.errors import ConfigError
 from megapipe.formatting import clock_text
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk that may have room again is no wrong flag
 WANDB_TIMEOUT_SECONDS = 20.0  # an unreachable server otherwise blocks for 100 s
 TRAIN_SCALARS = (
     "loss lr grad_norm weight_decay loss_scale skipped_steps consumed_samples consumed_tokens global_batch_size "
@@ -217,11 +219,6 @@ class TensorBoard:
 
     def __init__(self, directory: str) -> None:
         module = _import("torch.utils.tensorboard", "tensorboard", f"--tensorboard-dir {directory}")
-        try:
-            self._writer: Any = module.SummaryWriter(directory)
-        except OSError as error:
-            text = f"--tensorboard-dir {directory} cannot be written to: {error.strerror}; choose another one"
-            raise ConfigError(text) from error
         before = threading.excepthook
 
         def told(arguments: threading.ExceptHookArgs) -> None:
@@ -230,13 +227,24 @@ class TensorBoard:
                 before(arguments)
 
         threading.excepthook = told
+        self._failure: OSError | None = None
+        try:
+            self._writer: Any = module.SummaryWriter(directory)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                text = f"--tensorboard-dir {directory} cannot be written to: {error.strerror}; choose another one"
+                raise ConfigError(text) from error
+            self._failure = error
 
     def write(self, metrics: Metrics) -> None:
+        if self._failure is not None:
+            raise self._failure
         for name, value in metrics.scalars().items():
             self._writer.add_scalar(name, value, metrics.step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._failure is None:
+            self._writer.close()
 
 
 class WeightsAndBiases:

@@ -10,6 +10,7 @@ The manifest's `state` holds:
     schedules   learning rates and weight decay in force
     global_batch_size   sequences of a step, at the end of a ramp-up
     batches     the batch sizes, and step and consumed samples from which on the run has had them
+    versions    of megapipe and of the libraries that compute (train.facts)
     extensions  name, checksum and names of what they provide (train.state)
     data        fingerprint of the training data (data.fingerprint); null without training
     tokenizer   its fingerprint (tokenizers.tokenizer); null without one
@@ -21,7 +22,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from megapipe.formatting import bytes_text
 from megapipe.monitor.heartbeat import PATIENCE
 from megapipe.tokenizers.tokenizer import Fingerprint as TokenizerFingerprint
 from megapipe.tokenizers.tokenizer import Tokenizer, files_of
+from megapipe.train.facts import versions
 from megapipe.train.state import Schedules, TrainingState, batches_to_dict, extensions_to_save, on_rank_0
 
 
@@ -176,12 +177,13 @@ class Saving:
             "compiles_blocks": state.compiles_blocks,
             "optimizer": optimizer,
             "random": None if flags.no_save_rng else {"seed": config.training.seed},
-            "schedules": None if self._schedules is None else asdict(self._schedules),
+            "schedules": None if self._schedules is None else self._schedules.to_dict(),
             "global_batch_size": plan.batch.full,
             "batches": batches_to_dict(plan.batch, state),
             "data": self._data,
             "tokenizer": self._made_with,
             "extensions": extensions_to_save(),
+            "versions": versions(config),
             "precision": config.precision.dtype,
             "grid": {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "chunks": plan.num_chunks},
         }

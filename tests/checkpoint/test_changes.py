@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megapipe.assembly.datasets import planned
 from megapipe.checkpoint.folder import CheckpointFolder
@@ -23,20 +26,22 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.train.loading import told_changes
 from megapipe.train.state import Schedules
 from tests.checkpoint.conftest import RUN
+from tests.checkpoint.test_crafted import rewrite
 from tests.train.jobs import TINY, job
 
 BASE = f"{TINY} --train-iters 6 --lr-decay-style constant"
 MOE = "--num-experts 4 --disable-bias-linear"
 BIAS = f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+BALANCE = "--moe-router-load-balancing-type"
 MUON, SGD = "--optimizer muon", "--optimizer sgd"
 MTP = "--position-embedding-type rope --mtp-num-layers 1"
-NARROW = "--bf16 --use-precision-aware-optimizer"
+NARROW, WIDE = "--bf16 --use-precision-aware-optimizer", "!--use-precision-aware-optimizer"
 FP16, FP8 = "--fp16 --loss-scale 256", "--hidden-size 32 --ffn-hidden-size 32 --num-attention-heads 2 --fp8 hybrid"
 DOCUMENTS = "--tokenizer-type NullTokenizer --vocab-size 31"
 CHATS = "--sft --train-data-path chat.jsonl --tokenizer-type HuggingFaceTokenizer --tokenizer-model unread !--mock-data"
 PP2 = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --clip-grad 0"
 OVERRIDE = "--override-opt-param-scheduler"
-# field that is named | flags that change it | class | flags of both runs | ranks. `!--flag` leaves a flag of BASE out
+# field that is named | flags that change it | class | flags of both runs | ranks. `!--flag` leaves a flag out
 CHANGES = f"""
 model.num_layers | --num-layers 2 | function
 model.num_query_groups | --group-query-attention --num-query-groups 2 | function
@@ -70,6 +75,10 @@ optimizer.main_grads_dtype | --main-grads-dtype bf16 | optimizer | {NARROW}
 optimizer.main_params_dtype | --main-params-dtype fp16 | optimizer | {NARROW}
 optimizer.exp_avg_dtype | --exp-avg-dtype bf16 | optimizer | {NARROW}
 optimizer.exp_avg_sq_dtype | --exp-avg-sq-dtype bf16 | optimizer | {NARROW}
+optimizer.main_grads_dtype | --use-precision-aware-optimizer --main-grads-dtype bf16 | optimizer | --bf16
+optimizer.main_params_dtype | {WIDE} !--main-params-dtype | optimizer | {NARROW} --main-params-dtype fp16
+optimizer.exp_avg_dtype | --use-precision-aware-optimizer --exp-avg-dtype bf16 | optimizer | --bf16
+optimizer.exp_avg_sq_dtype | {WIDE} !--exp-avg-sq-dtype | optimizer | {NARROW} --exp-avg-sq-dtype bf16
 parallel.pipeline_schedule | --pipeline-schedule pipedream | optimizer | {PP2} | 2
 data.reset_position_ids | --reset-position-ids | data | {DOCUMENTS}
 data.reset_attention_mask | --reset-attention-mask | data | {DOCUMENTS}
@@ -89,6 +98,12 @@ model.mtp_loss_scaling_factor | --mtp-loss-scaling-factor 0.3 | loss | {MTP}
 model.attention_softmax_in_fp32 | --attention-softmax-in-fp32 | loss
 model.hidden_dropout | --hidden-dropout 0 | loss
 model.attention_dropout | --attention-dropout 0 | loss
+training.micro_batch_size | --micro-batch-size 4 | loss | {MOE} --moe-aux-loss-coeff 0.1
+training.micro_batch_size | --micro-batch-size 4 | loss | {MOE} --moe-aux-loss-coeff 0.1 {BALANCE} global_aux_loss
+training.micro_batch_size | --micro-batch-size 4 | loss | {MOE} {BALANCE} sinkhorn
+training.micro_batch_size | --micro-batch-size 4 | loss | {MOE} --moe-expert-capacity-factor 2
+training.micro_batch_size | --micro-batch-size 4 | loss | {DOCUMENTS} --eod-mask-loss
+training.micro_batch_size | --micro-batch-size 4 | loss | {DOCUMENTS} --eod-mask-loss --calculate-per-token-loss {MTP}
 training.label_smoothing | --label-smoothing 0.1 | loss
 training.z_loss | --z-loss 1e-4 | loss
 training.calculate_per_token_loss | --calculate-per-token-loss | loss
@@ -115,6 +130,11 @@ model.moe_token_dispatcher_type | --moe-token-dispatcher-type allgather | neutra
 model.init_method_std | --init-method-std 0.01 | neutral
 model.make_vocab_size_divisible_by | --make-vocab-size-divisible-by 8 | neutral
 training.micro_batch_size | --micro-batch-size 4 | neutral
+training.micro_batch_size | --micro-batch-size 4 | neutral | {MOE}
+training.micro_batch_size | --micro-batch-size 4 | neutral | {MOE} --moe-aux-loss-coeff 0.1 {BALANCE} seq_aux_loss
+training.micro_batch_size | --micro-batch-size 4 | neutral | {DOCUMENTS} --eod-mask-loss --calculate-per-token-loss
+optimizer.use_precision_aware_optimizer | --use-precision-aware-optimizer | neutral | --bf16
+optimizer.use_precision_aware_optimizer | {WIDE} | neutral | {NARROW}
 training.eval_iters | --eval-iters 3 | neutral
 training.cross_entropy_chunk_size | --cross-entropy-chunk-size 4 | neutral
 parallel.tensor_model_parallel_size | --tensor-model-parallel-size 2 | neutral | | 2
@@ -134,13 +154,12 @@ REFUSED = {FUNCTION: "--allow-changed-model", OPTIMIZER: "--allow-changed-optimi
 
 
 def given(flags: str) -> LoadedConfig:
-    """Return the configuration of BASE with other flags."""
-    words = BASE.split()
+    """Return the configuration of BASE with other flags, without those of `!--flag`."""
+    words = [*BASE.split(), *(word for word in flags.split() if not word.startswith("!"))]
     for name in (word[1:] for word in flags.split() if word.startswith("!")):
         at = words.index(name)
         stop = next((i for i in range(at + 1, len(words)) if words[i].startswith("--")), len(words))
         del words[at:stop]
-    words += [word for word in flags.split() if not word.startswith("!")]
     return load_config(words)
 
 
@@ -286,3 +305,29 @@ def test_a_resumed_job_is_refused_or_told(saved: Path) -> None:
 def test_an_unchanged_job_is_told_nothing(saved: Path) -> None:
     code, said = job(f"{RUN} --load {saved} --micro-batch-size 4 --log-interval 2")
     assert code == 0 and "changed since" not in said and "written by another version" not in said
+
+
+def test_other_versions_are_named_in_one_line(saved: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(saved, root)
+
+    def older(content: dict[str, Any]) -> None:
+        content["state"]["versions"] |= {"torch": "2.0.1", "apex": "0.1"}
+
+    rewrite(root / "step_00000002", older)
+    code, said = job(f"{RUN} --load {root} --save {root}")
+    lines = [line for line in said.splitlines() if "other versions" in line]
+    assert code == 0 and len(lines) == 1, said
+    assert f"torch 2.0.1 then and {torch.__version__} now" in lines[0] and "apex 0.1 then and none now" in lines[0]
+    assert "numpy" not in lines[0]
+    rewrite(root / "step_00000004", older)  # a finished run that is started once more saves nothing
+    code, said = job(f"{RUN} --load {root} --save {root}")
+    assert code == 0 and "other versions" in said, said
+
+
+def test_a_checkpoint_without_versions_is_read(saved: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(saved, root)
+    rewrite(root / "step_00000002", lambda content: content["state"].pop("versions"))
+    code, said = job(f"{RUN} --load {root}")
+    assert code == 0 and "other versions" not in said, said

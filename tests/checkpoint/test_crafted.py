@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import (
@@ -24,12 +25,15 @@ from megapipe.checkpoint.folder import (
     saved_config,
     write_rollback,
 )
+from megapipe.checkpoint.load import load_tensors
+from megapipe.checkpoint.save import Extras, save_checkpoint
+from megapipe.checkpoint.shard import DTYPES, TensorBox
 from megapipe.checkpoint.starts import count_start
-from megapipe.errors import CheckpointError, NewerVersionError
+from megapipe.errors import CheckpointError, DamageError, NewerVersionError
 from megapipe.extras.convert.hugging_face import stored_tensors
 from megapipe.train.loading import load
 from megapipe.train.state import Schedules, TrainingState
-from tests.checkpoint.layouts import save_one
+from tests.checkpoint.layouts import WORLD, newest, save_one, whole_box
 from tests.train.runs import runtime_of, save
 
 SHARD = "rank_00000.safetensors"
@@ -246,3 +250,56 @@ def test_state_of_other_kinds_ends_in_one_message(tmp_path: Path) -> None:
             pytest.fail(f"{name}: {load(runtime, tmp_path, data=data)}")
         path.write_bytes(content)
     assert load(runtime, tmp_path, data=data).state == state
+
+
+def exchanged(content: dict[str, Any]) -> None:
+    """Exchange two tensors of one shape, with their places and checksums."""
+    tensors = content["tensors"]
+    tensors["master/w"], tensors["master/v"] = tensors["master/v"], tensors["master/w"]
+
+
+def exchanged_header(folder: Path) -> None:
+    """Exchange them in the file, whose header has another checksum then."""
+    path = folder / SHARD
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[:end].replace(b"master/w", b"master/x").replace(b"master/v", b"master/w")
+    path.write_bytes(header.replace(b"master/x", b"master/v") + content[end:])
+    rewrite(folder, lambda c: c["files"][SHARD].update(crc32=zlib.crc32(path.read_bytes()[:end])))
+
+
+@pytest.mark.parametrize("where", ["manifest", "header", "both"])
+def test_exchanged_tensors_of_one_shape_are_refused(tmp_path: Path, where: str) -> None:
+    values = {f"master/{name}": torch.full((5, 4), number) for name, number in (("v", 1.0), ("w", 2.0))}
+    boxes = [TensorBox(name, (5, 4), whole_box(each), each.view(-1)) for name, each in values.items()]
+    folder = save_checkpoint(tmp_path, 1, boxes, Extras({"training": {"step": 1}}, ""), WORLD).path
+    if where != "header":
+        rewrite(folder, exchanged)
+    if where != "manifest":
+        exchanged_header(folder)
+    read = torch.empty(20)
+    wanted = [TensorBox("master/w", (5, 4), whole_box(values["master/w"]), read)]
+    if where == "both":  # renamed consistently
+        load_tensors(open_folder(folder), wanted, WORLD)
+        assert read.eq(1.0).all()
+        return
+    with pytest.raises(DamageError, match=r"master/w@0,0: .* the manifest says .* but the header"):
+        load_tensors(open_folder(folder), wanted, WORLD)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\xff" * 8, b"\0" * 8, b"\x08" + b"\0" * 7 + b"[1, 2]  "], ids=["huge", "empty", "list"]
+)
+def test_a_damaged_header_ends_in_one_message(tmp_path: Path, damage: bytes) -> None:
+    path = save_one(tmp_path, 1).path / SHARD
+    path.write_bytes(damage + path.read_bytes()[len(damage) :])
+    values = torch.empty(5, 4)
+    with pytest.raises(DamageError, match="its header is damaged"):
+        load_tensors(newest(tmp_path), [TensorBox("master/w", (5, 4), whole_box(values), values.view(-1))], WORLD)
+
+
+def test_tensors_of_an_older_version_are_read() -> None:
+    folder = open_folder(Path(__file__).parents[1] / "golden" / "run" / "step_00000003")
+    for name, saved in folder.manifest.tensors.items():
+        values = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+        assert load_tensors(folder, [TensorBox(name, saved.shape, whole_box(values), values.view(-1))], WORLD)

@@ -58,6 +58,26 @@ def test_a_log_disk_that_fills_up_ends_no_training(
     assert steps == ([1, 5, 6, 7, 8] if is_freed else [])
 
 
+@pytest.mark.skipif(not can_mount(), reason="needs root to mount a small file system")
+def test_a_disk_that_is_full_from_the_start_ends_no_training(
+    disk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    fill(disk)
+    code, said = job(f"--train-iters 2 --metrics-file {tmp_path}/m.jsonl --tensorboard-dir {disk}/board")
+    printed = said + "".join(capfd.readouterr())
+    assert code == 0 and "Traceback" not in printed, printed
+    assert printed.count("No space left on device") == 1 and "TensorBoard stopped: " in printed
+    assert [line["step"] for line in steps_of(tmp_path / "m.jsonl")] == [1, 2]
+
+
+def test_a_wrong_folder_for_tensorboard_is_refused_at_the_start(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "file").touch()
+    code, said = job(f"--train-iters 2 --tensorboard-dir {tmp_path}/file/board")
+    assert code == 2 and "--tensorboard-dir" in said and "Traceback" not in said
+
+
 def test_a_torn_line_spoils_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class Torn:
         """A disk with room for so many bytes."""

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 from pathlib import Path
 
-from megapipe.checkpoint.folder import steps_in
+from megapipe.checkpoint.folder import read_newest, steps_in
 from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
@@ -129,22 +129,16 @@ def main(own: argparse.Namespace) -> None:
             if getattr(own, name) != defaults.get_default(name):
                 rule = f"applies only to a conversion {side} {' or '.join(meant)}, this one is {side} {formats[side]}"
                 raise ConfigError(f"{flag} {rule}")
-    snapshot = read(source_format, own)
-    if own.like is not None:
-        snapshot = hugging_face.with_settings_of(snapshot, own.like)
-    if own.seq_length is not None:
-        snapshot = snapshot.with_seq_length(own.seq_length)
-    if own.dtype is not None:
-        snapshot = snapshot.cast(DTYPES[own.dtype])
+    if own.target is None and not own.print_config:
+        raise ConfigError("give a folder to write, or --print-config")
+    is_checked = not own.print_config and _is_checked(own.check, source_format, target_format)
+    # a run that saves in the source may remove the checkpoint before all of it is read
+    snapshot, written = read_newest(lambda: None, lambda _: _convert(source_format, target_format, own))
     if own.print_config:
         print(to_yaml(snapshot.config), end="")
         return
-    if own.target is None:
-        raise ConfigError("give a folder to write, or --print-config")
-    is_checked = _is_checked(own.check, source_format, target_format)
     for remark in snapshot.remarks:
         print(remark)
-    written = write(target_format, snapshot, own)
     print(f"{own.source} ({source_format}) -> {written}")
     if own.drop_vocab_padding and own.check is not False:
         _measure_padding(snapshot, own)
@@ -152,6 +146,18 @@ def main(own: argparse.Namespace) -> None:
         if target_format == OWN:  # read back from disk
             snapshot = read_checkpoint(own.target, snapshot.step)
         _compare(snapshot, own)
+
+
+def _convert(source_format: str, target_format: str, own: argparse.Namespace) -> tuple[Snapshot, str]:
+    """Read the source and, unless its configuration is all that is asked for, write the target."""
+    snapshot = read(source_format, own)
+    if own.like is not None:
+        snapshot = hugging_face.with_settings_of(snapshot, own.like)
+    if own.seq_length is not None:
+        snapshot = snapshot.with_seq_length(own.seq_length)
+    if own.dtype is not None:
+        snapshot = snapshot.cast(DTYPES[own.dtype])
+    return snapshot, "" if own.print_config else write(target_format, snapshot, own)
 
 
 def read(source_format: str, own: argparse.Namespace) -> Snapshot:

@@ -20,7 +20,10 @@ from megapipe.checkpoint.changes import check_tokenizer
 from megapipe.checkpoint.folder import (
     LATEST_NAME,
     STEP_FOLDER,
+    CheckpointFolder,
     find_checkpoint,
+    open_folder,
+    read_newest,
     saved_config,
     saved_tokenizer,
     step_of_folder,
@@ -94,7 +97,7 @@ EVALUATE_OPTIONS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class SavedModel:
     """The model of a checkpoint, planned on the ranks of this process. folder: of the checkpoint."""
 
@@ -105,6 +108,7 @@ class SavedModel:
     own: argparse.Namespace  # the options of the command
     trained_with: Fingerprint | None = None  # that tokenizer
     is_trained_on_text: bool = False  # the run trained it on text, not on conversations
+    is_step_given: bool = False  # by the user, so that no other step may be read
 
     def required_tokenizer(self, instead: str = "") -> Tokenizer:
         """Return the tokenizer. instead: what could be given in place of one. Raises ConfigError without one."""
@@ -129,15 +133,15 @@ class SavedModel:
         DisagreementError on all ranks if options, data, checkpoint, tokenizer or versions differ.
         """
         from megapipe.assembly.runtime import InferenceRuntime
-        from megapipe.checkpoint.folder import open_folder
         from megapipe.comm.bootstrap import start
         from megapipe.comm.groups import build_process_groups
+        from megapipe.train.state import on_rank_0
 
         device = self.plan.config.training.device
         world = start(self.environment, device=device, facts_of=lambda _: {**self.facts(), **data_facts()})
         groups = build_process_groups(self.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
         runtime = InferenceRuntime(self.plan, groups, world.device)
-        runtime.load_weights(open_folder(self.folder))
+        read_newest(lambda: on_rank_0(self._found, groups.world), runtime.load_weights)
         return runtime
 
     def facts(self) -> Facts:
@@ -152,6 +156,20 @@ class SavedModel:
             used = tokenizer_fingerprint(self.tokenizer, self.plan.config.data.tokenizer_model)
             facts["tokenizer"] = Fact(described(used), json.dumps(used | {"source": None}, sort_keys=True))
         return facts
+
+    def _found(self) -> CheckpointFolder:
+        """Open the checkpoint, or the newest one if that was removed by a run that saves and prunes there."""
+        try:
+            return open_folder(self.folder)
+        except CheckpointError:
+            if self.is_step_given or self.folder.exists():
+                raise
+        newer = find_checkpoint(self.folder.parent)
+        if newer is None:
+            raise CheckpointError(f"{self.folder} was removed, and {self.folder.parent} holds no other checkpoint")
+        print(f"{self.folder} was removed meanwhile; {newer.path.name} is read instead", file=sys.stderr)
+        self.folder = newer.path
+        return newer
 
     def tell_copies(self) -> None:
         """Say on rank 0 if there are more ranks than the model needs."""
@@ -190,7 +208,19 @@ def open_model(
     seq_length: instead of the one that it was trained with. takes_newest: --load may also be a folder of runs.
     """
     run = newest_below(Path(own.load)) if takes_newest else Path(own.load)
-    found = find_checkpoint(*located(run, own.ckpt_step))
+    root, step = located(run, own.ckpt_step)
+    planned = functools.partial(_planned, own, environment, micro_batch_size, seq_length, step is not None)
+    return read_newest(lambda: find_checkpoint(root, step), planned)
+
+
+def _planned(
+    own: argparse.Namespace,
+    environment: Environment,
+    micro_batch_size: int,
+    seq_length: int | None,
+    is_step_given: bool,
+    found: CheckpointFolder | None,
+) -> SavedModel:
     if found is None:
         what = "holds no checkpoint" if Path(own.load).exists() else "does not exist"
         if is_hugging_face(own.load):
@@ -223,7 +253,7 @@ def open_model(
         check_tokenizer(found.manifest.state, given, str(found.path), is_finetuning=True)
     plan = resolve(config, environment.world_size, environment.local_world_size)
     on_text = not saved.data.sft and (saved.data.data_path or saved.data.train_data_path) is not None
-    return SavedModel(found.path, plan, tokenizer, environment, own, trained_with, on_text)
+    return SavedModel(found.path, plan, tokenizer, environment, own, trained_with, on_text, is_step_given)
 
 
 def _tokenizer_files(own: argparse.Namespace, saved: DataConfig, folder: Path) -> DataConfig:

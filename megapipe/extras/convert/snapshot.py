@@ -24,6 +24,7 @@ from megapipe.checkpoint.folder import (
     find_checkpoint,
     folder_name,
     open_folder,
+    read_newest,
     read_rollbacks,
     saved_config,
 )
@@ -169,9 +170,12 @@ def read_checkpoint(path: Path, step: int | None = None) -> Snapshot:
     path: a directory given to --save, or the folder of one step.
     """
     is_one_step = step is None and (path / MANIFEST_NAME).exists()
-    folder = open_folder(path) if is_one_step else find_checkpoint(path, step)
+    return read_newest(lambda: open_folder(path) if is_one_step else find_checkpoint(path, step), partial(_read, path))
+
+
+def _read(root: Path, folder: CheckpointFolder | None) -> Snapshot:
     if folder is None:
-        raise CheckpointError(f"{path} holds no megapipe checkpoint")
+        raise CheckpointError(f"{root} holds no megapipe checkpoint")
     tensors = {}
     for name, saved in folder.manifest.tensors.items():
         key, parameter = name.split("/", 1)
