@@ -125,11 +125,6 @@ def takes_values(field: ConfigField, flag: Flag) -> str:
     return "+" if field.kind.many and flag.read is None else "1"
 
 
-def is_known(name: str) -> bool:
-    """Return True for a flag of pretrain_gpt.py, also one of Megatron that is refused. name: with dashes."""
-    return name in field_flags() or name in REQUESTS or name in megatron_flags()
-
-
 def normalised(token: str) -> str:
     """Return a flag's name with dashes: `--num_layers` is `--num-layers`."""
     return token.replace("_", "-")

@@ -228,9 +228,9 @@ class Command:
 
 def check_spelling(flag: str, options: Sequence[str]) -> None:
     """Raise ConfigError for a flag that is none of pretrain_gpt.py, if one of a command's own options is nearest."""
-    from megapipe.config.flags import is_known, meant_flag  # here, since most commands start without them
+    from megapipe.config.flags import meant_flag, megatron_flags  # here, since most commands start without them
 
-    if not is_known(flag) and (meant := meant_flag(flag, options)) in options:
+    if flag not in megatron_flags() and (meant := meant_flag(flag, options)) in options:
         raise ConfigError(f"unknown flag {flag}; did you mean {meant}?")
 
 

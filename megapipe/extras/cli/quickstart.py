@@ -107,8 +107,7 @@ def main(own: argparse.Namespace) -> int:
     began = time.monotonic()
     optional_package("tokenizers", "megapipe quickstart", "tokenizers")
     grid = choose_grid(own.flags, own.ranks)
-    config = _config([*grid.flags, *own.flags])
-    check_run(config, own.vocab_size, grid.num_ranks)
+    check_run(config := _config([*grid.flags, *own.flags]), own.vocab_size, grid.num_ranks)
     check_folder(own.out)
     prepared = prepare(own.corpus, own.out, own.vocab_size, own.megabytes)
     checkpoints = prepared.folder / "checkpoints"
@@ -174,8 +173,7 @@ def choose_grid(flags: Sequence[str], asked_ranks: int | None) -> Grid:
     while copies > 1 and batch is not None and batch % (training.micro_batch_size * copies):
         copies -= 1  # a batch is cut evenly: of 12 GPUs 8 are used
     num_ranks = asked_ranks if asked_ranks is not None else copies * replica
-    without = "--device cpu is given" if device == "cpu" else "torch finds no GPU"
-    found = f"{count_text(num_gpus, 'GPU')}, so NCCL" if num_gpus else f"{without}, so gloo on the CPU"
+    found = f"{count_text(num_gpus, 'GPU')}, so NCCL" if num_gpus else "no GPU is used, so gloo on the CPU"
     return Grid(num_ranks, num_gpus, grid_flags, f"{found}: {count_text(num_ranks, 'rank')}")
 
 
@@ -189,15 +187,13 @@ def check_run(config: Config, vocab_size: int, num_ranks: int) -> None:
         config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     plan = resolve(config, num_ranks)
     available = resources().available_bytes
-    if device.type == "cpu" and available is not None:
-        planned = sum(rank.total for rank in all_rank_memory(plan)) * num_ranks // plan.topology.pp
-        needed = planned + num_ranks * RANK_BYTES
-        if needed > available:
-            raise ConfigError(
-                f"{count_text(num_ranks, 'rank')} need {bytes_text(needed)} of memory on the CPU, but "
-                f"{bytes_text(available)} are free; end other programs, make the model smaller, or use fewer "
-                "ranks: --ranks 1 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
-            )
+    needed = num_ranks * (RANK_BYTES + sum(rank.total for rank in all_rank_memory(plan)) // plan.topology.pp)
+    if device.type == "cpu" and available is not None and needed > available:
+        raise ConfigError(
+            f"{count_text(num_ranks, 'rank')} need {bytes_text(needed)} of memory on the CPU, but "
+            f"{bytes_text(available)} are free; end other programs, make the model smaller, or use fewer ranks: "
+            "--ranks 1 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
+        )
 
 
 def check_folder(folder: Path) -> None:

@@ -67,10 +67,7 @@ def finetune_and_export(folder: Path, base: Path, step: int, launched: Sequence[
 
 
 def exchange(words: Sequence[str]) -> str:
-    """Write the answer to QUESTION, and return it. words: of `megapipe chat`.
-
-    Raises TrainingError if it does not end by itself.
-    """
+    """Write the answer of `megapipe chat` to QUESTION, and return it. Raises TrainingError if it does not end."""
     from megapipe.extras.cli import chat as command
     from megapipe.extras.cli.inference import open_model
     from megapipe.extras.inference.generate import Sampling
