@@ -147,7 +147,7 @@ def report_of(source: str, reading: Reading, ranks: int | None, hardware: Hardwa
     migration = Migration(source, call, judgement, decisions, tuple(notes), said, problems, missing)
     if plan is None or judgement.loaded is None:
         return migration
-    judgement, config, fit = with_costs(judgement, plan), judgement.loaded.config, None
+    config, judgement, fit = judgement.loaded.config, with_costs(judgement, plan), None
     lines = [memory_text(plan)]
     if hardware is not None:
         fit = with_remedies(_planned_config(config), plan, hardware)

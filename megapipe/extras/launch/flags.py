@@ -126,8 +126,12 @@ def parse_refusing(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
         raise ConfigError(f"megapipe launch [flags of torchrun] SCRIPT [flags of the script]: {hint}")
 
     spelled = parser._get_option_tuples
-    # of an abbreviation: the spellings of one flag are not ambiguous
-    parser._get_option_tuples = lambda word: list({id(each[0]): each for each in spelled(word)}.values())  # type: ignore
+
+    def one_per_flag(word: str) -> list[Any]:
+        """Return the flags that a word abbreviates; two spellings of one flag are not ambiguous."""
+        return list({id(found[0]): found for found in spelled(word)}.values())
+
+    parser._get_option_tuples = one_per_flag  # type: ignore[method-assign]
     parser.error = refuse  # type: ignore[method-assign]
     return parser.parse_args(list(arguments))
 
