@@ -32,28 +32,14 @@ from megapipe.plan.hardware import hardware_named, hardware_of
 from megapipe.plan.layer_time import layer_seconds, ring_link
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.nccl_memory import CHANNELS_IN_NODE
-from megapipe.plan.queues import (
-    DEFAULT_CONNECTIONS,
-    MOST_CONNECTIONS,
-    RankTraffic,
-    beside,
-    enqueue,
-    slowdown,
-    why_it_hangs,
-)
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.lifetimes import Moves
-from megapipe.schedule.schedule import Schedule
 from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
 from megapipe.tensor_parallel.fp8_matrix import why_no_grouped_product
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 
 FLIGHT_RECORDER_FOLDER = "nccl"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-COLLECTIVE_SECONDS = 1.0  # as long as a forward: where collectives take less, queues delay less
-NUM_BUCKETS = 3  # of a gather or reduction: the second waits for the first
-MOST_SLOWDOWN = 1.01
-MOST_ACTIONS = 20_000  # of schedules whose queues are simulated at the start: about a second
+DEFAULT_CONNECTIONS, MOST_CONNECTIONS = 8, 32  # CUDA's, if the variable is unset, and the most that it takes
 MOST_HISTORY_ENTRIES = 100_000
 
 Marks = Callable[[str], AbstractContextManager[Any]]  # name -> profiler range
@@ -99,67 +85,26 @@ def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tupl
 
 
 def connections_line(plan: RunPlan) -> tuple[str, ...]:
-    """Replace a CUDA_DEVICE_MAX_CONNECTIONS with which this run can hang, or kernels wait for collectives that overlap
-    with them elsewhere, and return a line that says so.
+    """Raise a CUDA_DEVICE_MAX_CONNECTIONS that is too low for the grid, and return a line that says so. Called before
+    CUDA starts.
 
-    Megatron's scripts export 1, for an order of kernels that nothing here relies on. Called before CUDA starts.
+    CUDA maps streams to so many hardware work queues, and each queue is strictly in order. In a pipeline a receive can
+    come behind a kernel that waits for the receive's sender, and the step hangs; elsewhere kernels can come behind
+    collectives that should overlap with them. Megatron's scripts export 1, for an order of kernels that nothing here
+    relies on.
     """
     if plan.topology.world_size == 1 or (torch.version.cuda is None and torch.version.hip is None):
         return ()
     text = value_for_libraries(CONNECTIONS)
     given = int(text) if text is not None and text.isascii() and text.isdigit() and int(text) else DEFAULT_CONNECTIONS
-    steps = _steps(plan)
-    if sum(len(row) for schedule, _ in steps for row in schedule.rows) > MOST_ACTIONS:
-        chosen, why = max(given, MOST_CONNECTIONS), "this schedule is too large to be simulated at the start"
-    else:
-        chosen, why = _enough_connections(plan, steps, given)
-    if chosen == given:
-        return (f"{CONNECTIONS} {given}: {why}",) if why else ()
-    replace_for_libraries(CONNECTIONS, str(chosen))
-    origin = "of the environment" if text is not None else "CUDA's default"
-    return (f"{CONNECTIONS}: {chosen} instead of {given}, {origin}: {why}",)
-
-
-def _enough_connections(plan: RunPlan, steps: list[tuple[Schedule, RankTraffic]], given: int) -> tuple[int, str]:
-    """Return the first number of queues, from the given one on, that is enough for these steps, and why that is not."""
-    priority, why = plan.config.gpu.high_priority_stream_groups, ""
-    programs = [enqueue(*step) for step in steps]
-    programs = [beside(each, programs[0]) for each in programs]
-    for chosen in dict.fromkeys((given, *(count for count in (8, 16, MOST_CONNECTIONS) if count > given))):
-        hang = next(filter(None, (why_it_hangs(each, chosen, priority) for each in programs)), "")
-        slower = 1.0 if hang else slowdown(programs[0], chosen, priority)
-        if not hang and slower <= MOST_SLOWDOWN:
-            return chosen, why
-        waits = f"streams wait for each other (a simulated step takes {slower:.2f} times as long)"
-        why = why or f"with {given} {f'a step can hang ({hang})' if hang else waits}"
-    return chosen, f"{why}; it can with {chosen} too: use --pipeline-receive-depth 1" if hang else why
-
-
-def _steps(plan: RunPlan) -> list[tuple[Schedule, RankTraffic]]:
-    """Return the lowered schedules of a run with their traffic: training, with and without graphs, and evaluation."""
-    topology, config, exchanges = plan.topology, plan.config, plan.model.has_experts and plan.topology.ep > 1
-    of_layers = RankTraffic(
-        tp_collectives=2 if topology.tp > 1 else 0,
-        cp_messages=2 if topology.cp > 1 else 0,
-        ep_collectives=2 if exchanges else 0,
-        host_waits=exchanges and not config.model.moe_pad_expert_input_to_capacity,
-        send_depth=plan.send_depth,
-        collective_seconds=COLLECTIVE_SECONDS,
-    )
-    is_sharded = plan.sharding is not None
-    overlaps = is_sharded or config.parallel.overlap_grad_reduce
-    reduces = topology.num_replicas > 1 and overlaps
-    traffic = replace(of_layers, parts=plan.parts, sharded=is_sharded, dp=reduces, buckets=NUM_BUCKETS)
-    steps = []
-    for count in plan.decisive_counts:
-        moves: tuple[Moves, ...] = ()
-        if config.offload.cpu_offloading_num_layers:
-            moves = tuple(plan.row_moves(count, rank) for rank in range(topology.pp))
-        schedule = plan.schedule(count) if plan.parts is None else plan.part_schedule(count)
-        steps.append((schedule, replace(traffic, moves=moves)))
-        if config.gpu.cuda_graph_impl != "none" and traffic.tp_collectives:  # else a graph enqueues the same
-            steps.append((schedule, replace(traffic, graphs=True)))
-    return [*steps, (plan.forward_schedule(plan.batch.num_microbatches), of_layers)]
+    needed, why = DEFAULT_CONNECTIONS, "with fewer, kernels can wait for collectives that overlap with them"
+    if plan.topology.pp > 1:
+        needed, why = MOST_CONNECTIONS, "with fewer, a step of a pipeline can hang"
+    if given >= needed:
+        return ()
+    replace_for_libraries(CONNECTIONS, str(needed))
+    origin = "CUDA's default" if text is None else "of the environment"
+    return (f"{CONNECTIONS}: {needed} instead of {given}, {origin}: {why}",)
 
 
 def limit_channels(plan: RunPlan, settings: NcclSettings) -> tuple[NcclSettings, tuple[str, ...]]:

@@ -31,77 +31,33 @@ def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_connections_with_which_the_run_can_hang_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CONNECTIONS, "1")
-    (line,) = connections_line(resolve(small_config(**GPIPE, pipeline_receive_depth=2), 4))
-    assert line.startswith(f"{CONNECTIONS}: 32 instead of 1, of the environment: with 1 a step can hang (rank ")
-    assert os.environ[CONNECTIONS] == "32"
-
-
-def test_safe_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CONNECTIONS, "1")
-    assert connections_line(resolve(small_config(**GPIPE, pipeline_receive_depth=1), 4)) == ()
-    assert connections_line(resolve(small_config(global_batch_size=16), 4)) == ()
-    assert os.environ[CONNECTIONS] == "1"
-
-
-SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params", "use_distributed_optimizer": True}
-EXPERTS = {"num_experts": 8, "expert_model_parallel_size": 4}
-
-
 @pytest.mark.parametrize(
-    ("world_size", "changes", "expected"),
+    ("world_size", "changes", "given", "expected"),
     [
-        (4, SHARDED | {"num_layers": 4, "data_parallel_sharding_units": 4}, 8),
-        (8, EXPERTS | {"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, 8),
-        (8, {"pipeline_model_parallel_size": 2, "context_parallel_size": 4, "overlap_grad_reduce": True}, 8),
-        (4, SHARDED, 1),  # one unit: nothing runs beside its gather and reduction
-        (4, EXPERTS, 1),  # the row waits for every all-to-all
+        (4, GPIPE, "1", "32"),
+        (4, GPIPE, None, "32"),
+        (4, GPIPE, "8", "32"),
+        (4, GPIPE, "32", "32"),
+        (4, {"global_batch_size": 16}, "1", "8"),
+        (4, {"global_batch_size": 16}, "16", "16"),
+        (4, {"global_batch_size": 16}, None, None),
+        (1, {}, "1", "1"),
     ],
-    ids=["zero3-units", "pp2-ep4", "pp2-cp4", "zero3", "ep4"],
+    ids=["pp-1", "pp-unset", "pp-8", "pp-32", "dp-1", "dp-16", "dp-unset", "one-rank"],
 )
-def test_connections_with_which_streams_wait_for_each_other_are_replaced_on_every_grid(
-    world_size: int, changes: dict[str, object], expected: int, monkeypatch: pytest.MonkeyPatch
+def test_too_few_connections_are_raised_with_one_line(
+    world_size: int,
+    changes: dict[str, object],
+    given: str | None,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan = resolve(small_config(**{"global_batch_size": 16, "pipeline_receive_depth": 1} | changes), world_size)
-    assert connections_line(plan) == (), "CUDA's default is enough"
-    monkeypatch.setenv(CONNECTIONS, "1")
-    said = connections_line(plan)
-    assert os.environ[CONNECTIONS] == str(expected)
-    assert [line.split("(")[0] for line in said] == [
-        f"{CONNECTIONS}: 8 instead of 1, of the environment: with 1 streams wait for each other "
-    ] * (expected > 1)
-
-
-def test_parts_that_deliver_from_a_stream_of_their_own_get_sixteen_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = EXPERTS | {
-        "pipeline_model_parallel_size": 2,
-        "num_layers": 4,
-        "pipeline_schedule": "interleaved",
-        "num_layers_per_virtual_pipeline_stage": 1,
-        "overlap_moe_expert_parallel_comm": True,
-        "global_batch_size": 16,
-        "pipeline_receive_depth": 1,
-    }
-    plan = resolve(small_config(**changes), 8)
-    monkeypatch.setenv(CONNECTIONS, "1")
-    (line,) = connections_line(plan)
-    assert line.startswith(f"{CONNECTIONS}: 16 instead of 1, of the environment: with 1 a step can hang (rank ")
-
-
-def test_connections_with_which_only_an_evaluation_can_hang_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CONNECTIONS, "1")
-    changes = GPIPE | {"pipeline_schedule": "zb-v", "num_layers": 8}
-    assert connections_line(resolve(small_config(**changes, pipeline_receive_depth=1), 4)) == ()
-    (line,) = connections_line(resolve(small_config(**changes, pipeline_receive_depth=2), 4))
-    assert " instead of 1, of the environment: with 1 a step can hang (rank " in line
-
-
-def test_a_schedule_too_large_to_simulate_gets_the_most_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapipe.train.gpu_setup.MOST_ACTIONS", 10)
-    (line,) = connections_line(resolve(small_config(**GPIPE), 4))
-    assert line == (
-        f"{CONNECTIONS}: 32 instead of 8, CUDA's default: this schedule is too large to be simulated at the start"
+    if given is not None:
+        monkeypatch.setenv(CONNECTIONS, given)
+    said = connections_line(resolve(small_config(**changes), world_size))
+    assert os.environ.get(CONNECTIONS) == expected
+    assert [line.split(",")[0] for line in said] == [f"{CONNECTIONS}: {expected} instead of {given or 8}"] * (
+        expected != given
     )
 
 

@@ -22,7 +22,6 @@ SUBCOMMANDS = {
     "profile-layers": ("calibrate", "profile_layers", "measure embedding, layers, head, to balance stages"),
     "calibrate": ("calibrate", "calibrate", "measure this machine and its links: a hardware file for plan"),
     "schedule": ("schedule", "main", "draw, compare, check and simulate pipeline schedules"),
-    "queues": ("schedule", "queues", "simulate CUDA's work queues and the SMs that waiting receives hold"),
     "doctor": ("calibrate", "doctor", "check this machine or allocation: versions, interfaces, links of groups"),
     "status": ("report", "status", "show what every rank of a run does now, and which ranks it waits for"),
     "configs": ("explain", "configs", "list or copy the configurations that come with megapipe"),
@@ -41,7 +40,7 @@ SUBCOMMANDS = {
     "migrate": ("migrate", "main", "show what each flag of a Megatron-LM launch script does here"),
 }
 # words of commands that only print: `| head` ends them like any other tool
-PRINTING = frozenset("-h --help help plan explain schedule queues status progress configs migrate compare".split())
+PRINTING = frozenset("-h --help help plan explain schedule status progress configs migrate compare".split())
 
 
 def main(arguments: Sequence[str] | None = None, first: Sequence[str] = ()) -> int:

@@ -1,4 +1,4 @@
-"""`megapipe schedule`: draw, compare, check and simulate pipeline schedules; `queues`: which can hang."""
+"""`megapipe schedule`: draw, compare, check and simulate pipeline schedules."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,17 @@ from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import Option, command, option, switch
 from megapipe.extras.report.timeline import grid_text, parts_svg, svg
 from megapipe.formatting import text_table
-from megapipe.plan.queues import BY_POOL, BY_USE, RankTraffic, beside, enqueue, waiting_receives, why_it_hangs
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import Op
 from megapipe.schedule.compare import Measures, Model, ShardingTimes, Unmeasured, compare, measure
-from megapipe.schedule.costs import AutoGoal, Costs, Seconds
+from megapipe.schedule.costs import AutoGoal, Seconds
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
-from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered, build_schedule, schedule_family
-from megapipe.schedule.lifetimes import Moves, StageGroups, plan_moves
+from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
 from megapipe.schedule.lower import lower
 from megapipe.schedule.parts import expand, pair_up, prove
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.sharding import GRANULARITIES, ShardingPolicy, shard, split_stages
-from megapipe.schedule.simulate import unhindered_send_depth
 from megapipe.schedule.validate import ValidationReport, validate
 
 HELP = """\
@@ -448,99 +445,3 @@ def _simulate(own: argparse.Namespace) -> None:
 
 
 COMMANDS = {"draw": _draw, "compare": _compare, "check": _check, "simulate": _simulate}
-
-
-CONNECTIONS = (1, 2, 8, 32)
-RECEIVE_DEPTHS = (1, 2, 3, 4)
-MESSAGE_SECONDS = 0.05  # of a forward
-
-QUEUES_OPTIONS = (
-    option("names", "which schedules (default: all)", nargs="*", metavar="NAME"),
-    option("-p --ranks", "pipeline ranks", default=4, above=0),
-    option("-m --microbatches", "default: four times the ranks", type=int, above=0),
-    option("-v --chunks", "stages a rank where a schedule takes any number", default=2, above=0),
-    switch("--tp", "with tensor parallelism: two collectives in every forward and backward"),
-    option("--offload", "layers of every stage, all offloaded to the host", default=0, at_least=0, metavar="LAYERS"),
-    switch("--evaluation", "of the forwards of an evaluation instead of a training step"),
-    option("--channels", "NCCL channels of a message, each of which holds an SM while it waits", default=4, above=0),
-    option("--sms", "of the GPU; H100: 132", default=132, above=0),
-    switch("--sm-table", "print the SMs that waiting receives hold instead of the hangs"),
-    switch("--json", "machine-readable output"),
-)
-
-
-@command("megapipe queues", QUEUES_OPTIONS, needs_words=False)
-def queues(own: argparse.Namespace) -> None:
-    """Show which schedules can hang with 1, 2, 8 and 32 hardware work queues, at receive depths 1 to 4.
-
-    CUDA_DEVICE_MAX_CONNECTIONS is the number of queues. With --sm-table: how many SMs the receives hold that wait for
-    their senders, on average while a rank computes and at most. All of this is simulated (docs/gpu_queues.md).
-    """
-    names = own.names or list(SCHEDULES)
-    rows = [
-        {"schedule": name, "chunks": schedule_family(name).num_chunks(own.chunks), **row}
-        for name in names
-        for row in (_held if own.sm_table else _hangs)(name, own)
-    ]
-    if own.json:
-        print(json.dumps(rows))
-        return
-    table = [list(rows[0]), *(list(map(str, row.values())) for row in rows)]
-    print("\n".join(text_table(table, left=(0,), indent=0)))
-    if own.sm_table:
-        of = f"of {own.sms} SMs with {own.channels} channels a message"
-        print(f"\nreceives that wait, of the worst rank: mean while it computes, and at most; {of}")
-        print("bound: kernels of messages, sends included, that can wait at once however long kernels take")
-    else:
-        print("\nreceive depths at which a step can hang, by the number of queues (CUDA_DEVICE_MAX_CONNECTIONS);")
-        print("streams are mapped to queues in the order of their use, (depth): only if in the order of torch's pool")
-
-
-Step = tuple[Schedule, RankTraffic]
-
-
-def _steps(name: str, own: argparse.Namespace) -> Iterator[tuple[int, Step, Step]]:
-    """Yield (depth, the lowered schedule to look at with its traffic, those of training) at every depth."""
-    family, p = schedule_family(name), own.ranks
-    chunks, count = family.num_chunks(own.chunks), own.microbatches or 4 * p
-    goal = AutoGoal(Costs.equal(p, 1.0, 1.0, 1.0), p) if family.is_automatic else None
-    for depth in RECEIVE_DEPTHS:
-        schedule = build_lowered(name, p, chunks, count, None, depth, goal)
-        forward = build_forward_only(schedule.placement, count, depth)
-        send_depth = 1 + max(unhindered_send_depth(schedule), unhindered_send_depth(forward) if own.evaluation else 0)
-        moves: tuple[Moves, ...] = ()
-        if own.offload:
-            last = schedule.num_stages - 1
-            groups = {stage: StageGroups(own.offload, own.offload, stage == last) for stage in range(last + 1)}
-            moves = tuple(plan_moves(row, groups) for row in schedule.rows)
-        traffic = RankTraffic(2 if own.tp else 0, True, send_depth, MESSAGE_SECONDS, moves=moves)
-        training = schedule, traffic
-        evaluation = forward, replace(traffic, dp=False, moves=())
-        yield depth, evaluation if own.evaluation else training, training
-
-
-def _hangs(name: str, own: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield one row: for every number of connections the depths at which the schedule can hang."""
-    found: dict[int, list[str]] = {connections: [] for connections in CONNECTIONS}
-    for depth, step, training in _steps(name, own):
-        programs = beside(enqueue(*step), enqueue(*training))
-        for connections, depths in found.items():
-            if why_it_hangs(programs, connections, mappings=(BY_USE,)):
-                depths.append(str(depth))
-            elif why_it_hangs(programs, connections, mappings=(BY_POOL,)):
-                depths.append(f"({depth})")
-    yield {str(connections): " ".join(depths) or "-" for connections, depths in found.items()}
-
-
-def _held(name: str, own: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for depth, step, _ in _steps(name, own):
-        held = waiting_receives(*step)
-        mean, peak, bound = (max(each[index] for each in held) for index in range(3))
-        yield {
-            "depth": depth,
-            "mean": f"{mean:.2f}",
-            "peak": peak,
-            "SMs": f"{mean * own.channels:.0f}/{peak * own.channels}",
-            "of the GPU": f"{peak * own.channels / own.sms:.0%}",
-            "bound": bound,
-        }

@@ -131,7 +131,7 @@ def parse_refusing(parser: argparse.ArgumentParser, arguments: Sequence[str]) ->
         """Return the flags that a word abbreviates; two spellings of one flag are not ambiguous."""
         return list({id(found[0]): found for found in spelled(word)}.values())
 
-    parser._get_option_tuples = one_per_flag  # type: ignore[method-assign]
+    parser._get_option_tuples = one_per_flag  # type: ignore[assignment, method-assign]
     parser.error = refuse  # type: ignore[method-assign]
     return parser.parse_args(list(arguments))
 
