@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
@@ -49,8 +49,7 @@ class LrSchedule:
     """Learning rate: linear warm-up from init_lr to max_lr, then a decay to min_lr at decay_samples.
 
     style: 'constant', 'linear', 'cosine', 'inverse-square-root' or 'WSD'. Lengths are in samples; the warm-up is part
-    of the decay length. A run that continues one whose decay had ended warms up once more, from resumed_lr after
-    resumed_at samples.
+    of the decay length.
     """
 
     max_lr: float
@@ -61,8 +60,6 @@ class LrSchedule:
     decay_samples: int = 1
     wsd_style: str = "exponential"
     wsd_samples: int = 0
-    resumed_at: int = 0
-    resumed_lr: float = 0.0
 
     def __post_init__(self) -> None:
         for flag, lr in (("--min-lr", self.min_lr), ("--lr-warmup-init", self.init_lr)):
@@ -82,21 +79,6 @@ class LrSchedule:
 
     def __call__(self, consumed_samples: int) -> float:
         """Return the learning rate of the step that starts after consumed_samples."""
-        lr, since = self._without_resuming(consumed_samples), consumed_samples - self.resumed_at
-        if self.resumed_at and 0 <= since < self.warmup_samples:
-            return self.resumed_lr + (lr - self.resumed_lr) * since / self.warmup_samples
-        return lr
-
-    def resumed(self, before: LrSchedule, consumed_samples: int) -> LrSchedule:
-        """Return the schedule of a run that continues one with another schedule: warming up again if its decay had
-        ended, instead of a jump.
-        """
-        lr = before(consumed_samples)
-        if before.style == "constant" or consumed_samples < before.decay_samples or self(consumed_samples) <= lr:
-            return self
-        return replace(self, resumed_at=consumed_samples, resumed_lr=lr)
-
-    def _without_resuming(self, consumed_samples: int) -> float:
         if self.warmup_samples > 0 and consumed_samples <= self.warmup_samples:
             return self.init_lr + (self.max_lr - self.init_lr) * consumed_samples / self.warmup_samples
         if self.style == "constant":

@@ -52,10 +52,10 @@ from megapipe.train.state import (
     changed_extensions,
     check_position,
     on_rank_0,
+    rise_text,
     samples_to_take,
     schedule_changes,
     schedules_to_resume,
-    warmup_text,
 )
 
 # flags to resume this job's own run
@@ -243,9 +243,7 @@ def _load_from(
         _check(runtime, saved, folder.path, flags)
         if with_optimizer and schedules is not None and saved["schedules"] is not None:
             of_checkpoint = Schedules.from_dict(saved["schedules"])
-            schedules = schedules_to_resume(
-                schedules, of_checkpoint, config.optimizer, str(folder.path), state.consumed_samples
-            )
+            schedules = schedules_to_resume(schedules, of_checkpoint, config.optimizer, str(folder.path))
         # the account of the run's last rollback, if that came after the checkpoint
         state.account = Account.from_dict(account_of(saved, read_rollbacks(root)))
         other_versions = changed_versions(saved.get("versions"), versions(config))
@@ -330,8 +328,8 @@ def told_changes(
     more = {DATA: of_data}
     if schedules is not None and state["schedules"] is not None:
         with understood(folder.path):
-            more[SCHEDULE] = schedule_changes(Schedules.from_dict(state["schedules"]), schedules)
-            more[SCHEDULE] += warmup_text(schedules.lr, int(state["training"]["consumed_samples"]))
+            saved, samples = Schedules.from_dict(state["schedules"]), int(state["training"]["consumed_samples"])
+            more[SCHEDULE] = schedule_changes(saved, schedules) + rise_text(saved, schedules, samples)
     kinds = {LOSS, SCHEDULE, OPTIMIZER} | ({DATA} if state.get("data") is not None else set())
     if flags.no_load_optim:
         flags = replace(flags, allow_changed_optimizer=True)

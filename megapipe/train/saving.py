@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,7 @@ class Saving:
             "compiles_blocks": state.compiles_blocks,
             "optimizer": optimizer,
             "random": None if flags.no_save_rng else {"seed": config.training.seed},
-            "schedules": None if self._schedules is None else self._schedules.to_dict(),
+            "schedules": None if self._schedules is None else asdict(self._schedules),
             "global_batch_size": plan.batch.full,
             "batches": batches_to_dict(plan.batch, state),
             "data": self._data,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any, TypeVar
 
@@ -159,13 +159,9 @@ class Schedules:
         lr, weight_decay = self.lr(consumed_samples), self.weight_decay(consumed_samples)
         return Rates(lr, weight_decay, self.decoupled_lr(consumed_samples))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings, without those of a resumed run for one that is none: older versions do not know them."""
-        return asdict(self, dict_factory=lambda pairs: {k: v for k, v in pairs if v or not k.startswith("resumed_")})
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Schedules:
-        """Restore `to_dict`."""
+        """Restore what `asdict` returned."""
         kinds = {"lr": LrSchedule, "decoupled_lr": LrSchedule, "weight_decay": WeightDecaySchedule}
         return cls(**{name: kind(**values[name]) for name, kind in kinds.items()})
 
@@ -177,12 +173,9 @@ def samples_to_take(plan: RunPlan, state: TrainingState) -> int:
     return plan.batch.samples_after(plan.config.training.train_iters - state.step, state.consumed_samples)
 
 
-def schedules_to_resume(
-    own: Schedules, saved: Schedules, optimizer: OptimizerConfig, where: str, consumed_samples: int
-) -> Schedules:
+def schedules_to_resume(own: Schedules, saved: Schedules, optimizer: OptimizerConfig, where: str) -> Schedules:
     """Choose by Megatron's rule: one of two flags says whose settings hold; without either they must agree.
 
-    Those given here warm up again where the checkpoint's learning rate had decayed to the end.
     Raises ConfigError if both flags are given, CheckpointError with every setting that differs if neither is.
     """
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
@@ -193,8 +186,7 @@ def schedules_to_resume(
     if not lines or optimizer.use_checkpoint_opt_param_scheduler:
         return saved
     if optimizer.override_opt_param_scheduler:
-        lr = own.lr.resumed(saved.lr, consumed_samples)
-        return replace(own, lr=lr, decoupled_lr=own.decoupled_lr.resumed(saved.decoupled_lr, consumed_samples))
+        return own
     raise CheckpointError(
         f"the schedules differ from those that {where} was trained with:\n  "
         + "\n  ".join(lines)
@@ -215,12 +207,12 @@ def schedule_changes(saved: Schedules, own: Schedules) -> list[str]:
     return lines
 
 
-def warmup_text(lr: LrSchedule, consumed_samples: int) -> list[str]:
-    """Return a line if a run that is resumed here warms up again."""
-    if lr.resumed_at != consumed_samples or not lr.warmup_samples:
+def rise_text(saved: Schedules, own: Schedules, consumed_samples: int) -> list[str]:
+    """Return a line if the decay of a checkpoint had ended and its learning rate rises again here."""
+    before, now, decay = saved.lr(consumed_samples), own.lr(consumed_samples), saved.lr
+    if decay.style == "constant" or consumed_samples < decay.decay_samples or now <= before:
         return []
-    to = f"{lr(round(consumed_samples + lr.warmup_samples)):.3g} over {lr.warmup_samples:,g} samples here"
-    return [f"--lr: had decayed to {lr.resumed_lr:.3g} in the checkpoint, warms up again to {to}"]
+    return [f"--lr: had decayed to {before:.3g} in the checkpoint, and is {now:.3g} here; the loss rises at first"]
 
 
 def on_rank_0(call: Callable[[], T], world: Group) -> T:

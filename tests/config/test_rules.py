@@ -161,7 +161,7 @@ CASES = [
     (
         "norms_of_projections",
         "--qk-layernorm-scope projection --qk-layernorm",
-        ["--qk-layernorm-scope projection is an RMSNorm, not a LayerNorm; add --normalization RMSNorm"],
+        ["--qk-layernorm-scope projection is an RMSNorm, not LayerNorm; add --normalization RMSNorm"],
         "--qk-layernorm",
     ),
     (

@@ -130,7 +130,7 @@ WRONG = {
     "far-off": (
         {"tokenizer_type": "x"},
         ConfigError,
-        "unknown --tokenizer-type x: choose ByteTokenizer, NullTokenizer, .* or a tokenizer of an extension",
+        "unknown --tokenizer-type x: choose ByteTokenizer, NullTokenizer, .* or one that an extension registers",
     ),
     "no-model": ({"tokenizer_type": "Llama2Tokenizer"}, ConfigError, "Llama2Tokenizer needs --tokenizer-model"),
     "no-vocab-size": ({"tokenizer_type": "NullTokenizer"}, ConfigError, "needs --vocab-size"),

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.config import Config
-from megapipe.config.parallel import SHARDED_PARAMS, RecomputeConfig
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import (
     ASPECTS,
@@ -112,10 +112,10 @@ def test_the_best_layout_equals_an_exhaustive_search(
             continue
     sharded = [("1f1b", 1, -(-config.model.num_layers // pp), pp) for pp in (1, 2, 4)]
     sharded += [(name, chunks, 1, 2) for name in ("interleaved", "breadth-first") for chunks in (2, 3)]
-    for tp, (schedule, chunks, units, pp), size, recompute in itertools.product(
-        (1, 2), sharded, (1, 2, 4, 8), recomputes
+    for tp, (schedule, chunks, units, pp), size, recompute, strategy in itertools.product(
+        (1, 2), sharded, (1, 2, 4, 8), recomputes, SHARDED_GRADS
     ):
-        layout = Layout(tp, pp, chunks, schedule, size, recompute, tp > 1, sharding=SHARDED_PARAMS, units=units)
+        layout = Layout(tp, pp, chunks, schedule, size, recompute, tp > 1, sharding=strategy, units=units)
         if tp * pp < world_size:
             with contextlib.suppress(ConfigError):
                 every.append(predict(config, layout, world_size, H100))
