@@ -82,8 +82,10 @@ def with_remedies(config: Config, plan: RunPlan, hardware: Hardware) -> Fit:
     fit = fit_of(plan, hardware)
     rows, ranks = list(_changes(config, plan)), plan.topology.world_size
     with_full = [[(_with(each, "recompute", RECOMPUTES[-1]), ranks) for each, _ in row] for row in rows]
-    pipelines = [(_with(config, "parallel", {"pipeline_model_parallel_size": plan.topology.pp * times}), ranks * times)
-                 for times in TIMES]  # fmt: skip
+    pipelines = [
+        (_with(config, "parallel", {"pipeline_model_parallel_size": plan.topology.pp * times}), ranks * times)
+        for times in TIMES
+    ]
     more = [[(config, ranks * times) for times in TIMES], pipelines]
     found: list[tuple[str, Fit, float]] = []
     for tried in () if fit.fits else (rows, with_full, more):
@@ -121,8 +123,9 @@ def _planned(change: Change, config: Config, plan: RunPlan, hardware: Hardware) 
     if too_wide or (changed, size) == (config, t.world_size):
         return
     try:
-        planned = replace(resolve(changed, size, per_node if per_node and size > per_node else None),
-                          expert_load=plan.expert_load)  # fmt: skip
+        planned = replace(
+            resolve(changed, size, per_node if per_node and size > per_node else None), expert_load=plan.expert_load
+        )
     except ConfigError:  # such as layers or heads that do not divide
         return
     if (fit := fit_of(planned, hardware)).fits:
