@@ -120,6 +120,8 @@ class Extensions:
         if not name.endswith(".py") and "/" not in name:
             return self.loaded.get(name) or self._run(name, lambda: _imported(name))
         path = Path(name)
+        if path.exists() and not path.is_file():  # a pipe would wait for its writer
+            raise ConfigError(f"--extension {name}: it is not a regular file; give a FILE.py or the name of a module")
         try:
             source = path.read_bytes()
         except (OSError, ValueError) as error:

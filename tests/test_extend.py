@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +143,12 @@ def test_a_wrong_extension_is_refused_with_its_place_and_leaves_nothing_behind(c
     with pytest.raises(ConfigError, match=message):
         EXTENSIONS.load(written(tmp_path, text))
     assert [len(registry) for registry in Registry.every] == before and not EXTENSIONS.loaded
+
+
+def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        EXTENSIONS.load(str(tmp_path / "pipe.py"))
 
 
 def test_two_extensions_with_one_name_are_both_named(tmp_path: Path) -> None:
