@@ -73,9 +73,17 @@ def end_text(number: int) -> str:
     return f"ended by {signal.Signals(number).name}"
 
 
+class ThisProcess:
+    """What this process is for, as its signal handlers are: is_command, if it ends after the command that it runs."""
+
+    is_command = False
+
+
 def ignore_repeated() -> None:
-    """Ignore further requests to save and exit: this process has done so, which its exit code says."""
-    for number in REPEATED:
+    """Ignore further requests to save and exit if this process is a command: it has done so, which its exit code says.
+    A program that runs commands itself keeps its handlers.
+    """
+    for number in REPEATED if ThisProcess.is_command else ():
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -25,7 +25,7 @@ from megapipe.data.loader import Loader
 from megapipe.errors import CommunicationError, TrainingError
 from megapipe.gpu.streams import HostCopy
 from megapipe.monitor.heartbeat import PATIENCE
-from megapipe.monitor.signals import REPEATED, SignalThread, end, end_text, ended_by_signals, ignore
+from megapipe.monitor.signals import REPEATED, SignalThread, ThisProcess, end, end_text, ended_by_signals, ignore
 from megapipe.train.copies_check import CopiesCheck
 from megapipe.train.journal import Journal
 from megapipe.train.loading import go_back
@@ -101,11 +101,11 @@ class StopRequest:
 
 
 @contextmanager
-def stop_requests(handle_termination: bool, is_last: bool = False) -> Iterator[StopRequest]:
+def stop_requests(handle_termination: bool) -> Iterator[StopRequest]:
     """Handle SIGINT, and with handle_termination the other STOP_SIGNALS, inside the block; then restore old handlers.
 
-    SIGHUP is left alone if the parent process had it ignored, as nohup does. is_last: the process ends after the block,
-    and if that has succeeded, only SIGINT can end it earlier.
+    SIGHUP is left alone if the parent process had it ignored, as nohup does. If this process is a command that ends
+    after the block, and the block has succeeded, only SIGINT can end it earlier.
     """
     before: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     if before[signal.SIGHUP] is signal.SIG_IGN:
@@ -114,7 +114,7 @@ def stop_requests(handle_termination: bool, is_last: bool = False) -> Iterator[S
     try:
         request.hold()
         yield request
-        if is_last:
+        if ThisProcess.is_command:
             before |= dict.fromkeys(REPEATED, signal.SIG_IGN)
     except CommunicationError:
         if request.signal is signal.SIGTERM:

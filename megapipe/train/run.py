@@ -78,8 +78,7 @@ def pretrain(
         # only kernels and an algorithm of NCCL that are bit-reproducible; torch raises where it has none
         set_for_libraries(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")
         torch.use_deterministic_algorithms(True)
-    is_last = observer is None  # a command; a program that observes the run may continue
-    job = _Job(plan, environment, config_text, after_training, remarks, weights, observer or Observer(), is_last)
+    job = _Job(plan, environment, config_text, after_training, remarks, weights, observer or Observer())
     with save_lock(config, environment) as lock:  # before signals are caught, so that one ends the wait for it
         _run(job, lock)
     return 0
@@ -95,7 +94,6 @@ class _Job(NamedTuple):
     remarks: Sequence[str]
     weights: Weights | None
     observer: Observer
-    is_last: bool  # this process ends after the run
 
 
 def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
@@ -103,7 +101,7 @@ def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
     plan, environment, config = job.plan, job.environment, job.plan.config
     is_refused = isinstance(lock, CheckpointError)
     journal = Journal(None if is_refused else recorded_folder(config), environment.global_rank)
-    with journal.failures(), stop_requests(config.training.exit_signal_handler, job.is_last) as stop:
+    with journal.failures(), stop_requests(config.training.exit_signal_handler) as stop:
         nccl, said = prepare(plan, environment)  # before a library can start CUDA
         kernels = choose_kernels(config)  # fails, if a library is missing, before ranks wait for each other
         if not is_refused:

@@ -94,7 +94,7 @@ def meet_at(rank: int, world_size: int, port: int) -> str:
     dist.destroy_process_group()
     bootstrap.STORE_SECONDS = 1.0
     with pytest.raises(CommunicationError) as caught:
-        start(environment_of(rank, world_size, port), timeout_seconds=100, device="cpu")
+        start(environment_of(rank, world_size, port), timeout_seconds=100, device="cpu", facts_of=lambda _: {})
     return str(caught.value)
 
 

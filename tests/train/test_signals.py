@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 
 from megapipe.train import run as run_module
+from megapipe.monitor.signals import ThisProcess
 from megapipe.train.guard import STOP_SIGNALS, Guard, stop_requests
 from megapipe.train.saving import Saving
 from megapipe.train.step import TrainStep
@@ -200,12 +201,15 @@ def test_a_hangup_that_nohup_ignores_stays_ignored() -> None:
 
 @pytest.mark.parametrize("is_last", [True, False], ids=["a command", "a program that continues"])
 @pytest.mark.usefixtures("handlers")
-def test_only_a_process_that_ends_after_the_run_ignores_repeated_requests(is_last: bool) -> None:
+def test_only_a_process_that_ends_after_the_run_ignores_repeated_requests(
+    is_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThisProcess, "is_command", is_last)
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    with pytest.raises(ZeroDivisionError), stop_requests(True, is_last):
+    with pytest.raises(ZeroDivisionError), stop_requests(True):
         raise ZeroDivisionError
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == before
-    with stop_requests(True, is_last) as stop:
+    with stop_requests(True) as stop:
         stop.begin()
     after = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     assert after == (dict.fromkeys(STOP_SIGNALS, signal.SIG_IGN) if is_last else before) | {

@@ -82,17 +82,17 @@ def run(arguments: Sequence[str] | None = None, first: Sequence[str] = ()) -> in
         return 2
     from megapipe.environment import read_environment
     from megapipe.errors import ConfigError
-    from megapipe.monitor.signals import ended_by_signals, ignore_repeated
+    from megapipe.monitor.signals import ThisProcess, ended_by_signals, ignore_repeated
     from megapipe.monitor.start_marks import leave_mark
 
+    ThisProcess.is_command = arguments is None
     with suppress(ConfigError):  # reported by the subcommand
         leave_mark(read_environment())
     module, function, _ = SUBCOMMANDS[words[0]]
     with ended_by_signals():  # KeyboardInterrupt inside an import leaves a traceback
         imported = importlib.import_module(f"megapipe.extras.cli.{module}")
     code = int(getattr(imported, function)(words[1:]))
-    if arguments is None:
-        ignore_repeated()
+    ignore_repeated()
     return code
 
 

@@ -187,9 +187,11 @@ def read_fields(rules: Sequence[Rule], settings: Settings) -> dict[str, Any]:
         except (KeyError, ValueError, ZeroDivisionError) as error:
             raise ConfigError(f"{given} cannot be expressed: {error!r}") from None
         for name, value in fields.items():
-            trouble = out_of_bounds(fields_by_key()[f"model.{name}"].option, value)
-            if trouble and value is not None:
-                raise ConfigError(f"{given or name} cannot be expressed: {trouble}")
+            option = fields_by_key()[f"model.{name}"].option
+            for one in value if isinstance(value, tuple) else (value,):
+                trouble = out_of_bounds(option, one)
+                if trouble and one is not None:
+                    raise ConfigError(f"{given or name} cannot be expressed: {trouble}")
     return found
 
 

@@ -69,6 +69,7 @@ OTHER = {
     "--port": "--port 8001",
     "--token": "--token secret",
     "--queue": "--queue 3",
+    "--max-request-bytes": "--max-request-bytes 4096",
     "--gpu": "--gpu h100",
     "--hardware": "--hardware {root}/two.txt",
     "--slow-factor": "--slow-factor 3",

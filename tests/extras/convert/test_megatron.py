@@ -296,7 +296,7 @@ ARGS: dict[str, tuple[dict[str, Any], str]] = {
         {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
         "together cannot be expressed",
     ),
-    "positions": ({"position_embedding_type": "mrope"}, "model.position_embedding_type mrope"),
+    "positions": ({"position_embedding_type": "mrope"}, "position_embedding_type mrope"),
     "vocabulary_unknown": (
         {"vocab_size": None},
         "only has padded_vocab_size 64: give the true size .* with --vocab-size",
