@@ -18,8 +18,8 @@ from unittest import mock
 
 import pytest
 
-from megapipe.train import run as run_module
 from megapipe.monitor.signals import ThisProcess
+from megapipe.train import run as run_module
 from megapipe.train.guard import STOP_SIGNALS, Guard, stop_requests
 from megapipe.train.saving import Saving
 from megapipe.train.step import TrainStep
