@@ -84,7 +84,7 @@ LLAMA_8B = (
 ).split()
 
 
-@pytest.mark.parametrize(("gpu", "rates"), [("NVIDIA H200", "h200"), ("NVIDIA L40S", "l40s")])
+@pytest.mark.parametrize(("gpu", "rates"), [("NVIDIA H200", "h200"), ("NVIDIA of tomorrow", "h100")])
 def test_the_start_says_what_attention_dropout_costs(gpu: str, rates: str) -> None:
     (line,) = module.dropout_line(plan_for(LLAMA_8B, 1), gpu)
     assert line.strip().startswith("--attention-dropout 0.1 has no fused kernel: layers take ")
