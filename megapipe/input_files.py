@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,13 @@ def regular(path: str | Path, most_bytes: int | None = None) -> Path:
     return Path(path)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError, also for a key that occurs twice in an object and for deep nesting."""
+def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Parse JSON. Raises ValueError, also for a key that occurs twice in an object and for deep nesting.
+
+    parse_constant: of NaN and Infinity, which Python's JSON has besides; None makes numbers of them.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_object)
+        return json.loads(text, object_pairs_hook=_object, parse_constant=parse_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -40,6 +44,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"the key {key!r} occurs twice in an object")
+            raise ValueError(f"the key {key[:80]!r} occurs twice in an object")
         found[key] = value
     return found

@@ -91,6 +91,12 @@ def missing_files(
         yield from ((f"--{normalised(name)}", path) for path in paths if not Path(path).exists())
 
 
+def unread_remarks(data: DataConfig) -> tuple[str, ...]:
+    """Return a remark for a plan on the tokenizer's files that do not exist: its vocabulary is not compared."""
+    files = ", ".join(f"{flag} {path}" for flag, path in missing_files(data, TOKENIZER_FILES))
+    return (f"not read: {files} (no such file here), so --vocab-size is taken as given",) if files else ()
+
+
 def without_files(config: ResolvedConfig) -> ResolvedConfig:
     """Return the configuration with made-up tokens and with NullTokenizer in place of all files."""
     changes: dict[str, Any] = dict.fromkeys((*TOKENIZER_FILES, *DATA_FILES))
@@ -104,14 +110,8 @@ def with_vocabulary(config: Config, needs_files: bool = False) -> Config:
     needs_files: False accepts a given size without a tokenizer whose files do not exist.
     """
     given = config.model.vocab_size
-    missing = [] if needs_files else list(missing_files(config.data, TOKENIZER_FILES))
-    if missing and given is not None:
+    if given is not None and not needs_files and any(missing_files(config.data, TOKENIZER_FILES)):
         return config
-    if missing:
-        flag, path = missing[0]
-        raise ConfigError(
-            f"{flag} {path} does not exist, so the vocabulary is unknown; give the file, or --vocab-size N"
-        )
     tokenizer = tokenizer_of(config)
     if tokenizer is None:
         return config

@@ -221,7 +221,7 @@ class ShardReader:
                 self._descriptors[saved.file] = descriptor
                 self._headers[saved.file] = read_header(descriptor)
             except OSError as error:
-                kind = DamageError if self._folder.exists() else RemovedError  # then --keep-last keeps too few
+                kind = DamageError if self._folder.exists() else RemovedError  # by a run with --keep-last
                 raise kind(f"{self._where(request)}: cannot be read: {error.strerror}") from None
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
                 raise DamageError(f"{self._folder / saved.file}: its header is damaged: {error}") from None

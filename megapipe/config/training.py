@@ -106,10 +106,6 @@ def batch_size_steps(words: Sequence[str], seq_length: int) -> tuple[tuple[int, 
 class TrainingConfig:
     """Batch size, length, evaluation, seed, loss, and what to do about spikes and silent corruption."""
 
-    def with_batch(self, size: int) -> TrainingConfig:
-        """Return the section with a constant global batch size."""
-        return replace(self, global_batch_size=size, rampup_batch_size=None, step_batch_size_schedule=None)
-
     micro_batch_size: int = count(1, "sequences of a microbatch on one data-parallel rank", "sequences", required=True)
     global_batch_size: int | None = count(
         None, "sequences in one step over all data-parallel ranks", "sequences", derived="micro-batch-size x dp"
@@ -206,6 +202,10 @@ class TrainingConfig:
         adds_up=True,
     )
     device: str = option("auto", "device of the tensors; auto: cuda if there is a GPU", choices=DEVICES)
+
+    def with_batch(self, size: int) -> TrainingConfig:
+        """Return the section with a constant global batch size."""
+        return replace(self, global_batch_size=size, rampup_batch_size=None, step_batch_size_schedule=None)
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def end_text(number: int) -> str:
 
 
 class ThisProcess:
-    """What this process is for, as its signal handlers are: is_command, if it ends after the command that it runs."""
+    """A fact that belongs to the process, as signal handlers do. is_command: it ends after the command that it runs."""
 
     is_command = False
 

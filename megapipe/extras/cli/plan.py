@@ -9,7 +9,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from megapipe.assembly.datasets import planned, with_vocabulary
+from megapipe.assembly.datasets import planned, unread_remarks, with_vocabulary
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config
 from megapipe.config.flags import normalised
@@ -141,7 +141,8 @@ def main(own: argparse.Namespace) -> int:
     if own.json and hardware is not None and fit is not None:
         print(json.dumps(_plan_data(plan, hardware) | fit.data(), indent=2))
     else:
-        print("\n".join([*own_kernels(loaded.config), plan_text(plan)]))
+        remarks = *own_kernels(loaded.config), *unread_remarks(loaded.config.data)
+        print("\n".join([*remarks, plan_text(plan)]))
         _print_more(own, plan, hardware, fit)
     return 0 if fit is None or fit.fits else 1
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megapipe.assembly.datasets import planned
+from megapipe.assembly.datasets import planned, unread_remarks
 from megapipe.checkpoint.changes import model_changes
 from megapipe.checkpoint.folder import checkpoint_config, find_checkpoint, saved_tokenizer, vocabulary_of
 from megapipe.config.config import Config
@@ -96,7 +96,8 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
         raise ConfigError("\n".join([str(error), *broken_rules(loaded.config, _compare(environment))])) from None
     is_training = not (requests.plan or requests.dry_run or requests.verify_grid is not None)
     if environment.global_rank == 0 and not (loaded.config.logging.quiet and is_training):
-        print("\n".join([*loaded.remarks, plan_text(plan)]), flush=True)
+        remarks = *loaded.remarks, *(unread_remarks(loaded.config.data) if requests.plan else ())
+        print("\n".join([*remarks, plan_text(plan)]), flush=True)
     if requests.plan:
         return 0
     if requests.dry_run:

@@ -124,7 +124,7 @@ def _not_checked(plan: RunPlan, missing: Sequence[tuple[str, str]]) -> Iterator[
     """Yield what a start of training does and a dry run does not. missing: (flag, path) of files that do not exist."""
     if missing:
         files = ", ".join(f"{flag} {path}" for flag, path in missing)
-        yield f"  not read: {files} (no such file): counted with made-up tokens; training needs them"
+        yield f"  not read: {files} (no such file here): counted with made-up tokens; training needs them"
     checkpoint = plan.config.checkpoint
     flags = [flag for flag, folder in (("--load", checkpoint.load), ("--save", checkpoint.save)) if folder is not None]
     if flags:

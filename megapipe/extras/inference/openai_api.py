@@ -17,6 +17,7 @@ from typing import Any
 from megapipe.extras.inference.generate import INCOMPLETE_CHARACTER, Sampling
 from megapipe.extras.inference.logprobs import Scored, Scoring
 from megapipe.extras.inference.session import Request
+from megapipe.input_files import parse_json
 
 # field -> its type and range
 NUMBERS: dict[str, tuple[type, float, float]] = {
@@ -66,14 +67,6 @@ class Asked:
     sampling: Sampling
 
 
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        repeated = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{repeated!r:.80} is given twice")
-    return found
-
-
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
 
@@ -81,12 +74,10 @@ def _no_constant(name: str) -> None:
 def read_request(content: bytes, is_chat: bool, model: str) -> Asked:
     """Return a request to the model of that name. Raises ApiError."""
     try:
-        body = json.loads(content, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
+        body = parse_json(content, _no_constant)
         json.dumps(body, ensure_ascii=False).encode()  # fails for half of a surrogate pair
-    except RecursionError:
-        raise ApiError("the body is not JSON that can be read: it is nested too deeply") from None
     except ValueError as error:
-        raise ApiError(f"the body is not JSON: {error}") from None
+        raise ApiError(f"the body is not JSON that can be read: {error}") from None
     if not isinstance(body, dict):
         raise ApiError("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}  # null: the default

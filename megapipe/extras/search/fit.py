@@ -1,4 +1,4 @@
-"""Whether the fullest rank of a plan fits in its accelerator's memory, and changes that were planned and fit."""
+"""`Fit`: the memory of a plan's fullest rank beside that of its accelerator, and changes that were planned and fit."""
 
 from __future__ import annotations
 

@@ -40,6 +40,28 @@ def test_only_the_chosen_rank_is_counted(small: list[str], capsys: pytest.Captur
     assert "of rank 37, which represents 32" in text and "rank 0 " not in text
 
 
+ELSEWHERE = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "/nowhere/tokenizer")
+
+
+@pytest.mark.parametrize("request_flag", ["--plan", "--dry-run"])
+def test_files_that_are_elsewhere_are_named_and_not_needed(
+    request_flag: str, small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*small, *ELSEWHERE, "--no-mock-data", "--data-path", "/nowhere/text", "--world-size", "8"]
+    assert main([*words, request_flag]) == 0
+    text = capsys.readouterr().out
+    assert "vocabulary 100" in text and "/nowhere/tokenizer" in text
+    assert ("/nowhere/text.bin" in text) == (request_flag == "--dry-run")
+
+
+def test_a_tokenizer_that_is_elsewhere_does_not_define_the_vocabulary(
+    small: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(small[1]).write_text(SMALL.replace(", vocab_size: 100", ""))
+    assert main([*small, *ELSEWHERE, "--plan", "--world-size", "8"]) != 0
+    assert "/nowhere/tokenizer" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

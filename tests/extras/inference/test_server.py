@@ -161,7 +161,7 @@ def test_the_model_and_the_page_are_shown(address: str, run: Path) -> None:
         (b"[" * 100_000, 400, "nested too deeply"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "surrogates"),
         (b'{"messages": [{"role": "user", "content": "\xff"}]}', 400, "utf-8"),
-        (b'{"stream": true, "stream": false}', 400, "'stream' is given twice"),
+        (b'{"stream": true, "stream": false}', 400, "'stream' occurs twice"),
         (b'{"seed": ' + b"9" * 5000 + b"}", 400, "the body is not JSON"),
         (b'{"temperature": NaN}', 400, "NaN"),
     ],
