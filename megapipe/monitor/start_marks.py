@@ -38,7 +38,8 @@ def leave_mark(environment: Environment) -> None:
     token, path, own = _token(environment), _path(environment), f"{os.getpid()} {ticks} {process_space()}"
     with suppress(OSError, ValueError):  # removed meanwhile, or just being written
         for other in path.parent.parent.glob(live_path("start-*").name):
-            if other != path.parent and _is_own(other) and all(map(_ended_process, other.iterdir())):
+            marks = list(other.iterdir()) if other != path.parent and _is_own(other) else []
+            if marks and all(map(_ended_process, marks)):  # a rank of an empty folder is about to leave its mark
                 shutil.rmtree(other, ignore_errors=True)
     with suppress(OSError):
         live_folder(token)
