@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.errors import DataError
 from megapipe.extras.cli.migrate import main
 from megapipe.extras.cli.plan import main as plan
 from megapipe.extras.cli.pretrain import main as run
@@ -151,5 +152,5 @@ def test_the_written_configuration_plans_without_the_files_that_it_names(
     assert run(["--dry-run", *base]) == 0
     printed = capsys.readouterr().out
     assert "not read: --vocab-file vocab.json" in printed and "--data-path $1.bin" in printed
-    assert plan([*base, "--vocab-size", "none"]) == 2
+    assert plan([*base, "--vocab-size", "none"]) == DataError.exit_code
     assert "vocab.json" in capsys.readouterr().err
