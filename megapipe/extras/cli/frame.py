@@ -7,6 +7,7 @@ rank that lost its peer waits longer, because the peer's message is the one that
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import inspect
 import math
 import os
@@ -338,6 +339,7 @@ def run_on_ranks(body: Callable[[Environment], int], interrupted: str) -> int:
         if place is not None:
             tell_others(place, error)
         return error.exit_code
+    faulthandler.enable()  # a bus error or a crash in C says at least at which line of Python it came
     end_with_launcher(environment)
     code = guarded(
         lambda: body(environment), environment.global_rank, environment.world_size, interrupted, teller(environment)

@@ -6,6 +6,7 @@ import argparse
 import gzip
 import importlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -211,3 +212,26 @@ def test_a_plan_that_nobody_reads_to_its_end_ends_in_silence() -> None:
     assert ran.stderr is not None
     assert ran.stderr.read() == b""
     assert ran.wait() == 0
+
+
+READS_A_CUT_MAPPING = """
+import os
+import sys
+import numpy as np
+from megapipe.extras.cli.frame import run_on_ranks
+
+def read_the_index(environment):
+    numbers = np.memmap(sys.argv[1], mode="r")
+    os.truncate(sys.argv[1], 0)
+    return int(numbers[-1])
+
+run_on_ranks(read_the_index, "")
+"""
+
+
+def test_a_rank_that_reads_a_file_cut_while_it_is_mapped_says_where(tmp_path: Path) -> None:
+    file = tmp_path / "numbers"
+    file.write_bytes(bytes(1 << 16))
+    ended = subprocess.run([sys.executable, "-c", READS_A_CUT_MAPPING, str(file)], capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGBUS
+    assert "Bus error" in ended.stderr and "in read_the_index" in ended.stderr
