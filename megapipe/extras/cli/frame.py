@@ -339,7 +339,8 @@ def run_on_ranks(body: Callable[[Environment], int], interrupted: str) -> int:
         if place is not None:
             tell_others(place, error)
         return error.exit_code
-    faulthandler.enable()  # a bus error or a crash in C says at least at which line of Python it came
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)  # a bus error or a crash in C says at least at which line of Python it came
     end_with_launcher(environment)
     code = guarded(
         lambda: body(environment), environment.global_rank, environment.world_size, interrupted, teller(environment)
