@@ -211,7 +211,6 @@ parallel.overlap_moe_expert_parallel_comm | --overlap-moe-expert-parallel-comm |
 parallel.delay_wgrad_compute | --delay-wgrad-compute | plan rows | \
     {MOE} --expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm | 2
 parallel.overlap_p2p_comm | --no-overlap-p2p-communication | plan rows | {PP} --pipeline-receive-depth 3 | 2
-parallel.pipeline_message_dtype | --pipeline-message-dtype fp8 | ranks losses | {PP}
 parallel.grad_reduce_in_bf16 | --grad-reduce-in-bf16 | ranks losses
 parallel.ddp_bucket_size | --ddp-bucket-size 500 | plan buffers
 parallel.rank_order | --rank-order tp-cp-pp-dp | plan topology | {PP} --tensor-model-parallel-size 2 | 8

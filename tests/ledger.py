@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RECORD = REPOSITORY / "tests" / "ledger.tsv"
 PARTS = 20
 NUM_SETS, SEED = 200, 1
+RETIRED = ("p2p fp8",)  # names of features that are gone, so that sets without them are drawn as before
 MIN_FEATURES, MAX_FEATURES = 4, 7
 MAX_WORLD = 8
 MICROBATCHES = 4  # a dp rank
@@ -119,7 +120,10 @@ def drawn(seed: int, number: int) -> Combination:
     random = Random(f"{seed} {number}")
     wanted = random.randint(MIN_FEATURES, MAX_FEATURES)
     chosen: list[str] = []
-    for name in random.sample(sorted(feature.name for feature in FEATURES), len(FEATURES)):
+    names = sorted([*(feature.name for feature in FEATURES), *RETIRED])
+    for name in random.sample(names, len(names)):
+        if name in RETIRED:
+            continue
         try:
             options_of([*chosen, name])
         except ValueError:

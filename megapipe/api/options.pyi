@@ -193,7 +193,6 @@ class Options(TypedDict, total=False):
     no_overlap_param_gather: bool
     overlap_p2p_communication: bool
     no_overlap_p2p_communication: bool
-    pipeline_message_dtype: Literal["fp8"] | None
     grad_reduce_in_bf16: bool
     no_grad_reduce_in_bf16: bool
     ddp_bucket_size: int | None

@@ -22,7 +22,6 @@ from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.stores import Stores
-from megapipe.dtypes import FP8
 from megapipe.errors import ScheduleError
 from megapipe.gpu.kernels import choose_kernels, compiled, why_not_packed
 from megapipe.gpu.streams import StageStreams, copies_for
@@ -103,13 +102,7 @@ class InferenceRuntime:
             tracer=tracer,
         )
         self.sharded = None if plan.sharding is None else self.stores  # which the row gathers and reduces
-        self.channels = Channels.build(
-            plan.placement,
-            groups.pp,
-            device,
-            max_in_flight=plan.send_depth,
-            in_fp8=plan.config.parallel.pipeline_message_dtype == FP8,
-        )
+        self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=plan.send_depth)
         self._forward_engines: dict[tuple[int, int], Engine] = {}
 
     @property

@@ -14,7 +14,7 @@ from megapipe.config.config import Config, all_fields, fields_by_key, make_confi
 from megapipe.config.fields import value_text
 from megapipe.config.files import CheckpointConfig
 from megapipe.config.layers import ROTARY_OPTIONS, LayerConfig, idle_options, layer_configs, layers_text
-from megapipe.config.load import settings_of_entry
+from megapipe.config.load import asks_for_nothing, settings_of_entry
 from megapipe.config.model import ModelConfig
 from megapipe.config.problems import Problems
 from megapipe.config.rules.training import with_implied
@@ -127,7 +127,7 @@ def compared_config(folder: CheckpointFolder, own: Config) -> tuple[Config, set[
     try:
         found = read_entries(text, str(folder.path / CONFIG_NAME), problems)
         problems.raise_all()
-        entries = {f"{one.section}.{one.key}": one for one in found}
+        entries = {f"{one.section}.{one.key}": one for one in found if not asks_for_nothing(one)}
         needed = {field.option.needs.key for field in all_fields() if field.option.needs is not None}
         for key in [key for key in entries if key in needed or classes().get(key, NEUTRAL) != NEUTRAL]:
             try:

@@ -6,7 +6,6 @@
                   `fake_process_groups` those of the dry run, which move nothing and count operations in a `Traffic`
 - `collectives`:  all_reduce, all_gather, reduce_scatter, broadcast, barrier, objects; in a group of one they do nothing
 - `wire`:         objects sent between ranks, as JSON
-- `message_fp8`:  messages between stages in 8 bits
 - `channels`:     `Channel`, messages over one stage boundary in one direction
 - `timing`:       timed round trips, messages and collectives
 - `trace`:        `Tracer`, a record of all of these

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.groups import Group, HostCopies, backend_of, communication_error, needs_host_copies, new_handle
-from megapipe.comm.message_fp8 import decode, encode, encoded_bytes
 from megapipe.errors import CommunicationError, ScheduleError
 from megapipe.monitor.heartbeat import Wait
 from megapipe.schedule.dependencies import ChannelPath, Route, ValueKind
@@ -54,15 +53,6 @@ class MessageSpec:
     @classmethod
     def of(cls, tensor: Tensor) -> MessageSpec:
         return cls(tuple(tensor.shape), tensor.dtype)
-
-    @property
-    def is_encodable(self) -> bool:
-        """True for what `message_fp8` encodes: a floating-point tensor of 16 or 32 bits with a dim."""
-        return self.dtype in (torch.float32, torch.bfloat16, torch.float16) and bool(self.shape)
-
-    def in_fp8(self) -> MessageSpec:
-        """Return what travels for the tensor in 8 bits."""
-        return MessageSpec((encoded_bytes(self.shape),), torch.uint8)
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -127,7 +117,6 @@ class PendingReceive:
     _handles: list[Any]
     _headers: list[_Header]
     _start_ns: int
-    _encoded: tuple[MessageSpec, ...] | None = None  # what is still to be decoded
 
     def wait(self) -> tuple[Tensor, ...]:
         """Return the message once it has arrived (on a GPU: order the current stream after it). May be called again.
@@ -147,10 +136,6 @@ class PendingReceive:
             channel.trace("receive", self._start_ns)
             if channel.message_times is not None:
                 channel.message_times.append((wait_start, channel.now()))
-        if self._encoded is not None:
-            pairs = zip(self._tensors, self._encoded, strict=True)
-            self._tensors = tuple([decode(t, spec.shape, spec.dtype) if spec.is_encodable else t for t, spec in pairs])
-            self._encoded = None
         return self._tensors
 
 
@@ -175,7 +160,6 @@ class Channel:
     # at this number of messages not known to have arrived, `send` first waits for the oldest; None: the caller bounds
     # them by waiting
     max_in_flight: int | None = None
-    in_fp8: bool = False  # tensors of at most 32 bits travel in 8 (message_fp8)
     message_times: list[MessageTime] | None = None  # a list while times of messages are recorded
     now: Callable[[], int] = perf_counter_ns  # clock of message_times; a device clock on a GPU
     _number: int = 0  # tensors posted so far
@@ -208,8 +192,6 @@ class Channel:
             start = self.now()
             self.message_times.append((start, start))
         tensors = tuple([tensor.detach().contiguous() for tensor in tensors])
-        if self.in_fp8:
-            tensors = tuple([encode(each) if MessageSpec.of(each).is_encodable else each for each in tensors])
         declaration, is_new, handles, kept = self._declaration, False, [], tensors
         if declaration is None or not declaration.matches(tensors):
             declaration, is_new = self._declare(tuple(map(MessageSpec.of, tensors)))
@@ -228,9 +210,6 @@ class Channel:
         if self.sends:
             raise self._wrong_end("post_receive")
         start_ns = perf_counter_ns()
-        encoded = messages if self.in_fp8 else None
-        if self.in_fp8:
-            messages = tuple([message.in_fp8() if message.is_encodable else message for message in messages])
         declaration, is_new = self._declaration, False
         if self._headers:
             self._headers = [header for header in self._headers if not header.compared]
@@ -241,7 +220,7 @@ class Channel:
             self._headers.append(_Header(buffer, declaration.text, self._post(buffer, self._tag("", header=True))))
         tensors = tuple([torch.empty(message.shape, dtype=message.dtype, device=self.device) for message in messages])
         handles = [self._post(tensor, declaration.tag) for tensor in tensors]
-        return PendingReceive(self, tensors, handles, list(self._headers), start_ns, encoded)
+        return PendingReceive(self, tensors, handles, list(self._headers), start_ns)
 
     def drain(self) -> None:
         """Wait for all sends."""
@@ -344,14 +323,13 @@ class Channels(dict[ChannelKey, Channel]):
         pp: Group,
         device: torch.device | str = "cpu",
         max_in_flight: int | None = None,
-        in_fp8: bool = False,
     ) -> Channels:
         """Create the channels of this rank's pipeline `pp`; called by all ranks of the world (NCCL connects them here).
 
         Over NCCL the channels of a route share a communicator: at most 4 on a rank of a loop with any number of chunks,
         8 on one of a V or of DualPipe, which sends and receives both kinds at both neighbours.
-        placement: which pp_rank holds which stage. A boundary inside one rank has no channel. max_in_flight and
-        in_fp8: see Channel. Raises ScheduleError if the placement is for another number of ranks or has more boundaries
+        placement: which pp_rank holds which stage. A boundary inside one rank has no channel. max_in_flight: see
+        Channel. Raises ScheduleError if the placement is for another number of ranks or has more boundaries
         than tags can number.
         """
         if placement.num_ranks != pp.size:
@@ -387,7 +365,6 @@ class Channels(dict[ChannelKey, Channel]):
                 handle_peer=int(peer > pp.rank) if uses_nccl else peer,
                 device=torch.device(device),
                 max_in_flight=max_in_flight,
-                in_fp8=in_fp8,
             )
         if uses_nccl:
             channels.connect()

@@ -58,7 +58,7 @@ TABLE = {
             moe_token_drop_policy moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
             mtp_loss_scaling_factor attention_softmax_in_fp32 hidden_dropout attention_dropout
         """,
-        "parallel": "pipeline_message_dtype grad_reduce_in_bf16",
+        "parallel": "grad_reduce_in_bf16",
         # the microbatch's size where something is computed over a microbatch (checkpoint.changes)
         "training": "micro_batch_size label_smoothing z_loss calculate_per_token_loss",
         "precision": """

@@ -13,7 +13,7 @@ from typing import Any
 
 from megapipe.config.config import all_fields, fields_by_key
 from megapipe.config.fields import expected_range, nearest_word, read_value, value_text
-from megapipe.config.megatron_flags import SUPPORTED, WITHOUT, megatron_flags
+from megapipe.config.megatron_flags import SUPPORTED, WITHOUT, megatron_flags, row_of
 from megapipe.config.options import TAKES_VALUE, ConfigField, Flag, Need
 from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
@@ -159,9 +159,9 @@ def read_command_line(argv: Sequence[str], problems: Problems | None = None) -> 
                     asked.setdefault(name, []).extend(texts)
                 else:
                     asked[name] = texts
-        elif name in megatron_flags():
+        elif (row := row_of(name)) is not None:
             with found.caught():
-                accepted.append(megatron_flags()[name].judge(texts))
+                accepted.append(row.judge(texts))
         else:
             found.add(f"unknown flag {shortened(name)}{suggestion(name)} (--help lists all flags)")
             found.hides_fields = True

@@ -22,7 +22,7 @@ from megapipe.config.flags import (
     read_command_line,
     settings_of,
 )
-from megapipe.config.megatron_flags import MegatronFlag, differences_line, megatron_flags
+from megapipe.config.megatron_flags import MegatronFlag, differences_line, removed_flags, row_of
 from megapipe.config.model import ModelConfig
 from megapipe.config.options import NONE_WORDS, TAKES_VALUE, Flag
 from megapipe.config.problems import Problems
@@ -292,8 +292,8 @@ def settings_of_entry(entry: Entry, accepted: list[str]) -> list[Setting]:
         flag = Flag(field.main_flag)
     elif name in field_flags():
         field, flag = field_flags()[name]
-    elif name in megatron_flags():
-        accepted += accepted_entry(entry, megatron_flags()[name])
+    elif (row := row_of(name)) is not None:
+        accepted += accepted_entry(entry, row)
         return []
     else:
         names = [field.name for field in all_fields() if entry.section in (None, field.section)]
@@ -320,8 +320,19 @@ def settings_of_entry(entry: Entry, accepted: list[str]) -> list[Setting]:
     return settings_of(field, flag, value, f"yaml {entry.where}", subject)
 
 
+def asks_for_nothing(entry: Entry) -> bool:
+    """Return True for a line that sets a flag of an earlier version to its default, as saved configurations do."""
+    row = removed_flags().get("--" + normalised(entry.key))
+    if row is None:
+        return False
+    try:
+        return not accepted_entry(entry, row)
+    except ConfigError:
+        return False
+
+
 def accepted_entry(entry: Entry, row: MegatronFlag) -> list[str]:
-    """Return a key that is a flag of Megatron's, with its value; none if it asks for nothing. Raises ConfigError."""
+    """Return a key that is a flag without a field, with its value; none if it asks for nothing. Raises ConfigError."""
     given = [entry.raw] if isinstance(entry.raw, str) else list(entry.raw or ())
     if entry.raw is None or (not entry.quoted and given[0].lower() in NONE_WORDS):
         return []

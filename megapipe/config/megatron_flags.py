@@ -12,6 +12,8 @@ refused           an error with the note: what to do instead. Without the flag t
 to drop           an error with the note: what is not there. Without the flag no result changes.
 
 A flag of the last two classes is accepted if its value is Megatron's default.
+
+removed_flags.csv has the flags that earlier versions of megapipe had, which are refused in the same way.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ ALREADY_SO = "already so here"
 NEUTRAL = "neutral"
 REFUSED = "refused"
 TO_DROP = "to drop"
+REMOVED = "removed"  # a flag of an earlier version of megapipe
 CLASSES = (SUPPORTED, ALREADY_SO, NEUTRAL, REFUSED, TO_DROP)
 WITHOUT = {REFUSED: "the result differs without it", TO_DROP: "drop it, no result changes"}  # such a flag
 NOT_SUPPORTED = "is a flag of Megatron that megapipe does not support"
@@ -61,8 +64,11 @@ class MegatronFlag:
         text = " ".join(given)
         number = number_in(text)
         is_same = text.lower() == self.default.lower() or (number is not None and number == number_in(self.default))
-        if (self.default and is_same) or (self.kind not in WITHOUT and self._is_accepted(given)):
+        is_refused = self.kind == REMOVED or self.kind in WITHOUT
+        if (self.default and is_same) or (not is_refused and self._is_accepted(given)):
             return shown
+        if self.kind == REMOVED:
+            raise ConfigError(f"{shown} was removed from megapipe; {self.note}")
         if self.kind in WITHOUT:
             rule = f"{NOT_SUPPORTED}: {WITHOUT[self.kind]}"
             raise ConfigError(f"{shown} {rule}; {self.note}")
@@ -94,6 +100,18 @@ def megatron_flags() -> dict[str, MegatronFlag]:
         name: MegatronFlag(name, values, default, kind, tuple(accepts.split("|")) if accepts else (), note)
         for name, values, default, kind, accepts, note in _rows("megatron_flags.csv")
     }
+
+
+@cache
+def removed_flags() -> dict[str, MegatronFlag]:
+    """Return flag name, with dashes -> row of the flags that earlier versions had, for the values that they took."""
+    rows = _rows("removed_flags.csv")
+    return {name: MegatronFlag(name, values, "", REMOVED, (), note) for name, values, note in rows}
+
+
+def row_of(name: str) -> MegatronFlag | None:
+    """Return the row of a flag of Megatron, or of an earlier version; None if there is none."""
+    return megatron_flags().get(name) or removed_flags().get(name)
 
 
 @dataclass(frozen=True)

@@ -231,12 +231,6 @@ class ParallelConfig:
     overlap_p2p_comm: bool = option(
         True, "overlap sends and receives of stages with computation", flag="--overlap-p2p-communication"
     )
-    pipeline_message_dtype: str | None = option(
-        None,
-        "fp8: send hidden states and gradients between pipeline ranks in 8 bits, with a scale for each token; unset: "
-        "in the model's dtype",
-        choices=("fp8",),
-    )
     grad_reduce_in_bf16: bool = option(False, "reduce gradients over data-parallel ranks in bf16 instead of fp32")
     ddp_bucket_size: int | None = count(
         None, "parameters in one gradient bucket", "parameters", derived="max(40,000,000, 1,000,000 x dp)"

@@ -76,7 +76,7 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
         head=_mean([head]),
         dispatch=(forward, backward),
         combine=(forward, backward),
-        transfer_seconds=plan.sent_bytes / link.bytes_per_second,
+        transfer_seconds=plan.message_bytes / link.bytes_per_second,
         latency_seconds=link.latency_seconds,
         partition=plan.partition,
     )

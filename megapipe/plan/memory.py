@@ -74,7 +74,6 @@ from megapipe.sharding.state_dtypes import CHUNK, MASTER, NORM_CHUNK
 BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
 SCALE_BYTES = 4
 TOKEN_BYTES = 16  # token and label, int64
-LOCAL_MESSAGES = frozenset({Held.LOCAL_INPUT, Held.LOCAL_GRADIENT})  # between stages of one rank
 SENT_MESSAGES = frozenset({Held.SENT_OUTPUT, Held.SENT_GRADIENT})
 USUAL_UNITS_ON_DEVICE = 2  # offloaded groups on the device at the peak of a step: one in use, one being copied
 
@@ -230,8 +229,7 @@ def _step_peak(
         slices, offloaded = [SliceBytes(*part_sizes(plan, parts, stages), plan.message_bytes)], None
         stage_row = parts.stage_row(row)
     whole = None if plan.sharding is None else row_bytes(plan, pp_rank, stage_row).whole
-    compressed = plan.message_bytes - plan.sent_bytes
-    peak = peak_of_row(row, pp_rank, schedule.placement, slices, plan.send_depth, offloaded, compressed, whole)
+    peak = peak_of_row(row, pp_rank, schedule.placement, slices, plan.send_depth, offloaded, whole)
     if parts is None:
         return peak
     live = {stage: peak.live[parts.of_stage[stage][0]] for stage in stages}
@@ -330,12 +328,10 @@ def peak_of_row(
     slices: Sequence[SliceBytes],  # of a microbatch; a whole one alone without slices
     sends_in_flight: int,  # the most of one channel
     offloaded: MemoryOverTime | None = None,  # what is offloaded meanwhile
-    compressed: int = 0,  # bytes by which a message is smaller on its way, until the action that uses it
     whole: Sequence[Whole] | None = None,  # of sharded weights and gradients, at each action
 ) -> Peak:
     """Return the peak of one row of a lowered training schedule, a fold over what each action creates and frees."""
     largest = max(size.message_bytes for size in slices)
-    saved = compressed if len(slices) == 1 else 0  # messages of slices count as they are used
 
     @cache
     def total(items: tuple[Item, ...], index: int) -> tuple[int, int]:
@@ -344,11 +340,9 @@ def peak_of_row(
         sizes = {Held.ACTIVATIONS: size.kept, Held.DEFERRED: size.waiting, **size.keys}
         kept = sum(sizes[kind][stage] for kind, stage in items if kind in sizes)
         messages = [kind for kind, _ in items if kind in MESSAGES]
-        num_local, num_sent = (sum(kind in kinds for kind in messages) for kinds in (LOCAL_MESSAGES, SENT_MESSAGES))
-        num_received = len(messages) - num_local - num_sent
+        num_sent = sum(kind in SENT_MESSAGES for kind in messages)
         # a send frees one of another slice: all count as the largest
-        on_their_way = num_sent * (largest - saved) + num_received * (size.message_bytes - saved)
-        return kept, num_local * size.message_bytes + on_their_way
+        return kept, num_sent * largest + (len(messages) - num_sent) * size.message_bytes
 
     live = Counter(dict.fromkeys(slices[0].kept, 0))
     kept = messages = 0
@@ -362,11 +356,10 @@ def peak_of_row(
         live[stage] += op is Op.F
         inside = slices[index].inside.get((stage, op), 0)
         levels = ((0, inside),) if offloaded is None else offloaded.levels(action, inside)
-        decoded = compressed * ((Held.RECEIVED_GRADIENT, stage) in changes.frees)
         unsharded = NOTHING if whole is None else whole[slot]
         for less, made in levels:
-            if kept - less + messages + decoded + made + sum(unsharded) > peak.total:
-                peak = Peak(kept - less, messages + decoded, dict(live), made, action, unsharded)
+            if kept - less + messages + made + sum(unsharded) > peak.total:
+                peak = Peak(kept - less, messages, dict(live), made, action, unsharded)
         left, freed = total(changes.leaves, index), total(changes.frees, index)
         kept += left[0] - freed[0]
         messages += left[1] - freed[1]

@@ -192,15 +192,6 @@ class RunPlan:
         return self.shape.hidden_bytes(self.config.model.hidden_size)
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes that such a message takes on its way: with --pipeline-message-dtype fp8 one for each element and one
-        for each token.
-        """
-        if self.config.parallel.pipeline_message_dtype is None:
-            return self.message_bytes
-        return self.shape.own_tokens * (self.config.model.hidden_size + 1)
-
-    @property
     def num_chunks(self) -> int:
         """Number of stages on each pipeline rank, before they are split; with two directions, of one direction."""
         return (len(self.num_units) or self.placement.num_stages) // self.placement.num_ranks

@@ -249,10 +249,7 @@ def _schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, 
     """Return the costs for `simulate`. Reductions take no time here: see `computed_and_reduced`."""
     link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
     smallest = 1e-9  # a stage without layers still takes some time
-    message_seconds = plan.sent_bytes / link.bytes_per_second
-    if plan.sent_bytes != plan.message_bytes:  # cast by the sender, which reads it twice, and by the receiver
-        cast = 3 * plan.message_bytes + 2 * plan.sent_bytes
-        message_seconds += cast / hardware.pointwise_bytes_per_second
+    message_seconds = plan.message_bytes / link.bytes_per_second
     seconds: dict[tuple[int, Op], float] = {}
     for stage, of_stage in enumerate(stages):
         seconds |= {(stage, op): max(of_stage.of(op), smallest) for op in (Op.F, Op.B, Op.I, Op.W)}

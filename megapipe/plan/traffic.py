@@ -142,7 +142,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
         exchanged.update({name: ran[stage, Op.F] / slices * sent for name, sent in by_group.items()})
     return {
         "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size) + muon.get("tp", 0.0),
-        "pp": sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.sent_bytes / slices,
+        "pp": sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.message_bytes / slices,
         **{group: sent for group, sent in of_replicas.items() if sent},
         "replicas": of_replicas["replicas"] + loads,
         "embedding": ALL_REDUCE * ring_bytes(tied_elements * plan.shape.gradient, 2),

@@ -184,7 +184,7 @@ class PipelineProfiler:
             "python": platform.python_version(),
             "time": time.time(),
         }
-        return Profile(about, schedules, plan.sent_bytes, tuple(links), tuple(notes), tuple(pipelines))
+        return Profile(about, schedules, plan.message_bytes, tuple(links), tuple(notes), tuple(pipelines))
 
     def _read_clocks(self) -> dict[int, ClockReading]:
         """Return on rank 0, for every recorded rank with another clock, how far its clock is ahead of rank 0's."""
@@ -207,7 +207,7 @@ class PipelineProfiler:
         hops = {(min(pair), max(pair)) for ranks in directions for pair in pairwise(ranks) if pair[0] != pair[1]}
         for low, high in sorted(hops):
             seconds = []
-            for size in (8, runtime.plan.sent_bytes):
+            for size in (8, runtime.plan.message_bytes):
                 trips = round_trips(pp, low, high, ROUND_TRIPS, runtime.device, size, self._now)
                 seconds.append(median((back - sent) / 2e9 for sent, _, back in trips) if trips else 0.0)
             if pp.rank == low and runtime.coordinates.tp_rank == runtime.coordinates.dp_rank == 0:

@@ -69,11 +69,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         TP2 | SP | UNLIKE | {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
     ),
     "tp2_sequence_parallel_budget": (2, TP2 | SP | {"recompute_memory_budget": 0.4}),
-    "pp2_2_chunks_fp8_messages": (
-        2,
-        PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_message_dtype": "fp8"},
-    ),
-    "tp2_sequence_parallel_pp2_fp8_messages": (4, TP2 | SP | PP2 | {"pipeline_message_dtype": "fp8"}),
     "pp2_tied_dp2": (4, PP2 | TIED),
     "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),

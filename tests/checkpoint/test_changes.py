@@ -113,7 +113,6 @@ precision.loss_scale | --loss-scale 512 | loss | {FP16}
 precision.fp8_format | --fp8 e4m3 | loss | {FP8}
 precision.fp8_margin | --fp8-margin 1 | loss | {FP8}
 parallel.grad_reduce_in_bf16 | --grad-reduce-in-bf16 | loss
-parallel.pipeline_message_dtype | --pipeline-message-dtype fp8 | loss | {PP2} | 2
 training.global_batch_size | --global-batch-size 16 | schedule
 training.rampup_batch_size | --rampup-batch-size 2 2 16 | schedule | !--train-iters --train-samples 64
 training.step_batch_size_schedule | --step-batch-size-schedule 0:2 1K:8 | schedule
@@ -283,6 +282,17 @@ def test_an_option_that_the_checkpoint_does_not_know_is_named_if_it_is_used(tmp_
     assert told(folder, plan) == ""
     said = told(folder, plan_of("--z-loss 1e-4"))
     assert said == f"{tmp_path} was written by another version, so these were not compared: training.z_loss"
+
+
+def test_an_option_that_this_version_lacks_is_named_if_the_checkpoint_used_it(tmp_path: Path) -> None:
+    plan = plan_of("")
+    text = to_yaml(plan.config).replace("parallel:\n", "parallel:\n  pipeline_message_dtype: {}\n")
+    assert told(saved_by(plan, tmp_path, text.format("null")), plan) == ""
+    said = told(saved_by(plan, tmp_path, text.format("fp8")), plan)
+    assert (
+        said
+        == f"{tmp_path} was written by another version, so these were not compared: parallel.pipeline_message_dtype"
+    )
 
 
 def test_names_of_extensions_that_are_not_loaded_are_compared_as_text(tmp_path: Path) -> None:

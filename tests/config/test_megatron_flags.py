@@ -20,6 +20,7 @@ from megapipe.config.megatron_flags import (
     WITHOUT,
     MegatronFlag,
     megatron_flags,
+    removed_flags,
 )
 from megapipe.config.options import TAKES_VALUE
 from megapipe.errors import ConfigError
@@ -280,3 +281,20 @@ def test_constants_of_flags_are_values_of_their_fields() -> None:
         for name, constant in flag.also_sets:
             other = fields_by_key()[f"{field.section}.{name}"]
             assert not other.option.choices or constant in other.option.choices
+
+
+@pytest.mark.parametrize("row", removed_flags().values(), ids=lambda row: row.name)
+def test_a_flag_of_an_earlier_version_is_refused_with_what_holds_now(row: MegatronFlag) -> None:
+    assert row.name not in field_flags() and row.name not in megatron_flags()
+    value = [] if row.values == "" else ["8"]
+    with pytest.raises(ConfigError, match=re.escape(row.note)):
+        load_config([*job(), row.name, *value])
+
+
+def test_a_configuration_saved_by_an_earlier_version_loads_if_what_was_removed_was_not_in_use(tmp_path: Path) -> None:
+    saved = tmp_path / "config.yaml"
+    saved.write_text("parallel:\n  pipeline_message_dtype: null\n")
+    assert load_config([*job(), "--config", str(saved)]).config == load_config(job()).config
+    saved.write_text("parallel:\n  pipeline_message_dtype: fp8\n")
+    with pytest.raises(ConfigError, match="pipeline-message-dtype fp8 was removed"):
+        load_config([*job(), "--config", str(saved)])

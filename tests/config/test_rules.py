@@ -619,18 +619,6 @@ CASES = [
         "--mtp-num-layers 1 --position-embedding-type none",
     ),
     (
-        "messages_are_between_ranks",
-        "--pipeline-message-dtype fp8",
-        ["--pipeline-message-dtype fp8 acts between pipeline ranks", "of at least 2"],
-        "--pipeline-message-dtype fp8 --pipeline-model-parallel-size 2",
-    ),
-    (
-        "fp64_messages_are_exact",
-        "--pipeline-message-dtype fp8 --pipeline-model-parallel-size 2 --fp64",
-        ["--pipeline-message-dtype fp8 with --dtype fp64", "use --bf16"],
-        "--pipeline-message-dtype fp8 --pipeline-model-parallel-size 2 --bf16",
-    ),
-    (
         "offloaded_size_needs_layers",
         "--min-offloaded-tensor-size 5",
         ["needs --cpu-offloading-num-layers"],

@@ -104,7 +104,6 @@ ELSEWHERE = {
     "pipeline_rank_memory",
     "pipeline_layer_times",
     "recompute_memory_budget",  # tests/parity/test_megatron_like_corners.py
-    "pipeline_message_dtype",  # not exact: tests/assembly/test_message_dtype.py
     "nope_query_scale",  # this and the next: tests/parity/test_context_parallel.py
     "nope_query_scale_length",
     "softmax_type",  # this and the next two: tests/parity/test_experts.py

@@ -313,17 +313,6 @@ def prediction(config: Config) -> Iterator[str]:
         yield f"{flag} with --position-embedding-type learned_absolute: {rule}; use rope or none"
 
 
-def message_dtype(config: Config) -> Iterator[str]:
-    """Check the dtype of messages between pipeline ranks."""
-    if config.parallel.pipeline_message_dtype is None:
-        return
-    if config.parallel.pipeline_model_parallel_size == 1:
-        yield f"--pipeline-message-dtype fp8 acts between pipeline ranks: it needs {PP} of at least 2; leave it out"
-    if config.precision.dtype == "fp64":
-        rule = "fp64 is for verification, and messages in fp8 would limit its precision"
-        yield f"--pipeline-message-dtype fp8 with --dtype fp64: {rule}; leave it out, or use --bf16"
-
-
 RULES = (
     shape,
     layers_that_differ,
@@ -339,5 +328,4 @@ RULES = (
     layers_of_stages,
     recompute,
     prediction,
-    message_dtype,
 )

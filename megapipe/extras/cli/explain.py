@@ -22,7 +22,7 @@ from megapipe.config.config import Config, value_of
 from megapipe.config.fields import out_of_bounds, value_text
 from megapipe.config.flags import REQUESTS, field_flags, normalised, suggestion, unit_and_help
 from megapipe.config.load import load_config
-from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, SUPPORTED, megatron_flags
+from megapipe.config.megatron_flags import DELIBERATE_DIFFERENCES, REMOVED, SUPPORTED, row_of
 from megapipe.config.options import TAKES_VALUE, ConfigField
 from megapipe.config.yaml_file import SUPPLIED
 from megapipe.errors import ConfigError, MegapipeError
@@ -58,11 +58,12 @@ def explained(word: str, configuration: Sequence[str], hardware: Hardware | None
     name = normalised(word if word.startswith("--") else "--" + word)
     if name in REQUESTS:
         return f"{name}  [megapipe]\n  {REQUESTS[name].help}\n  It is a request, not a setting of the run."
-    row = megatron_flags().get(name)
+    row = row_of(name)
     if name not in field_flags():
         if row is None:
             raise ConfigError(f"{name} is not a flag{suggestion(name)} (docs/flags.md lists all)")
-        return f"{name}  a flag of Megatron-LM, {row.kind}\n  {row.note}"
+        whose = "a flag of an earlier version" if row.kind == REMOVED else "a flag of Megatron-LM"
+        return f"{name}  {whose}, {row.kind}\n  {row.note}"
     field, flag = field_flags()[name]
     is_megatrons = row is not None and row.kind == SUPPORTED
     lines = [f"{name}  {'as in Megatron-LM' if is_megatrons else '[megapipe]'}, sets {field.key}"]

@@ -301,7 +301,7 @@ def group_traffic(plan: RunPlan) -> tuple[GroupTraffic, ...]:
                 pp_rank, node = topology.coordinates(rank).pp_rank, topology.node_of(rank)
                 for other, count in to[pp_rank].items():
                     if topology.node_of(rank + (other - pp_rank) * topology.strides["pp"]) != node:
-                        leaving[node] += count * plan.sent_bytes / plan.num_slices
+                        leaving[node] += count * plan.message_bytes / plan.num_slices
         else:
             for group in crossing:
                 sent_by_one = by_pp_rank[topology.coordinates(group[0]).pp_rank].get(name, 0.0)

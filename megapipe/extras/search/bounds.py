@@ -407,10 +407,7 @@ class Bounds:
                 head += of_layer(layer, replace(shape, recompute=shape.recompute.of_predictions))
             of_slices.append([*(of_layer(kind, shape) for kind in spec.kinds), head])
         _, shape = pairs[0]
-        hidden_size = self._config.model.hidden_size
-        message = shape.hidden_bytes(hidden_size)
-        if self._config.parallel.pipeline_message_dtype is not None:
-            message = shape.own_tokens * hidden_size
+        message = shape.hidden_bytes(self._config.model.hidden_size)
         return tuple(of_slices), message / rate + latency
 
     def _make_times(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links, is_split: bool) -> Times:

@@ -167,9 +167,6 @@ def _replaced(small: Shrunk) -> Iterator[str]:
     if a.recompute.recompute_keep_attention and not b.recompute.recompute_keep_attention:
         why = "in fp64 a GPU has no kernel whose results could be kept"
         yield f"attention kept through full recompute by recomputed attention: {why}"
-    if a.parallel.pipeline_message_dtype is not None:
-        why = "fp8 rounds to 1 part in 16, which no tolerance for the grid allows"
-        yield f"messages between stages in {a.parallel.pipeline_message_dtype} by exact ones: {why}"
     if a.parallel.grad_reduce_in_bf16 and not b.parallel.grad_reduce_in_bf16:
         yield "gradients reduced in bf16 by gradients reduced in fp64"
     if state_dtypes(a.optimizer, a.precision).is_narrow and not state_dtypes(b.optimizer, b.precision).is_narrow:

@@ -88,7 +88,6 @@ def shrink(
         # balancing small sizes would move layers between stages
         **BY_HAND | {"pipeline_model_parallel_layout": partition.layout()},
         pipeline_schedule=plan.schedule_name,
-        pipeline_message_dtype=None,  # its rounding would hide what is compared
         grad_reduce_in_bf16=config.parallel.grad_reduce_in_bf16 and mode == "native",
     )
     if mode == "fp64" and on_gpus:  # in fp64 GPUs have no fused attention whose results could be kept

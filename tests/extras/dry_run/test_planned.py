@@ -169,8 +169,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "budget_of_05_sp2": (2, {"recompute_memory_budget": 0.5} | SP2 | {"dtype": "bf16"}),
     "budget_of_03_pp2_zb_h1": (2, {"recompute_memory_budget": 0.3} | PP2 | {"pipeline_schedule": "zb-h1"}),
     "budget_of_07_offload_pp2": (2, {"recompute_memory_budget": 0.7} | PP2 | OFFLOAD),
-    "fp8_messages_pp4_bf16": (4, PP4 | {"pipeline_message_dtype": "fp8", "dtype": "bf16"}),
-    "fp8_messages_zb_v": (2, PP2 | {"pipeline_message_dtype": "fp8", "pipeline_schedule": "zb-v"}),
     "norm_and_activation_sp2": (2, selective("layernorm", "activation") | SP2 | {"dtype": "bf16"}),
     "mlp": (1, selective("mlp")),
     "mlp_and_norm_sp2": (2, selective("mlp", "layernorm") | SP2 | {"dtype": "bf16"}),

@@ -233,14 +233,6 @@ def test_every_option_that_is_not_a_size_is_kept() -> None:
         assert getattr(small.plan.config.data, name)
 
 
-@pytest.mark.parametrize("mode", ["fp64", "native"])
-def test_messages_in_fp8_are_replaced_by_exact_ones(mode: str) -> None:
-    config = tiny_config(pp=2, num_layers=4, dtype="bf16", pipeline_message_dtype="fp8")
-    small = shrink(resolve(config, 2), mode, 2)
-    assert small.plan.config.parallel.pipeline_message_dtype is None
-    assert "messages between stages in fp8 by exact ones" in plan_text(small)
-
-
 def test_deep_models_lose_layers_but_no_stage_and_no_end() -> None:
     small = shrunk("llama405b")
     assert small.original.partition.layer_counts == (7, *[8] * 14, 7)
