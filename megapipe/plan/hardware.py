@@ -37,6 +37,7 @@ from megapipe.plan.attention_rates import AMPERE, BLACKWELL, HOPPER, Rates
 from megapipe.plan.stacks import STACKS, Stack
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
+CONTEXT_BYTES = GIB  # of a process besides torch's allocator, where ranks share a GPU: CUDA's context, code (assumed)
 FP32_NAMES = ("fp32", "fp64")
 
 # Share of the peak that a large GEMM reaches: in 16 bits, and in fp8. Benchmarks: stas00/ml-engineering (best shape of
@@ -118,6 +119,14 @@ class Hardware:
             return self
         most = min(self.ranks_per_node, world_size)
         return replace(self, ranks_per_node=max(size for size in range(1, most + 1) if world_size % size == 0))
+
+    def shared_by(self, num_ranks: int) -> Hardware:
+        """Return what each of so many ranks has of one accelerator's memory. Raises ConfigError if that is nothing.
+
+        NCCL then speaks over sockets, with buffers in the host's memory (src/transport/net.cc of NCCL 2.28.9).
+        """
+        name, share = f"1/{num_ranks} of {self.name}", shared_bytes(self.memory_bytes, num_ranks)
+        return replace(self, name=name, memory_bytes=share, nccl_bytes=0)
 
     def attention_share_of(self, work: AttentionWork, is_backward: bool) -> float:
         """Return the share of the peak that the kernel of core attention reaches."""
@@ -245,6 +254,18 @@ HARDWARE: dict[str, Hardware] = {
 NOT_IN_FILES = ("attention_rates", "stack")
 # cards whose driver name contains a row's, with another peak
 OTHER_PEAKS = {"H100 PCIe": 756 * TERA}
+
+
+def shared_bytes(memory_bytes: int, num_ranks: int) -> int:
+    """Return what each of the ranks that share a GPU may allocate of it. Raises ConfigError if that is nothing."""
+    share = memory_bytes // num_ranks - CONTEXT_BYTES
+    if share <= 0:
+        most = max(1, (memory_bytes - 1) // CONTEXT_BYTES)
+        raise ConfigError(
+            f"--ranks-per-gpu {num_ranks}: a GPU of {memory_bytes / GIB:.4g} GiB has no memory for so many ranks, as "
+            f"CUDA takes about {CONTEXT_BYTES / GIB:g} GiB of each; use at most {most}"
+        )
+    return share
 
 
 def hardware_named(name: str) -> Hardware:
