@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import torch
 
+from megapipe.config.gpu import shared_bytes
 from megapipe.environment import Environment, mps_control, set_for_libraries, value_for_libraries
 from megapipe.errors import ConfigError
 from megapipe.formatting import bytes_text
-from megapipe.plan.hardware import shared_bytes
 
 HOST_ID = "NCCL_HOSTID"
 # sockets only, with few and small buffers; two CTAs a communicator leave SMs to the kernels of all ranks

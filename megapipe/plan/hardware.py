@@ -29,6 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megapipe.config.gpu import shared_bytes
 from megapipe.config.yaml_file import read_object
 from megapipe.dtypes import FP8
 from megapipe.errors import ConfigError
@@ -37,7 +38,6 @@ from megapipe.plan.attention_rates import AMPERE, BLACKWELL, HOPPER, Rates
 from megapipe.plan.stacks import STACKS, Stack
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
-CONTEXT_BYTES = GIB  # of a process besides torch's allocator, where ranks share a GPU: CUDA's context, code (assumed)
 FP32_NAMES = ("fp32", "fp64")
 
 # Share of the peak that a large GEMM reaches: in 16 bits, and in fp8. Benchmarks: stas00/ml-engineering (best shape of
@@ -254,18 +254,6 @@ HARDWARE: dict[str, Hardware] = {
 NOT_IN_FILES = ("attention_rates", "stack")
 # cards whose driver name contains a row's, with another peak
 OTHER_PEAKS = {"H100 PCIe": 756 * TERA}
-
-
-def shared_bytes(memory_bytes: int, num_ranks: int) -> int:
-    """Return what each of the ranks that share a GPU may allocate of it. Raises ConfigError if that is nothing."""
-    share = memory_bytes // num_ranks - CONTEXT_BYTES
-    if share <= 0:
-        most = max(1, (memory_bytes - 1) // CONTEXT_BYTES)
-        raise ConfigError(
-            f"--ranks-per-gpu {num_ranks}: a GPU of {memory_bytes / GIB:.4g} GiB has no memory for so many ranks, as "
-            f"CUDA takes about {CONTEXT_BYTES / GIB:g} GiB of each; use at most {most}"
-        )
-    return share
 
 
 def hardware_named(name: str) -> Hardware:

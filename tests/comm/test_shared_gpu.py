@@ -13,9 +13,9 @@ import torch
 
 from megapipe.comm.bootstrap import _process, choose_backend
 from megapipe.comm.shared_gpu import nccl_variables, share_gpu
+from megapipe.config.gpu import CONTEXT_BYTES
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
-from megapipe.plan.hardware import CONTEXT_BYTES
 from tests.comm.test_bootstrap import environment_of
 from tests.harness import run_ranks
 from tests.train.jobs import job, job_on_rank
