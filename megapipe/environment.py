@@ -7,6 +7,7 @@ variables, not the job's: a batch script has the job's SLURM_NTASKS, and SLURM_P
 Neither launcher: one process; those of mpirun are refused. torchrun wins where both are set, since srun often starts
 torchrun.
 TORCHELASTIC_RESTART_COUNT and SLURM_RESTART_COUNT give how often the job has been started again.
+MEGAPIPE_RANKS_PER_GPU, which `megapipe launch --ranks-per-gpu` sets, lets so many ranks share each GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ TORCHRUN_NEEDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 SLURM_NEEDS = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_NODES")
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 LAUNCHER_PID = "MEGAPIPE_LAUNCHER_PID"  # from `megapipe launch` to its ranks
+RANKS_PER_GPU = "MEGAPIPE_RANKS_PER_GPU"
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")  # Open MPI, MPICH and Intel MPI, MVAPICH2
 PORTS = range(1, 1 << 16)
 SLURM_FIRST_PORT, SLURM_NUM_PORTS = 20000, 20000
@@ -54,6 +56,12 @@ class Environment:
     job: str | None = None  # one name for all starts of a job that its launcher restarts; None if unknown
     launcher_pid: int | None = None  # process of `megapipe launch`; None under torchrun itself
     has_agent_store: bool = False  # torchrun's agent hosts the store at master_addr; else rank 0 does
+    ranks_per_gpu: int = 1  # neighbouring ranks of a node that share a GPU
+
+    @property
+    def gpu_index(self) -> int:
+        """Which GPU of its node is this rank's."""
+        return self.local_rank // self.ranks_per_gpu
 
     @property
     def is_distributed(self) -> bool:
@@ -94,7 +102,19 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         job=None if run_id in ("none", "standalone") else f"torchrun {run_id}",
         num_threads=whole_number(variables, "OMP_NUM_THREADS") if variables.get("OMP_NUM_THREADS") else None,
         visible_devices=variables.get("CUDA_VISIBLE_DEVICES"),
+        ranks_per_gpu=read_ranks_per_gpu(variables.get(RANKS_PER_GPU) or "1", found.local_world_size),
     )
+
+
+def read_ranks_per_gpu(text: str, ranks_per_node: int) -> int:
+    """Read --ranks-per-gpu or its variable. Raises ConfigError unless it is a number that divides a node's ranks."""
+    name = f"--ranks-per-gpu {text} (the variable {RANKS_PER_GPU})"
+    if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text):
+        raise ConfigError(f"{name}: expected the number of ranks that share each GPU, at least 1")
+    if ranks_per_node % int(text):
+        divisors = ", ".join(str(n) for n in range(1, ranks_per_node + 1) if ranks_per_node % n == 0)
+        raise ConfigError(f"{name} does not divide the {ranks_per_node} rank(s) of the node; use one of {divisors}")
+    return int(text)
 
 
 def read_meeting_place() -> Environment | None:
@@ -282,9 +302,16 @@ def allows_colour() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def announce_launcher() -> None:
-    """Set the variable from which the ranks that this process starts know their launcher."""
+def announce_launcher(ranks_per_gpu: int) -> None:
+    """Set the variables from which the ranks that this process starts know their launcher and who shares a GPU."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
+    os.environ[RANKS_PER_GPU] = str(ranks_per_gpu)
+
+
+def mps_control() -> str | None:
+    """Return the path of the control pipe of NVIDIA's Multi-Process Service (MPS), None if there is none."""
+    path = os.path.join(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control")
+    return path if os.path.exists(path) else None
 
 
 def library_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -49,6 +49,28 @@ def test_torchrun() -> None:
     assert found.is_distributed
 
 
+@pytest.mark.parametrize(("local_rank", "gpu"), [(0, 0), (1, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("launcher", "name"),
+    [(TORCHRUN, "LOCAL_RANK"), ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "SLURM_LOCALID")],
+    ids=["torchrun", "slurm"],
+)
+def test_ranks_share_a_gpu_with_their_neighbours(
+    launcher: dict[str, str], name: str, local_rank: int, gpu: int
+) -> None:
+    launched = {**launcher, name: str(local_rank)}
+    alone = read_environment(launched)
+    assert (alone.ranks_per_gpu, alone.gpu_index) == (1, local_rank)
+    shared = read_environment({**launched, "MEGAPIPE_RANKS_PER_GPU": "2"})
+    assert (shared.ranks_per_gpu, shared.gpu_index) == (2, gpu)
+
+
+@pytest.mark.parametrize("text", ["3", "8", "0", "-2", "two", "2.0", "4 ", "9" * 5000])
+def test_a_number_of_ranks_on_a_gpu_that_does_not_divide_those_of_the_node_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--ranks-per-gpu"):
+        read_environment({**TORCHRUN, "MEGAPIPE_RANKS_PER_GPU": text})
+
+
 def test_nodes_are_derived_from_ranks_per_node_where_torchrun_sets_no_group() -> None:
     found = read_environment({name: value for name, value in TORCHRUN.items() if not name.startswith("GROUP")})
     assert (found.num_nodes, found.node_rank) == (2, 1)

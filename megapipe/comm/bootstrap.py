@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megapipe.comm.meeting import REFUSED_SECONDS, FactsOf, Notes, Process, attend, chair
 from megapipe.comm.network import await_listener, check_name, interface_towards, listening_address
+from megapipe.comm.shared_gpu import share_gpu
 from megapipe.config.config import Config
 from megapipe.environment import Environment, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError, MegapipeError
@@ -64,9 +65,12 @@ def start(
     CommunicationError if some do not come.
     """
     rank, world_size = environment.global_rank, environment.world_size
-    backend, torch_device = choose_backend(backend, device, environment.local_rank)
+    backend, torch_device = choose_backend(backend, device, environment.gpu_index)
     if torch_device.type == "cuda":
         torch.cuda.set_device(torch_device)
+    for remark in share_gpu(environment, torch_device):
+        if rank == 0:
+            print(remark, file=sys.stderr)
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world_size):
             raise CommunicationError(
@@ -113,11 +117,12 @@ def open_files_needed(world_size: int, num_nodes: int, backend: str, hosts_store
     return needed
 
 
-def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, torch.device]:
+def choose_backend(backend: str, device: str, gpu_index: int) -> tuple[str, torch.device]:
     """Return backend and device of this process. A requested one is used or rejected, never replaced.
 
     backend: 'auto' (NCCL on GPUs, gloo on CPUs), 'gloo', 'nccl'. device: 'auto' (a GPU where torch sees one), 'cpu',
-    'cuda'. Raises ConfigError if the choice is not available, or if torch is built for GPUs and can use none.
+    'cuda'. gpu_index: of the node's GPUs. Raises ConfigError if the choice is not available, or if torch is built for
+    GPUs and can use none.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"unknown --device {device!r}; use auto, cpu or cuda")
@@ -144,9 +149,9 @@ def choose_backend(backend: str, device: str, local_rank: int) -> tuple[str, tor
         if backend == "nccl":
             raise ConfigError("--distributed-backend nccl needs GPUs, but torch sees none; use gloo")
         return "gloo", torch.device("cpu")
-    # each rank has its own GPU, or sees only its own (srun --gpus-per-task=1), see _process; with gloo ranks may share
-    # GPUs, as tensors travel through host memory
-    index = local_rank % torch.cuda.device_count()
+    # each rank sees all GPUs of the node, or only its own (srun --gpus-per-task=1), see _process; with gloo ranks may
+    # share GPUs, as tensors travel through host memory
+    index = gpu_index % torch.cuda.device_count()
     if torch.version.hip is None:
         _check_architecture(index)
     return "gloo" if backend == "gloo" else "nccl", torch.device("cuda", index)
@@ -175,10 +180,11 @@ def _check_architecture(index: int) -> None:
 
 
 def _process(environment: Environment, device: torch.device | None = None) -> Process:
-    """Return the description of this process for the meeting. device: its GPU, if no other rank may use that."""
+    """Return the description of this process for the meeting. device: its GPU, of which each rank may be one user."""
     pid, place, uuid = os.getpid(), f"local rank {environment.local_rank} of node {environment.node_rank}", ""
-    if device is not None and torch.cuda.device_count() < environment.local_world_size:
-        uuid = f"GPU {torch.cuda.get_device_properties(device).uuid}"
+    if device is not None and torch.cuda.device_count() * environment.ranks_per_gpu < environment.local_world_size:
+        user, users = environment.local_rank % environment.ranks_per_gpu, environment.ranks_per_gpu
+        uuid = f"GPU {torch.cuda.get_device_properties(device).uuid}" + f", user {user} of {users}" * (users > 1)
     rank = None if environment.global_rank < 0 else environment.global_rank
     return Process(rank, environment.world_size, host(), pid, start_ticks(pid), place=place, device=uuid)
 

@@ -264,8 +264,8 @@ def _reason(
 
 WAYS_OUT = {
     "place": "their launcher must give each process of a node another LOCAL_RANK",
-    "device": "start at most one rank per GPU, let ranks share GPUs with --distributed-backend gloo (slow, for tests), "
-    "or use --device cpu",
+    "device": "start at most one rank per GPU, let ranks share GPUs with --ranks-per-gpu or --distributed-backend gloo "
+    "(slow, for tests), or use --device cpu",
 }
 
 

@@ -51,6 +51,7 @@ ABBREVIATIONS = {
     "--cp": "cp is --context-parallel-size",
     "--dp": "dp is the number of ranks / (tp x pp x cp)",
     "--nproc-per-node": "it belongs to the launcher: megapipe launch --nproc-per-node N pretrain ...",
+    "--ranks-per-gpu": "it belongs to the launcher: megapipe launch --ranks-per-gpu N pretrain ...",
     "--vpp": "chunks are --num-virtual-stages-per-pipeline-rank",
 }
 SYNONYMS = {  # names of other frameworks

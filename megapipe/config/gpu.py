@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapipe.config.options import EXPERTS, Flag, Need, option
+from megapipe.errors import ConfigError
+from megapipe.formatting import bytes_text
 
 # kinds of process groups that have their own communicators; the world's is created before them
 NCCL_GROUPS = (
@@ -12,6 +14,7 @@ NCCL_GROUPS = (
     *("model", "embedding", "kv", "etp", "ep", "ep_places", "ep_nodes"),
     *("expert_replicas", "expert_shards", "expert_instances"),
 )
+CONTEXT_BYTES = 1 << 30  # of a rank besides torch's allocator, where ranks share a GPU: CUDA's context (assumed)
 OTHER_GRAPHS = ("transformer_engine", "full_iteration")  # Megatron's: of layers' parts, of a whole step
 GRAPHS = Need("gpu.cuda_graph_impl", "--cuda-graph-impl local", ("local",), without="no graphs are recorded")
 
@@ -107,3 +110,15 @@ class GpuConfig:
         "file of the allocator's history, for pytorch.org/memory_viz, with the rank in its name",
         needs=Need("gpu.record_memory_history", "--record-memory-history", without="no history is recorded"),
     )
+
+
+def shared_bytes(memory_bytes: int, num_ranks: int) -> int:
+    """Return what each of the ranks that share a GPU may allocate of it. Raises ConfigError if that is nothing."""
+    share = memory_bytes // num_ranks - CONTEXT_BYTES
+    if share <= 0:
+        most = max(1, (memory_bytes - 1) // CONTEXT_BYTES)
+        raise ConfigError(
+            f"--ranks-per-gpu {num_ranks}: a GPU of {bytes_text(memory_bytes)} has no memory for so many ranks, as "
+            f"CUDA takes about {bytes_text(CONTEXT_BYTES)} of each; use at most {most}"
+        )
+    return share

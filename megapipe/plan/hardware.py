@@ -29,6 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megapipe.config.gpu import shared_bytes
 from megapipe.config.yaml_file import read_object
 from megapipe.dtypes import FP8
 from megapipe.errors import ConfigError
@@ -118,6 +119,14 @@ class Hardware:
             return self
         most = min(self.ranks_per_node, world_size)
         return replace(self, ranks_per_node=max(size for size in range(1, most + 1) if world_size % size == 0))
+
+    def shared_by(self, num_ranks: int) -> Hardware:
+        """Return what each of so many ranks has of one accelerator's memory. Raises ConfigError if that is nothing.
+
+        NCCL then speaks over sockets, with buffers in the host's memory (src/transport/net.cc of NCCL 2.28.9).
+        """
+        name, share = f"1/{num_ranks} of {self.name}", shared_bytes(self.memory_bytes, num_ranks)
+        return replace(self, name=name, memory_bytes=share, nccl_bytes=0)
 
     def attention_share_of(self, work: AttentionWork, is_backward: bool) -> float:
         """Return the share of the peak that the kernel of core attention reaches."""

@@ -119,8 +119,9 @@ def software_facts(with_text: bool) -> Facts:
 
 def process_facts(environment: Environment, backend: str, device: str, compares_kinds: bool = False) -> Facts:
     """Return place and device of this process. backend, device: see `choose_backend`. compares_kinds: of GPU."""
-    nodes = Fact(str(environment.local_world_size))
-    return {"ranks per node": nodes, "device": _device(environment, backend, device, compares_kinds)}
+    nodes, gpus = Fact(str(environment.local_world_size)), Fact(str(environment.ranks_per_gpu))
+    chosen = _device(environment, backend, device, compares_kinds)
+    return {"ranks per node": nodes, "ranks per GPU": gpus, "device": chosen}
 
 
 def flag_of(name: str) -> str:
@@ -231,7 +232,7 @@ def changed_versions(saved: Mapping[str, str] | None, own: Mapping[str, str]) ->
 
 
 def _device(environment: Environment, backend: str, device: str, compares_kinds: bool) -> Fact:
-    backend, chosen = choose_backend(backend, device, environment.local_rank)
+    backend, chosen = choose_backend(backend, device, environment.gpu_index)
     if chosen.type == "cpu":
         return Fact(f"cpu over {backend}")
     kind = f"{torch.cuda.get_device_name(chosen)} over {backend}"

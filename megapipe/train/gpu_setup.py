@@ -61,7 +61,7 @@ def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tupl
     said = connections_line(plan) if config.training.device != "cpu" else ()
     settings, save = NcclSettings.of(config.gpu), config.checkpoint.save
     wanted = config.parallel.distributed_backend
-    backend, device = choose_backend(wanted, config.training.device, environment.local_rank)
+    backend, device = choose_backend(wanted, config.training.device, environment.gpu_index)
     if device.type == "cuda":
         # without segments that grow, messages and graph replays of many sizes fragment the memory
         set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")
@@ -74,8 +74,9 @@ def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tupl
         raise ConfigError("--cuda-graph-impl local needs a GPU, and this run has none; leave it out")
     said = (*(said if device.type == "cuda" else ()), *tuned_line(config.gpu.tuned, device))
     if backend == "nccl":
-        settings, line = limit_channels(plan, settings)
-        said += line
+        if environment.ranks_per_gpu == 1:  # else NCCL uses its network, also between stages
+            settings, line = limit_channels(plan, settings)
+            said += line
         settings.prepare(None if save is None else Path(save) / FLIGHT_RECORDER_FOLDER)
         if config.gpu.cuda_graph_impl != "none":
             # NCCL registers the buffers of collectives in a graph and assumes that each is one allocation;
@@ -298,9 +299,12 @@ def out_of_memory(plan: RunPlan, device: torch.device, global_rank: int, error: 
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        own = f" ({bytes_text(share * total)} for this rank)" if share < 1 else ""
         text += (
-            f"; of the GPU's {bytes_text(total)}, {bytes_text(held)} are in tensors, {bytes_text(reserved - held)} "
-            f"cached by the allocator, {bytes_text(total - free - reserved)} used by CUDA, NCCL and other processes"
+            f"; of the GPU's {bytes_text(total)}{own}, {bytes_text(held)} are in tensors, "
+            f"{bytes_text(reserved - held)} cached by the allocator, {bytes_text(total - free - reserved)} used by "
+            "CUDA, NCCL and other processes"
         )
     return f"{text}. {ways_out(plan)}. torch: {str(error).split('. ')[0]}"
 

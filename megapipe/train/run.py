@@ -120,7 +120,7 @@ def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
             *dispatch_words(plan, world.backend),
         )
         if environment.global_rank == 0:
-            described = _description(plan, world)
+            described = _description(plan, world, environment.ranks_per_gpu)
             text = {"config": job.config_text, "plan": plan_text(plan), "remarks": list(job.remarks)}
             journal.record("start", **described, **text, kernels=list(words))
             journal.progress("kernels: " + "\n         ".join(words))
@@ -195,7 +195,7 @@ def _train(
         journal.close()
 
 
-def _description(plan: RunPlan, world: World) -> dict[str, Any]:
+def _description(plan: RunPlan, world: World, ranks_per_gpu: int) -> dict[str, Any]:
     """Describe the run for the first line of run.jsonl: process, versions, machine, grid."""
     t, is_gpu = plan.topology, world.device.type == "cuda"
     return {
@@ -220,6 +220,7 @@ def _description(plan: RunPlan, world: World) -> dict[str, Any]:
             "chunks": plan.num_chunks,
             "order": t.order,
             "ranks_per_node": t.ranks_per_node,
+            "ranks_per_gpu": ranks_per_gpu,
             "schedule": plan.schedule_name,
         },
     }

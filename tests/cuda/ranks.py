@@ -67,6 +67,16 @@ def time_out(world: World, groups: ProcessGroups) -> None:
     raise AssertionError("the collective has ended without rank 1")
 
 
+def sharing(num_ranks: int) -> list[str]:
+    """Return the flags of `megapipe launch` with which ranks share this machine's GPUs; [] if each has its own.
+
+    A machine without a GPU counts as one with a single GPU, so that a twin on CPUs runs the same code.
+    """
+    num_gpus = max(1, torch.cuda.device_count())
+    fewest = next(n for n in range(1, num_ranks + 1) if num_ranks % n == 0 and num_ranks <= n * num_gpus)
+    return ["--ranks-per-gpu", str(fewest)] if fewest > 1 else []
+
+
 CHECKS = {"order": order, "time_out": time_out}
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megapipe.train.step import TrainStep
+from tests.cuda.ranks import sharing
 from tests.launch.scripts import launch
 from tests.train.jobs import TINY, job, lines_of
 
@@ -44,7 +45,7 @@ def on_ranks(folder: Path, ranks: int, flags: str) -> list[float]:
         "--metrics-file",
         str(folder / "metrics.jsonl"),
     ]
-    with launch(folder, ranks, *words) as command:
+    with launch(folder, ranks, *words, before=[] if SHARED in flags else sharing(ranks)) as command:
         ended = command.ended()
     assert ended.code == 0, ended.error
     return losses(folder)
@@ -130,7 +131,6 @@ def test_ranks_that_share_a_gpu_train_like_one_cpu(name: str, cpu_losses: list[f
     assert_close(on_ranks(tmp_path, ranks, f"{SHARED} {flags}"), cpu_losses)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
 @pytest.mark.parametrize("flags", ["", "--sequence-parallel", "--sequence-parallel --tp-comm-overlap-chunks 2"])
 def test_collectives_in_chunks_over_nccl_train_like_one_cpu(
     flags: str, cpu_losses: list[float], tmp_path: Path

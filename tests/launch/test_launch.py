@@ -18,7 +18,7 @@ from tests.launch.scripts import Command, launch
 
 REPORTS_AND_WAITS = """
 import os, signal, sys, time
-names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS")
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "MEGAPIPE_RANKS_PER_GPU")
 received = []
 signal.signal(signal.SIGINT, lambda number, frame: received.append(number))
 sys.stdout.write(" ".join(["rank", *(os.environ[name] for name in names)]) + "\\n")  # in one piece: ranks share it
@@ -39,9 +39,9 @@ time.sleep(60)
 def test_an_interrupt_reaches_the_ranks_and_their_success_is_the_launchers(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(REPORTS_AND_WAITS)
-    with launch(tmp_path, 2, script=script) as command:
+    with launch(tmp_path, 2, script=script, before=["--ranks-per-gpu", "2"]) as command:
         for rank in range(2):
-            command.wait_for(f"rank {rank} 2 {rank} 127.0.0.1 1\n")
+            command.wait_for(f"rank {rank} 2 {rank} 127.0.0.1 1 2\n")
         command.signal(signal.SIGINT)
         ended = command.ended()
     assert (ended.code, ended.error) == (0, "")

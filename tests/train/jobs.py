@@ -9,12 +9,13 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megapipe.config.load import load_config
-from megapipe.environment import read_environment
+from megapipe.environment import RANKS_PER_GPU, read_environment
 from megapipe.extras.cli.pretrain import main
 from megapipe.extras.convert.snapshot import read_checkpoint
 from megapipe.plan.resolve import resolve
@@ -50,7 +51,12 @@ def job_on_rank(
     loaded = load_config([*TINY.split(), *flags.split()])
     plan = resolve(loaded.config, world_size)
     environment = dataclasses.replace(
-        read_environment({}), global_rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+        read_environment({}),
+        global_rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        ranks_per_gpu=int(os.environ.get(RANKS_PER_GPU, "1")),
     )
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

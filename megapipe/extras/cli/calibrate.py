@@ -211,6 +211,7 @@ def calibrate_machine(own: argparse.Namespace, environment: Environment) -> None
     from megapipe.extras.calibrate.rates import measure
     from megapipe.extras.cli.agreement import command_facts
 
+    _refuse_shared_gpus(environment)
     is_first = environment.global_rank == 0
     if is_first:
         hardware_file.refuse_taken(own.output, own.force)
@@ -238,6 +239,7 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
     Forward, backward and its two halves of the embedding, a layer, and final norm, head and loss, at the run's shapes
     on this rank's device; the slowest rank counts. The run then takes the file with --pipeline-layer-times FILE.
     """
+    _refuse_shared_gpus(environment)
     config = with_vocabulary(load_config(["--plan", *own.flags], is_job=False).config)
     if config.model.mtp_num_layers is not None:
         rule = "multi-token prediction is balanced by its FLOPs, as its times cannot be measured apart yet"
@@ -275,6 +277,12 @@ def profile_layers(own: argparse.Namespace, environment: Environment) -> None:
         names = ["layer"] if len(kinds) == 1 else [f"layers {ranges_text(numbers)}" for numbers in kinds.values()]
         print(_text(embedding, dict(zip(names, (cost[1] for cost in costs), strict=True)), head))
         print(f"written: {own.output}, for --pipeline-layer-times {own.output}")
+
+
+def _refuse_shared_gpus(environment: Environment) -> None:
+    if environment.ranks_per_gpu > 1:
+        ranks = environment.ranks_per_gpu
+        raise ConfigError(f"--ranks-per-gpu {ranks}: times of ranks that share a GPU mean nothing; measure without it")
 
 
 def _text(embedding: PartCost, layers: dict[str, PartCost], head: PartCost) -> str:

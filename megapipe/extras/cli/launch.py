@@ -18,6 +18,8 @@ prints instead the command of each node, the host, GPU and grid position of each
 the bytes that they send in a step; it starts nothing and imports no torch. --hosts: names of the nodes, as SLURM writes
 them; --slurm: as a job of launch/slurm/pretrain.sbatch. docs/launch.md
 
+--ranks-per-gpu N lets N ranks share each GPU, to check a grid on one card; it is slow. docs/one_gpu.md
+
 --max-restarts N restarts all ranks when one has failed, unless a restart would not help: exit codes 2 (refused), 3
 (restarted twice without progress) and 130 (interrupted twice), or after a signal.
 
@@ -36,6 +38,7 @@ from pathlib import Path
 from megapipe.assembly.datasets import planned
 from megapipe.config.fields import nearest
 from megapipe.config.load import load_config
+from megapipe.environment import RANKS_PER_GPU
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import guarded
 from megapipe.extras.launch.flags import Launch, read_launch
@@ -117,7 +120,8 @@ def preview(arguments: Sequence[str]) -> str:
     per_node = launch.ranks_per_node
     num_ranks = launch.num_nodes * per_node
     where = f"{count_text(num_ranks, 'rank')} on {count_text(launch.num_nodes, 'node')}, {per_node} on each"
-    lines = [f"dry run: {where}; nothing is started", ""]
+    on_a_gpu = f", {launch.ranks_per_gpu} share each GPU and its memory" if launch.ranks_per_gpu > 1 else ""
+    lines = [f"dry run: {where}{on_a_gpu}; nothing is started", ""]
     lines += _commands(launch)
     if Path(launch.script).name not in PRETRAINING:
         unknown = f"{launch.script} is not pretrain_gpt.py: its grid is unknown"
@@ -125,10 +129,10 @@ def preview(arguments: Sequence[str]) -> str:
     plan = planned(load_config(["--plan", *launch.script_arguments]), num_ranks, per_node)
     t = plan.topology
     cp = f" x cp {t.cp}" if t.cp > 1 else ""
-    device = "local rank" if plan.config.training.device == "cpu" else "GPU"
+    device, shared = ("local rank", 1) if plan.config.training.device == "cpu" else ("GPU", launch.ranks_per_gpu)
     experts = f"; experts: etp {t.etp} x ep {t.ep} x {t.edp} copies x pp {t.pp}" if plan.model.has_experts else ""
     lines += ["", f"grid: tp {t.tp} x pp {t.pp} x dp {t.dp}{cp}, rank order {t.order}{experts}"]
-    return "\n".join([*lines, *places_text(t, launch.names, device), "", *_traffic(plan)])
+    return "\n".join([*lines, *places_text(t, launch.names, device, shared), "", *_traffic(plan)])
 
 
 def _commands(launch: Launch) -> Iterator[str]:
@@ -136,7 +140,9 @@ def _commands(launch: Launch) -> Iterator[str]:
     if launch.slurm:
         script = Path(__file__).resolve().parents[3] / "launch" / "slurm" / "pretrain.sbatch"
         ranks = launch.ranks_per_node
-        options = [f"--nodes={launch.num_nodes}", f"--ntasks-per-node={ranks}", f"--gpus-per-node={ranks}"]
+        gpus = ranks // launch.ranks_per_gpu
+        options = [f"--nodes={launch.num_nodes}", f"--ntasks-per-node={ranks}", f"--gpus-per-node={gpus}"]
+        options += [f"--export=ALL,{RANKS_PER_GPU}={launch.ranks_per_gpu}"] if gpus < ranks else []
         nodes = [f"--nodelist={','.join(launch.hosts)}"] if launch.hosts else []
         yield "command; the job's log shows the resulting srun"
         yield "  " + shlex.join(["sbatch", *options, *nodes, str(script), *launch.script_arguments])
@@ -199,7 +205,7 @@ class Box:
     places: tuple[range, ...]
 
 
-def places_text(topology: Topology, hosts: Sequence[str], device: str = "GPU") -> list[str]:
+def places_text(topology: Topology, hosts: Sequence[str], device: str = "GPU", ranks_per_device: int = 1) -> list[str]:
     """Return the table of all ranks, or of boxes of ranks in a large world. hosts: by node. device: column title."""
     axes = [axis for axis in SHOWN_AXES if topology.size(axis) > 1 or axis in ("pp", "dp", "tp")]
     per_node = topology.ranks_per_node or topology.world_size
@@ -210,16 +216,19 @@ def places_text(topology: Topology, hosts: Sequence[str], device: str = "GPU") -
             of_axes = [place[AXES.index(axis)] for axis in axes]
             if of_experts:
                 of_axes += divmod(topology.expert_rank(rank), topology.etp)
-            rows.append((str(rank), hosts[topology.node_of(rank)], str(rank % per_node), *map(str, of_axes)))
+            rows.append(
+                (str(rank), hosts[topology.node_of(rank)], str(rank % per_node // ranks_per_device), *map(str, of_axes))
+            )
     else:
         rows = [("ranks", "hosts", f"{device}s", *axes)]
         for box in boxes(topology):
             first, last, num_nodes = hosts[box.nodes[0]], hosts[box.nodes[-1]], len(box.nodes)
             names = first if num_nodes == 1 else f"{first} to {last} ({num_nodes})"
             local = box.ranks[0] % per_node
-            local_ranks = range(local, local + len(box.ranks) // num_nodes)
+            last_local = local + len(box.ranks) // num_nodes - 1
+            devices = range(local // ranks_per_device, last_local // ranks_per_device + 1)
             shown = (_range_text(box.places[AXES.index(axis)]) for axis in axes)
-            rows.append((_range_text(box.ranks), names, _range_text(local_ranks), *shown))
+            rows.append((_range_text(box.ranks), names, _range_text(devices), *shown))
     return list(text_table(rows))
 
 

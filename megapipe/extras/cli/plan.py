@@ -17,12 +17,13 @@ from megapipe.config.load import load_config
 from megapipe.config.parallel import strategy_of
 from megapipe.config.rules.gpu import own_kernels
 from megapipe.config.yaml_file import to_yaml
+from megapipe.environment import read_ranks_per_gpu
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import PREDICTION_OPTIONS, command, hardware_given, option, switch, write_file
 from megapipe.extras.report.folder import logged_load
 from megapipe.extras.report.grid import context_svg, grid_svg
 from megapipe.extras.search.experiments import experiments
-from megapipe.extras.search.fit import Fit, with_remedies
+from megapipe.extras.search.fit import Fit, fit_of, with_remedies
 from megapipe.extras.search.layout import Context, Layout
 from megapipe.extras.search.search import OBJECTIVES, Candidate, Objective, choose, predict_plan
 from megapipe.extras.search.search_report import SearchReport, megatron_text
@@ -55,6 +56,12 @@ OPTIONS = (
         "megatron: also print Megatron-LM's estimate of the memory",
         choices=("megapipe", "megatron"),
         default="megapipe",
+    ),
+    option(
+        "--ranks-per-gpu",
+        "with --gpu or --hardware: say whether the plan fits where so many ranks share each GPU (docs/one_gpu.md)",
+        type=int,
+        above=0,
     ),
     switch(
         "--roofline",
@@ -115,6 +122,8 @@ def main(own: argparse.Namespace) -> int:
     """
     hardware = hardware_given(own)
     _check_days(own, hardware)
+    if own.ranks_per_gpu is not None:
+        hardware = _shared(own, hardware)
     if (own.roofline or own.explain) and (hardware is None or own.gpus is not None):
         flag = "--roofline" if own.roofline else "--explain"
         raise ConfigError(f"{flag} is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
@@ -132,12 +141,15 @@ def main(own: argparse.Namespace) -> int:
     if loaded.requests.world_size is None:
         raise ConfigError("megapipe plan needs --world-size N, the number of ranks to plan for")
     num_ranks, per_node = loaded.requests.world_size, loaded.requests.ranks_per_node
+    read_ranks_per_gpu(str(own.ranks_per_gpu or 1), per_node or num_ranks)
     if hardware is not None and per_node is None and num_ranks > hardware.ranks_per_node:
         per_node = hardware.on(num_ranks).ranks_per_node
     plan = planned(loaded, num_ranks, per_node)
     load = expert_load_given(own, plan.config, plan.topology.ep)
     plan = dataclasses.replace(plan, expert_load=load)
-    fit = None if hardware is None else with_remedies(with_vocabulary(loaded.config), plan, hardware)
+    fit = None if hardware is None else fit_of(plan, hardware)
+    if fit is not None and own.ranks_per_gpu is None:
+        fit = with_remedies(with_vocabulary(loaded.config), plan, fit.hardware)
     if own.json and hardware is not None and fit is not None:
         print(json.dumps(_plan_data(plan, hardware) | fit.data(), indent=2))
     else:
@@ -147,11 +159,26 @@ def main(own: argparse.Namespace) -> int:
     return 0 if fit is None or fit.fits else 1
 
 
+def _shared(own: argparse.Namespace, hardware: Hardware | None) -> Hardware:
+    """Return what a rank has of the accelerator with --ranks-per-gpu. Raises ConfigError where a time is asked for."""
+    flag = f"--ranks-per-gpu {own.ranks_per_gpu}"
+    if hardware is None or own.gpus is not None:
+        raise ConfigError(f"{flag} divides a GPU's memory: give --world-size N and one of --gpu and --hardware")
+    timed = {"--roofline": own.roofline, "--explain": own.explain, "--json": own.json, "--days": own.days is not None}
+    if given := [name for name, is_given in timed.items() if is_given]:
+        raise ConfigError(f"{given[0]}: times of ranks that share a GPU mean nothing; leave out it or {flag}")
+    return hardware.shared_by(own.ranks_per_gpu)
+
+
 def _print_more(own: argparse.Namespace, plan: RunPlan, hardware: Hardware | None, fit: Fit | None) -> None:
     """Print what is predicted of a plan, write its drawings, and print Megatron's estimate, as far as is asked for."""
     if hardware is not None and fit is not None:
-        print("\n".join([step_text(plan, hardware), *([terms_text(plan, hardware)] if own.explain else [])]))
-        print("\n".join(f"           {line}" for line in fit.lines()))
+        fits, *ways_out = fit.lines()
+        if own.ranks_per_gpu is None:
+            print("\n".join([step_text(plan, hardware), *([terms_text(plan, hardware)] if own.explain else [])]))
+        else:
+            ways_out.clear()  # none was planned, as they are ordered by their times
+        print("\n".join(f"           {line}" for line in (fits, *ways_out)))
         if own.days is not None:
             print(days_text(_days(own, plan, hardware, predict_step(plan, hardware).seconds)))
         if own.roofline:

@@ -403,8 +403,9 @@ def _findings(report: HostReport) -> Iterator[tuple[bool, str, str]]:
         way = "install a CUDA build, or the ranks stay on the CPU"
         yield True, "torch without CUDA", f"an NVIDIA driver is loaded, but this torch is built without CUDA: {way}"
     # with a single one each rank may see its own (srun --gpus-per-task=1); sharing it is refused when ranks meet
-    if 1 < len(report.gpus) < ranks:
-        yield True, "ranks without a GPU", f"{ranks} ranks and {len(report.gpus)} GPUs: start at most one rank a GPU"
+    if 1 < len(report.gpus) < ranks // report.ranks_per_gpu:
+        most = f"start at most {report.ranks_per_gpu} a GPU"
+        yield True, "ranks without a GPU", f"{ranks} ranks and {len(report.gpus)} GPUs: {most}"
     if not report.gpus and threads > 1 and ranks * threads > cores:
         way = f"set OMP_NUM_THREADS={max(1, int(cores // ranks))}"
         yield False, "threads", f"{ranks} ranks of {threads} threads on {cores:g} cores: {way}"

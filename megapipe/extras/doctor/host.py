@@ -96,6 +96,7 @@ class HostReport:
 
     name: str
     num_ranks: int
+    ranks_per_gpu: int
     versions: Mapping[str, str | None]
     resources: Resources
     threads_of_a_rank: int
@@ -135,6 +136,7 @@ def examine_host(environment: Environment, device: torch.device) -> HostReport:
     return HostReport(
         name=host(),
         num_ranks=environment.local_world_size,
+        ranks_per_gpu=environment.ranks_per_gpu,
         versions={
             "megapipe": __version__,
             "python": platform.python_version(),

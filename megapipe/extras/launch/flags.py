@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megapipe.config.fields import nearest
-from megapipe.environment import prefixed
+from megapipe.environment import RANKS_PER_GPU, prefixed, read_ranks_per_gpu, value_for_libraries
 from megapipe.errors import ConfigError
 
 # the flags of torch.distributed.run in torch 2.13, also with '-' for '_'; a test compares
@@ -38,6 +38,7 @@ class Launch:
     hosts: tuple[str, ...] = ()
     slurm: bool = False
     dry_run: bool = False
+    gpu_sharing: str | None = None  # --ranks-per-gpu as given
 
     @property
     def num_nodes(self) -> int:
@@ -58,6 +59,10 @@ class Launch:
         return int(text)
 
     @property
+    def ranks_per_gpu(self) -> int:
+        return ranks_per_gpu(self.gpu_sharing, self.ranks_per_node)
+
+    @property
     def is_elastic(self) -> bool:
         return self.flags.get("--rdzv-backend", "static") != "static"
 
@@ -71,6 +76,8 @@ class Launch:
             flags["--node-rank"] = str(node)
             if "--rdzv-endpoint" not in flags:
                 flags = {"--master-addr": self.names[0], "--master-port": str(TORCHRUN_PORT)} | flags
+        if self.ranks_per_gpu > 1:
+            flags["--ranks-per-gpu"] = str(self.ranks_per_gpu)
         words = [word for flag, value in flags.items() for word in ([flag, value] if value else [flag])]
         return ["megapipe", "launch", *words, self.script, *self.script_arguments]
 
@@ -85,7 +92,7 @@ class Launch:
 def read_launch(arguments: Sequence[str]) -> Launch:
     """Parse the words after `megapipe launch`. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="megapipe launch", add_help=False)
-    for flag in (*VALUE_FLAGS, "--hosts"):
+    for flag in (*VALUE_FLAGS, "--hosts", "--ranks-per-gpu"):
         parser.add_argument(*_spellings(flag), dest=flag)
     for flag in (*BARE_FLAGS, "--dry-run", "--slurm"):
         parser.add_argument(*_spellings(flag), dest=flag, action="store_true")
@@ -104,10 +111,16 @@ def read_launch(arguments: Sequence[str]) -> Launch:
         hosts = expand_hosts(found["--hosts"])
         flags = {"--nnodes": str(len(hosts))} | flags
     script, words = found["training_script"], tuple(found["arguments"])
-    launch = Launch(flags, script, words, hosts, found["--slurm"], found["--dry-run"])
+    launch = Launch(flags, script, words, hosts, found["--slurm"], found["--dry-run"], found["--ranks-per-gpu"])
     if hosts and launch.num_nodes != len(hosts):
         raise ConfigError(f"--hosts {found['--hosts']} names {len(hosts)} nodes, but --nnodes is {flags['--nnodes']}")
     return launch
+
+
+def ranks_per_gpu(flag: str | None, ranks_per_node: int) -> int:
+    """Return how many ranks share a GPU: by --ranks-per-gpu, else by the environment's variable. Raises ConfigError."""
+    text = (value_for_libraries(RANKS_PER_GPU) or "1") if flag is None else flag
+    return read_ranks_per_gpu(text, ranks_per_node)
 
 
 def parse_refusing(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:

@@ -33,7 +33,7 @@ from megapipe.comm.bootstrap import create_store, first_line, open_files_needed
 from megapipe.comm.network import await_listener, check_name
 from megapipe.environment import announce_launcher, set_for_libraries
 from megapipe.errors import CommunicationError, ConfigError
-from megapipe.extras.launch.flags import TORCHRUN_PORT, parse_refusing
+from megapipe.extras.launch.flags import TORCHRUN_PORT, parse_refusing, ranks_per_gpu
 from megapipe.extras.launch.forwarder import Forwarder
 from megapipe.monitor.process import allow_open_files
 
@@ -64,6 +64,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse torchrun's arguments. Raises ConfigError where torchrun would print its usage; `--help` exits."""
     parser = get_args_parser()
     parser.prog = "megapipe launch"
+    parser.add_argument("--ranks-per-gpu", "--ranks_per_gpu", help="ranks that share each GPU, to check a grid on one")
     return parse_refusing(parser, arguments)
 
 
@@ -81,13 +82,13 @@ def ranks_here(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace, num_threads: int, forwarder: Forwarder) -> Outcome:
-    """Run the script on all ranks of this node and wait for their end.
+    """Run the script on all ranks of this node and wait for their end. Raises ConfigError, CommunicationError.
 
     num_threads: OMP_NUM_THREADS of a rank, if it is not set. forwarder: entered.
     On one node, without flags about the rendezvous, the ranks connect through a free port of the loopback device.
     """
     set_for_libraries(OMP_NUM_THREADS=num_threads)
-    announce_launcher()
+    announce_launcher(ranks_per_gpu(arguments.ranks_per_gpu, ranks_here(arguments)))
     alone = str(arguments.nnodes) in ("1", "1:1")
     if arguments.master_port is None:
         is_static = arguments.rdzv_backend == "static" and not arguments.rdzv_endpoint and not arguments.standalone

@@ -60,6 +60,20 @@ def test_each_node_gets_its_command_with_the_first_node_as_master() -> None:
         assert words[-len(TINY) - 3 :] == [SCRIPT, *TINY, "--save", "run with a space"]
 
 
+def test_ranks_that_share_gpus_are_shown_on_them_and_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--nproc-per-node", "4", SCRIPT, *TINY, "--pipeline-model-parallel-size", "2"]
+    text = preview(["--ranks-per-gpu", "2", *words])
+    command, *_ = (shlex.split(line) for line in text.splitlines() if "megapipe launch" in line)
+    assert command[command.index("--ranks-per-gpu") + 1] == "2" and "2 share each GPU" in text
+    rows = [line.split()[2] for line in text.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"], ["3"])]
+    assert rows == ["0", "0", "1", "1"]
+    assert {"--gpus-per-node=2", "--export=ALL,MEGAPIPE_RANKS_PER_GPU=2"} <= set(
+        shlex.split(preview(["--slurm", "--ranks-per-gpu", "2", *words]).splitlines()[3])
+    )
+    monkeypatch.setenv("MEGAPIPE_RANKS_PER_GPU", "4")
+    assert "4 share each GPU" in preview(words) and "share" not in preview(["--ranks-per-gpu", "1", *words])
+
+
 def test_torchrun_parses_the_printed_commands() -> None:
     from megapipe.extras.launch.torchrun import parse
 
@@ -119,6 +133,9 @@ def test_many_nodes_are_summarized() -> None:
         (["not_there.py"], "no such script not_there.py"),
         (["pretrian"], "generate, doctor; did you mean pretrain?"),
         ([], "the script is missing"),
+        (["--nproc-per-node", "4", "--ranks-per-gpu", "3", "pretrain", *TINY], "--ranks-per-gpu 3"),
+        (["--ranks-per-gpu", "0", "pretrain", *TINY], "--ranks-per-gpu 0"),
+        (["pretrain", *TINY, "--ranks-per-gpu", "1"], "belongs to the launcher"),
         ([SCRIPT, *TINY, "--pipeline-model-parallel-size", "2"], "a world of 1 ranks cannot hold"),
         ([SCRIPT, *TINY, "--hidden-sise", "3"], "did you mean --hidden-size"),
     ],
@@ -138,6 +155,7 @@ def test_many_nodes_are_summarized() -> None:
             "misspelt script",
             "nothing",
         ),
+        *("ranks of a GPU", "no rank on a GPU", "ranks of a GPU after the script"),
         *("grid", "flag"),
     ],
 )

@@ -72,3 +72,36 @@ def test_the_command_says_whether_it_fits_and_its_exit_code_too(capsys: pytest.C
     data = json.loads(capsys.readouterr().out)
     assert data["fits"] is False and data["needed_bytes"] > data["usable_bytes"] and data["step_seconds"] > 0
     assert all(remedy["needed_bytes"] <= data["usable_bytes"] for remedy in data["would_fit"])
+
+
+SHARING = f"{MODEL} --num-layers 2 --world-size 8 --pipeline-model-parallel-size 2 --use-distributed-optimizer".split()
+
+
+def test_ranks_that_share_a_gpu_fit_into_their_part_of_it_and_no_times_are_predicted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone = plan_command(["--gpu", "h100", *SHARING])
+    assert alone == 0 and "predicted" in (own := capsys.readouterr().out)
+    codes = {ranks: plan_command(["--gpu", "h100", "--ranks-per-gpu", str(ranks), *SHARING]) for ranks in (1, 8)}
+    out = capsys.readouterr().out
+    assert codes == {1: 0, 8: 1} and "1/8 of h100" in out
+    assert "predicted" not in out and "DOES NOT FIT" in out and "step" in own
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--gpu", "h100", "--ranks-per-gpu", "3"], "does not divide the 8"),
+        (["--gpu", "h100", "--ranks-per-gpu", "0"], "above 0"),
+        (["--gpu", "t4", "--ranks-per-gpu", "8", "--explain"], "--explain"),
+        (["--gpu", "h100", "--ranks-per-gpu", "80"], "use at most 79"),
+        (["--ranks-per-gpu", "8"], "--gpu"),
+        (["--gpu", "h100", "--ranks-per-gpu", "8", "--gpus", "8"], "--world-size"),
+    ],
+    ids=["no divisor", "none", "times", "no memory", "no GPU", "search"],
+)
+def test_a_plan_of_shared_gpus_that_cannot_be_is_refused(
+    words: list[str], match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan_command([*words, *SHARING]) == 2
+    assert match in capsys.readouterr().err
