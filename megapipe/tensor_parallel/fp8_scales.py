@@ -10,8 +10,8 @@ A recipe is one of these classes, and the class of the matrices that it makes, w
 levels, as NVFP4 (a scale of 16 elements times one of the tensor), finds the outer scale in `common`; torch's products
 take both scales as a list, those of groups (`grouped_product`) too.
 
-On CUDA a cast is compiled, with its transpose and (delayed) its amax: as a chain of kernels it would move more bytes
-than fp8 saves.
+On CUDA a cast is compiled: one kernel reads x and writes both layouts, others before it find the largest elements. As
+a chain of kernels over a copy in fp32 it would move more bytes than fp8 saves.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def cast_tensor(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return x [..., rows, k] in 8 bits, its transpose [..., k, rows], and its amax in fp32, each if asked for.
 
-    Compiled it is one pass. Hopper's matrix units take the summed dim last, hence the transpose.
+    Compiled it is one pass, and another one for the amax. Hopper's matrix units take the summed dim last, hence the
+    transpose.
     """
     values = cast_to_fp8(x, scale, dtype)
     transposed = values.mT.contiguous() if columns else None

@@ -2,8 +2,7 @@
 
 Inductor runs on fake tensors of a fake CUDA device with an H100's properties, and Triton compiles its kernels to the
 assembly (PTX) of sm_90. Both come with torch's wheel for CUDA. torch is changed for the whole process, so
-`python -m tests.gpu.generated_code CASE...` is a process of its own, which prints a JSON object:
-case -> [[kernels, bytes moved, widest load, widest store, narrowest store], ...], one for each graph of the call.
+`python -m tests.gpu.generated_code CASE...` is a process of its own, which prints a JSON object: case -> its graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,26 @@ if __name__ == "__main__":  # before torch is imported
     fake_device.load(fake_device.build())
 
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
+from megapipe.config.config import convert
+from megapipe.config.layers import LayerConfig
+from megapipe.config.model import ModelConfig
+from megapipe.gpu.kernels import compiled
+from megapipe.model.mlp import COMPILED, formulas
+from megapipe.model.moe import WeightedActivation
+from megapipe.model.partial_results import merge_
+from megapipe.model.segments import Compiler, Segment
+from megapipe.optimizer.update_rule import adamw_pass
+from megapipe.sharding.buffers import ALIGNMENT
+from megapipe.tensor_parallel.cross_entropy import sum_of_exponentials, write_gradient
+from megapipe.tensor_parallel.fp8_matrix import E4M3
+from megapipe.tensor_parallel.fp8_scales import cast_blocks, cast_micro, cast_squares, cast_tensor
+
+ROWS, OTHER_ROWS, HIDDEN, FFN, WORDS = 8192, 4096, 4096, 14336, 32768
+ONCE = ("blocks, transpose", "micro blocks, transpose", "squares")  # others with another number of rows, too
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
 H100 = {
     "name": "NVIDIA H100 80GB HBM3",
     "major": 9,
@@ -43,11 +61,10 @@ ACCESS = re.compile(r"\b(ld|st)\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)\b")
 
 
 class Code(NamedTuple):
-    """The kernels of one graph. Widths: bytes of one access of a thread, in any kernel."""
+    """The kernels of one graph."""
 
-    kernels: int
-    moved: int  # bytes, each buffer of a kernel read or written once
-    loads: list[int]  # the widest of each kernel
+    moved: float  # bytes for each element of the first argument, each buffer of a kernel read or written once
+    loads: list[int]  # bytes of the widest load of a thread in each kernel
     stores: list[int]
 
 
@@ -107,7 +124,7 @@ def pretend() -> None:
 
 
 @contextmanager
-def generating(found: list[Code]) -> Iterator[None]:
+def generating(found: list[Code], elements: int) -> Iterator[None]:
     """Collect the code of each graph that is compiled inside, and raise `_Generated` in place of running it."""
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
@@ -116,7 +133,7 @@ def generating(found: list[Code]) -> Iterator[None]:
 
     def codegen(graph: Any) -> Any:
         source = generate(graph)[0].value
-        found.append(_code(source, graph.count_bytes()[0]))
+        found.append(_code(source, graph.count_bytes()[0] / elements))
         raise _Generated
 
     settings = {
@@ -129,7 +146,7 @@ def generating(found: list[Code]) -> Iterator[None]:
         yield
 
 
-def _code(source: str, moved: int) -> Code:
+def _code(source: str, moved: float) -> Code:
     from torch._inductor.codecache import PyCodeCache
 
     loads, stores = [], []
@@ -142,17 +159,67 @@ def _code(source: str, moved: int) -> Code:
             widths[kind].add(int(vector or 1) * int(bits) // 8)
         loads.append(max(widths["ld"]))
         stores.append(max(widths["st"]))
-    return Code(len(kernels), moved, loads, stores)
+    return Code(round(moved, 2), loads, stores)
 
 
-def generate(function: Callable[..., Any], *calls: tuple[Any, ...]) -> list[Code]:
-    """Return the code of the graphs that these calls compile, by gpu.kernels.compiled. Tensors: on the fake device."""
+def of_rows(rows: int) -> dict[str, Call]:
+    """Return the calls of all compiled functions with so many rows, by name."""
+    half, wide = torch.bfloat16, torch.float32
+    x, logits, state = empty(rows, HIDDEN), empty(rows, WORDS), rows * HIDDEN // ALIGNMENT
+    both, scale = empty(rows, 1, 2 * FFN), torch.empty((), device="cuda")
+    of_rows = [empty(rows, dtype=dtype) for dtype in (wide, wide, torch.int64, wide)]
+    scalars = [torch.tensor(value) for value in (1.0, 0.99, 0.1, 1.0)]
+    part = [empty(rows, 1, 32, 128), empty(rows, 1, 32, dtype=wide)]
+    flat = [empty(state, ALIGNMENT, dtype=dtype) for dtype in (*[wide] * 4, half)]
+    forward, backward = COMPILED["swiglu"]
+    swiglu = WeightedActivation(*formulas(convert(LayerConfig, ModelConfig(activation="swiglu"))))
+    values = empty(rows, dtype=half), empty(rows, 2 * FFN)
+    return {
+        "adamw": (adamw_pass, (*flat, *scalars, 0.9, 0.95, 1e-8)),
+        "sum of exponentials": (sum_of_exponentials, (logits, of_rows[0])),
+        "gradient of logits": (write_gradient, (logits, *of_rows[:2], *of_rows[2:], None, WORDS)),
+        "swiglu": (forward, (both,)),
+        "gradient of swiglu": (backward, (empty(rows, 1, FFN), both)),
+        "merged parts": (merge_, (*part, None, *(each for _ in range(2) for each in part[:1]), *part[1:] * 2)),
+        "experts' swiglu": (Compiler([]).function((Segment("rows", swiglu, has_rows=True),), values), values),
+        "tensor": (cast_tensor, (x, scale, E4M3, True, False, False)),
+        "tensor, transpose, amax": (cast_tensor, (x, scale, E4M3, True, True, True)),
+        "blocks": (cast_blocks, (x, E4M3, True, False, 0)),
+        "blocks, transpose": (cast_blocks, (x, E4M3, True, True, 0)),
+        "micro blocks, transpose": (cast_micro, (x, E4M3, True, True, 0)),
+        "squares": (cast_squares, (empty(1, HIDDEN, FFN), E4M3, 0)),
+    }
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def generate(name: str) -> list[Code]:
+    """Return the code of the graphs for two numbers of rows."""
     found: list[Code] = []
-    for args in calls:
-        with generating(found):
-            try:
-                function(*args)
-            except Exception as error:
-                if not isinstance(error, _Generated) and "_Generated" not in str(error):
-                    raise
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        kernel: Callable[..., Any] | None = None
+        for rows in (ROWS,) if name in ONCE else (ROWS, OTHER_ROWS):
+            function, args = of_rows(rows)[name]
+            if name == "experts' swiglu":
+                kernel, args = kernel or function, (None, args, ((),))
+                elements = args[1][1].numel()
+            else:
+                kernel, elements = kernel or compiled(function), args[0].numel()
+            with generating(found, elements):
+                try:
+                    kernel(*args)
+                except Exception as error:
+                    if not isinstance(error, _Generated) and "_Generated" not in str(error):
+                        raise
     return found
+
+
+def main() -> None:
+    pretend()
+    print(json.dumps({name: generate(name) for name in sys.argv[1:] or of_rows(ROWS)}))
+
+
+if __name__ == "__main__":
+    main()
