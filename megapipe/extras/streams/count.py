@@ -254,7 +254,7 @@ class Counter(Recorder):
             self._action, self._last = ("", -1, -1), (None, "")
 
     def inside_kernel(self) -> AbstractContextManager[list[bool]]:
-        """Count nothing inside but maxima: the rest stays in one kernel. Lists them, True for that of a whole tensor."""
+        """Count nothing inside: it stays in one kernel, but for maxima. Lists them, True for that of a whole tensor."""
         return patch.object(self, "_reductions", [])
 
     @contextmanager
