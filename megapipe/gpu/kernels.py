@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ FUSED_GROUPS = (9, 10)  # compute capabilities for which torch has a grouped GEM
 GROUPED_BYTES = 16  # torch's grouped GEMM takes rows of a multiple of these
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 OLDEST_CAPABILITY = (8, 0)  # of torch's variable-length flash kernel
+MOST_KINDS = 64  # of arguments for which one function is compiled apart
 
 
 @dataclass(frozen=True)
@@ -240,21 +242,29 @@ def why_not_packed(config: Config, device: torch.device) -> str | None:
 
 
 def compiled(function: AnyFunction) -> AnyFunction:
-    """Compile a pointwise function into one kernel, for tensors of any size.
+    """Compile a function of tensors, pointwise or with reductions, into as few kernels as torch finds.
 
     It returns a tensor, several or none; some may be arguments that it has overwritten.
 
     Only the inside of our hand-written Functions is compiled, never a graph with a linear in it, which would lose side
     effects such as main gradients and the weight queue. What is saved for the backward does not change.
+
+    Each kind of arguments (dtypes, options, and all sizes but the first) is compiled apart, since kernels for known
+    sizes read and write 8 to 16 bytes at a time, and those for any size 1 to 4. A kind has one kernel for the first
+    number of rows and, once another one comes, one for any number. Beyond `MOST_KINDS` kinds all sizes are dynamic.
+    tests/gpu/test_generated_code.py has the kernels.
     """
-    # dynamic: torch keeps 8 graphs per function and, with fullgraph, a ninth shape would be an error; the casts of one
-    # layer's linears have more shapes
-    kernel = torch.compile(function, fullgraph=True, dynamic=True)
+    kernels: dict[Any, Callable[..., Any]] = {}
 
     @wraps(function)
     def call(x: Tensor, *others: Any) -> Tensor:
         if not x.is_meta:
-            return kernel(x, *others)  # type: ignore[no-any-return]
+            kind = tuple(_kind(each) for each in (x, *others))
+            if kind not in kernels:
+                is_known = len(kernels) < MOST_KINDS
+                own = _shared_code(function, kind if is_known else None)
+                kernels[kind] = torch.compile(own, fullgraph=True, dynamic=None if is_known else True)
+            return kernels[kind](x, *others)  # type: ignore[no-any-return]
         with _disable_current_modes():  # a dry run counts the result of the one kernel, not the function's temporaries
             results = function(x, *others)
 
@@ -266,6 +276,31 @@ def compiled(function: AnyFunction) -> AnyFunction:
         return tree_map_only(Tensor, made, results)
 
     return call  # type: ignore[return-value]
+
+
+def _kind(value: Any) -> Any:
+    """Return the part of an argument that `compiled` specializes on."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.dtype, value.shape[1:], value.is_contiguous()
+
+
+def own_code(function: Callable[..., Any], kind: Any) -> Callable[..., Any]:
+    """Return this function with a code object for one kind of arguments.
+
+    torch.compile keeps 8 graphs for a code object, with fullgraph a ninth is an error, and it finds the sizes that vary
+    by the code's place and name.
+    """
+
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    name = getattr(function, "__name__", "function")
+    code = call.__code__.replace(co_name=f"{name} of {kind}")
+    return FunctionType(code, call.__globals__, name, None, call.__closure__)
+
+
+_shared_code = cache(own_code)  # linears of one shape share graphs
 
 
 def missing_compiler(device_type: str) -> str | None:

@@ -1,8 +1,9 @@
 """Linears of a part: their parameters, what their gradients make and free again, and what multiplying in 8 bits adds.
 
-megapipe's own fp8 linears find an operand's largest element in one pass and cast the operand in another (with delayed
-scales on CUDA in the same one): one kernel on CUDA or with --compile-pointwise, else a chain of them over a copy in
-fp32. Maxima of blocks are found in the pass of the cast, and zeros fill the summed dim up to whole blocks.
+megapipe's own fp8 linears find an operand's largest elements in one pass and cast the operand in another, with its
+transpose: a kernel each on CUDA or with --compile-pointwise, else a chain of them over a copy in fp32. Maxima of blocks
+take a pass for each layout, and zeros fill the summed dim up to whole blocks. tests/gpu/test_generated_code.py has the
+kernels.
 Transformer Engine makes both layouts in one pass and casts weights for every microbatch; the copies it keeps are not
 known and not counted.
 """
@@ -207,10 +208,13 @@ def casts(shape: RankShape) -> Casts:
         both_layouts = element + 2.0
         return Casts(both_layouts, both_layouts, 0.0, 0.0, both_layouts, 0.0, 0.0)
     is_fused = shape.compiles_casts
-    if shape.fp8_block is not None:  # a pass for each layout, or a chain: zeros, fp32, maxima, scale, round
-        cast = element + 1.0 if is_fused else WIDE + element + WIDE + WIDE + 2 * WIDE + WIDE + 1.0
-        gradients, again = (cast, cast) if shape.splits_backward else (2 * cast, 0.0)
-        return Casts(cast, gradients, cast, again, 0.0, cast + 1.0, 3.0 * WIDE)
+    if shape.fp8_block is not None:  # passes for maxima and cast, or a chain: zeros, fp32, maxima, scale, round
+        cast = 2 * element + 1.0 if is_fused else WIDE + element + WIDE + WIDE + 2 * WIDE + WIDE + 1.0
+        both = cast + element + 1.0 if is_fused else 2 * cast  # one pass casts to both layouts
+        # a weight and its transpose share blocks, unless these are of rows
+        weight = both if shape.fp8_block == MICRO_BLOCK else cast + 1.0
+        gradients, again = (cast, cast) if shape.splits_backward else (both, 0.0)
+        return Casts(cast, gradients, cast, again, 0.0, weight, 3.0 * WIDE)
     # a chain of kernels: read, raise to fp32, scale, clamp, round
     cast = element + 1.0 if is_fused else element + WIDE + 2 * WIDE + 2 * WIDE + WIDE + 1.0
     straight = element + cast  # one more pass finds the largest element

@@ -81,7 +81,7 @@ class RankShape:
 
     @property
     def compiles_casts(self) -> bool:
-        """True if a cast to fp8 is one kernel, which it always is on CUDA."""
+        """True if a cast to fp8 is compiled, which it always is on CUDA."""
         return self.compile_pointwise or self.is_cuda
 
     @property

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -26,22 +25,11 @@ class Passes:
     """The two functions that write results, `merge_` and `add_`. compile: how; by default they run as written."""
 
     def __init__(self, compile: Compile = lambda function: function) -> None:
-        self._compile = compile
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compiled = cache(compile)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> None:
         """Call merge_ or add_."""
-        kind = function, *(arg.dtype if isinstance(arg, Tensor) else arg for arg in args)
-        if kind not in self._compiled:
-            self._compiled[kind] = self._compile(_with_own_code(kind))
-        self._compiled[kind](*args)
-
-
-@cache
-def _with_own_code(kind: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return a function of one number of tensors and their dtypes, since torch limits the graphs of one code."""
-    function: FunctionType = kind[0]
-    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        self._compiled(function)(*args)
 
 
 def merge_(output: Tensor, lse: Tensor, sink: Tensor | None, *parts: Tensor) -> None:

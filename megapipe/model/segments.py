@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megapipe.gpu.kernels import own_code
 from megapipe.model.recompute import KeptResults, RecomputedSegment
 from megapipe.tensor_parallel.gradients import InputRecompute
 
@@ -135,7 +135,7 @@ class Compiler:
         self.shapes = frozenset(shapes)
         # fullgraph: a graph break is an error
         self._compile = compile or partial(torch.compile, fullgraph=True)
-        # by (function, joins) of each segment, and the shapes of the values, None where sizes are dynamic
+        # by (function, joins) of each segment, has_rows, and the shapes of the values, without the number of rows
         self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def accepts(self, hidden: Tensor) -> bool:
@@ -145,9 +145,9 @@ class Compiler:
     def function(self, segments: tuple[Segment, ...], values: tuple[Tensor, ...]) -> Callable[..., Any]:
         """Return (stream or None, values, operands of each segment) -> (stream, values), compiled for such values."""
         steps = tuple((segment.function, segment.joins) for segment in segments)
-        dynamic = segments[0].has_rows or len(self.shapes) > 1  # the same function may have rows in one place only
-        # torch limits the graphs of one function, so another shape is another function
-        key = steps, None if dynamic else tuple(value.shape for value in values)
+        # another shape is another function, since kernels for any size are slow; but rows have any number
+        has_rows = segments[0].has_rows
+        key = steps, has_rows, tuple(value.shape[has_rows:] for value in values)
         if key not in self._functions:
 
             def fused(stream: Tensor | None, values: Values, operands: tuple[Values, ...]) -> tuple[Any, Values]:
@@ -159,10 +159,10 @@ class Compiler:
                         values = made if type(made) is tuple else (made,)
                 return stream, values
 
-            # its own code, by which torch counts
-            name, code = "_and_".join(segment.name for segment in segments), fused.__code__.replace()
-            own = FunctionType(code, fused.__globals__, name, fused.__defaults__, fused.__closure__)
-            self._functions[key] = self._compile(own, dynamic=dynamic)
+            for value in values * has_rows:
+                torch._dynamo.maybe_mark_dynamic(value, 0)  # type: ignore[attr-defined]
+            fused.__name__ = "_and_".join(segment.name for segment in segments)
+            self._functions[key] = self._compile(own_code(fused, key[1:]), dynamic=None if has_rows else False)
         return self._functions[key]
 
 

@@ -16,6 +16,7 @@ from megapipe.config.training import OptimizerConfig
 from megapipe.optimizer.narrow import Scales
 from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Chunk, Shard, UpdateRange
+from megapipe.sharding.buffers import ALIGNMENT
 from megapipe.sharding.state_dtypes import MASTER
 
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "meta")
@@ -134,15 +135,17 @@ class CompiledAdam:
         config = self._config
         first, second = (1 - beta**self.num_steps for beta in (config.adam_beta1, config.adam_beta2))
         for shard, run in self._runs:
-            part = slice(run.start, run.stop)
+            # with the padding, which stays zero: kernels for any number of rows of a known size are as fast as for one
+            part = slice(run.start, run.start + -(-(run.stop - run.start) // ALIGNMENT) * ALIGNMENT)
             lr = rates.decoupled_lr if run.decoupled_lr and rates.decoupled_lr is not None else rates.lr
             decay = 1 - lr * (rates.weight_decay if run.weight_decay else 0.0)
             # tensors on the host: as numbers each new value would compile the pass again
             scalars = (torch.tensor(value) for value in (factor, decay, lr / first, 1 / math.sqrt(second)))
-            states = (shard.states[name].detach()[part] for name in (MASTER, "exp_avg", "exp_avg_sq"))
-            parameter = shard.parameter.detach()[part] if shard.has_own_master else None
+            flat = [*(shard.states[name] for name in (MASTER, "exp_avg", "exp_avg_sq")), shard.updated_from]
+            rows = [each.detach()[part].view(-1, ALIGNMENT) for each in flat]
+            parameter = shard.parameter.detach()[part].view(-1, ALIGNMENT) if shard.has_own_master else None
             options = config.adam_beta1, config.adam_beta2, config.adam_eps
-            self._kernel(*states, shard.updated_from[part], parameter, *scalars, *options)
+            self._kernel(*rows, parameter, *scalars, *options)
 
 
 def adamw_pass(

@@ -340,7 +340,7 @@ def report(found: Roofline, cut: Sequence[str], hardware: Hardware) -> str:
         f"attention {tera[1]:.0f} forward and {tera[2]:.0f} backward; memory "
         f"{fast.memory_bytes_per_second / TERA:.2f} TB/s, {1e6 * KERNEL_SECONDS:.0f} us between kernels",
         *(f"  counted with {line}" for line in cut),
-        f"  a compiled region counts as one kernel; blocks {how}",
+        f"  a compiled region counts as one kernel, and another for each maximum that it scales by; blocks {how}",
     ]
     for kind, (numbers, spec) in found.layers.items():
         work = found.works[kind]

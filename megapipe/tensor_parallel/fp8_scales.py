@@ -10,8 +10,8 @@ A recipe is one of these classes, and the class of the matrices that it makes, w
 levels, as NVFP4 (a scale of 16 elements times one of the tensor), finds the outer scale in `common`; torch's products
 take both scales as a list, those of groups (`grouped_product`) too.
 
-On CUDA a cast is compiled, with its transpose and (delayed) its amax: as a chain of kernels it would move more bytes
-than fp8 saves.
+On CUDA a cast is compiled: one kernel reads x and writes both layouts, others before it find the largest elements. As
+a chain of kernels over a copy in fp32 it would move more bytes than fp8 saves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -80,7 +79,8 @@ def cast_tensor(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return x [..., rows, k] in 8 bits, its transpose [..., k, rows], and its amax in fp32, each if asked for.
 
-    Compiled it is one pass. Hopper's matrix units take the summed dim last, hence the transpose.
+    Compiled it is one pass, and another one for the amax. Hopper's matrix units take the summed dim last, hence the
+    transpose.
     """
     values = cast_to_fp8(x, scale, dtype)
     transposed = values.mT.contiguous() if columns else None
@@ -143,20 +143,6 @@ def _amax(x: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
     return torch.linalg.vector_norm(x, torch.inf, dim, dtype=torch.float32)
 
 
-@cache
-def cast_variant(function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
-    """Return a cast with these options, as a function with a separate code object.
-
-    torch.compile keeps 8 graphs for a code object, and with fullgraph a ninth is an error: options, shapes and strides
-    of all linears would be more.
-    """
-
-    def cast(x: Tensor, *scale: Tensor) -> Any:
-        return function(x, *scale, *options)
-
-    return FunctionType(cast.__code__.replace(), globals(), function.__name__, None, cast.__closure__)
-
-
 Compiler = Callable[[Any], Any]
 
 
@@ -170,7 +156,7 @@ class TensorScale:
         self, dtype: torch.dtype, precision: PrecisionConfig, compiler: Compiler = lambda function: function
     ) -> None:
         self.dtype, self._margin = dtype, precision.fp8_margin
-        self._kernel = cache(lambda *options: compiler(cast_variant(cast_tensor, dtype, *options)))
+        self._kernel = compiler(cast_tensor)
         self._length = precision.fp8_amax_history_len if precision.fp8_recipe == "delayed" else 0
         self._uses_maximum = precision.fp8_amax_compute_algo == "max"
         self._trains = True
@@ -209,7 +195,7 @@ class TensorScale:
             scale, inverse, measures = self.delayed, self.delayed_inverse, records and self.has_history
         elif scale is None:
             scale = self.scale_for(x, records)
-        *made, amax = self._kernel(rows, columns, measures)(x, scale)
+        *made, amax = self._kernel(x, scale, self.dtype, rows, columns, measures)
         if measures:
             self.record(amax)
         inverse = scale.reciprocal() if inverse is None else inverse
@@ -287,7 +273,7 @@ class BlockScales:
         self, dtype: torch.dtype, precision: PrecisionConfig, compiler: Compiler = lambda function: function
     ) -> None:
         self._options = dtype, precision.fp8_margin
-        self._kernel = cache(lambda *options: compiler(cast_variant(*options)))
+        self._kernel = cache(compiler)
 
     def begin(self, trains: bool) -> None:
         """Start a run of a schedule."""
@@ -321,7 +307,7 @@ class BlockScales:
         self, function: Callable[..., Any], x: Tensor, *layouts: bool, is_square: bool = False
     ) -> list[Fp8Tensor]:
         dtype, margin = self._options
-        made = self._kernel(function, dtype, *layouts, margin)(x)
+        made = self._kernel(function)(x, dtype, *layouts, margin)
         pairs = zip(made[::2], made[1::2], strict=True)
         return [self._matrix(values, self._layout(scales), is_square) for values, scales in pairs]
 
@@ -358,7 +344,7 @@ class MxScales(BlockScales):
         if groups.ends is None or x.is_meta or not takes or why_no_grouped_product(x.device) is not None:
             return None
         assert isinstance(matrices, MxBlocks)
-        values, scales = self._kernel(self._function, dtype, True, False, margin)(x)
+        values, scales = self._kernel(self._function)(x, dtype, True, False, margin)
         tiles = grouped_tiles(scales, self._kernel(tile_places)(scales, groups.ends), groups.counts)
         return MxBlocks(values, tiles).product_of_groups(matrices, groups.ends)
 

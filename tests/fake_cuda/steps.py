@@ -124,13 +124,13 @@ class Checks(count.Counter):
         self.seen = Seen()
 
     @contextmanager
-    def inside_kernel(self) -> Iterator[None]:
+    def inside_kernel(self) -> Iterator[list[bool]]:
         live: Any = self._answers.live  # type: ignore[attr-defined]
         paused = live is not None and live._is_paused
         if live is not None:
             live._is_paused = True
-        with super().inside_kernel():
-            yield
+        with super().inside_kernel() as reductions:
+            yield reductions
         if live is not None:
             live._is_paused = paused
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo.testing
 
 from megapipe.config.config import convert
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ModelConfig
 from megapipe.extras.reference.experts import ACTIVATIONS as PLAIN
+from megapipe.gpu import kernels
 from megapipe.gpu.kernels import compiled
 from megapipe.model.mlp import FORMULAS, GATES, activation
 from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2
@@ -61,6 +63,36 @@ def test_more_shapes_than_torch_keeps_graphs_of_one_function_are_no_error(monkey
             for dtype in (E4M3, E5M2):
                 x, scale = torch.randn(rows, columns).bfloat16(), torch.tensor(3.0)
                 assert torch.equal(linear(x, scale, dtype).float(), cast_to_fp8(x, scale, dtype).float())
+
+
+def test_numbers_of_rows_that_vary_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for the first number of rows, one for all others, and those that torch makes for no row and for one."""
+    counter, whole = torch._dynamo.testing.CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend=counter, **settings))
+    torch._dynamo.reset()
+    kernels._shared_code.cache_clear()
+    cast, scale = compiled(cast_to_fp8), torch.tensor(3.0)
+    for rows in (*range(32, 52), 1, 0, 32):
+        x = torch.randn(rows, 16)
+        assert torch.equal(cast(x, scale, E4M3).float(), cast_to_fp8(x, scale, E4M3).float())
+    assert counter.frame_count == 4
+    for columns in (32, 48):
+        for rows in range(32, 52):
+            cast(torch.randn(rows, columns), scale, E4M3)
+    assert counter.frame_count == 4 + 2 * 2
+
+
+def test_beyond_a_number_of_kinds_all_sizes_are_dynamic(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter, whole = torch._dynamo.testing.CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend=counter, **settings))
+    monkeypatch.setattr(kernels, "MOST_KINDS", 3)
+    torch._dynamo.reset()
+    kernels._shared_code.cache_clear()
+    cast, scale = compiled(cast_to_fp8), torch.tensor(3.0)
+    for columns in range(2, 42):
+        x = torch.randn(8, columns)
+        assert torch.equal(cast(x, scale, E4M3).float(), cast_to_fp8(x, scale, E4M3).float())
+    assert counter.frame_count == 3 + 1
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import megapipe.tensor_parallel.fp8 as fp8
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
 from megapipe.extras.streams.shapes import grouped_product_of_blocks
+from megapipe.gpu import kernels
 from megapipe.gpu.kernels import compiled
 from megapipe.tensor_parallel import fp8_scales
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
@@ -234,7 +235,7 @@ def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend="eager", **settings))
     torch._dynamo.reset()
-    fp8_scales.cast_variant.cache_clear()
+    kernels._shared_code.cache_clear()
     for outputs, inputs in ((32, 32), (48, 160), (128, 64), (256, 48)):
         found = []
         for compiler in (lambda function: function, compiled):

@@ -84,9 +84,17 @@ class CountingAnswers(Answers):
         self.recorder.copied_to_device()
 
     def as_kernel(self, name: str, function: Callable[..., Any], *args: Any, where: str | None = None) -> Any:
-        """Return function(*args), counted as one kernel that reads its arguments and writes its results."""
-        with self.recorder.inside_kernel():
+        """Return function(*args), counted as one kernel that reads its arguments and writes its results.
+
+        Maxima that it scales by are found before: a kernel each that reads the first argument, and for one of all
+        elements another, of partial results.
+        """
+        with self.recorder.inside_kernel() as reductions:
             results = function(*args)
+        for is_whole in reductions:
+            self.recorder.add(f"maxima of {name}", args[:1], where)
+            if is_whole:
+                self.recorder.add(f"maximum of {name}", (), where)
         self.recorder.add(name, [*tensors(args), *tensors(results)], where)
         return results
 
@@ -126,7 +134,7 @@ class Counter(Recorder):
         self._answers = answers
         self.graphs: Graphs = {}
         self.said = ""
-        self._is_inside_kernel = False
+        self._reductions: list[bool] | None = None  # within a compiled kernel
         self._scope: list[Place] = [(None, "")]
         self._action = ("", -1, -1)  # op, stage, microbatch; outside of actions none
         # the place of autograd's nodes from each number on, and the number of the node made next
@@ -142,8 +150,10 @@ class Counter(Recorder):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._is_inside_kernel:
+        if self._reductions is None:
             self.see(str(func.overloadpacket).removeprefix("aten."), func, args, kwargs, tensors(result))
+        elif func is torch.ops.aten.linalg_vector_norm.default:
+            self._reductions.append(len(args) < 3 or args[2] is None)
         return result
 
     def see(self, name: str, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
@@ -243,9 +253,9 @@ class Counter(Recorder):
         finally:
             self._action, self._last = ("", -1, -1), (None, "")
 
-    def inside_kernel(self) -> AbstractContextManager[Any]:
-        """Count nothing inside: it stays in one compiled kernel."""
-        return patch.object(self, "_is_inside_kernel", True)
+    def inside_kernel(self) -> AbstractContextManager[list[bool]]:
+        """Count nothing inside: it stays in one kernel, but for maxima. Lists them, True for that of a whole tensor."""
+        return patch.object(self, "_reductions", [])
 
     @contextmanager
     def watching(self) -> Iterator[None]:
