@@ -16,8 +16,8 @@ import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -247,6 +247,18 @@ def set_for_libraries(**settings: str | int) -> None:
     """Set variables that libraries read in this process (such as CUBLAS_WORKSPACE_CONFIG), unless they are set."""
     for name, value in settings.items():
         os.environ.setdefault(name, str(value))
+
+
+@contextmanager
+def set_meanwhile(**settings: str) -> Iterator[None]:
+    """Set variables that libraries read in this process, unless they are set, and remove them at the end."""
+    added = settings.keys() - os.environ.keys()
+    set_for_libraries(**settings)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def replace_for_libraries(name: str, value: str) -> None:

@@ -22,7 +22,13 @@ from megapipe.config.gpu import GpuConfig
 from megapipe.config.layers import has_narrow_values, is_explicit, layer_configs
 from megapipe.config.tuned import read_tuned
 from megapipe.dtypes import DTYPES, FP8_BLOCKS
-from megapipe.environment import Environment, replace_for_libraries, set_for_libraries, value_for_libraries
+from megapipe.environment import (
+    Environment,
+    replace_for_libraries,
+    set_for_libraries,
+    set_meanwhile,
+    value_for_libraries,
+)
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
 from megapipe.gpu.kernels import Kernels, missing_compiler, why_not_packed
@@ -41,6 +47,9 @@ FLIGHT_RECORDER_FOLDER = "nccl"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULT_CONNECTIONS, MOST_CONNECTIONS = 8, 32  # CUDA's, if the variable is unset, and the most that it takes
 MOST_HISTORY_ENTRIES = 100_000
+# Set in every job: torch reads it at the first product of the process, and a later job may be deterministic. It is
+# 32 MiB for each stream with products, which is torch's default on Hopper; 24 MiB more than on Ampere and Ada.
+CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 Marks = Callable[[str], AbstractContextManager[Any]]  # name -> profiler range
 ATTENTION_KERNELS = {
@@ -64,7 +73,7 @@ def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tupl
     backend, device = choose_backend(wanted, config.training.device, environment.local_rank)
     if device.type == "cuda":
         # without segments that grow, messages and graph replays of many sizes fragment the memory
-        set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")
+        set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True", **CUBLAS_WORKSPACES)
     elif config.gpu.nvtx_ranges or config.gpu.record_memory_history:
         flag = "--nvtx-ranges" if config.gpu.nvtx_ranges else "--record-memory-history"
         raise ConfigError(
@@ -142,6 +151,40 @@ def tuned_line(path: str | None, device: torch.device) -> tuple[str, ...]:
 def device_kind(device: torch.device) -> str:
     """Return 'cpu', or the driver's name of the GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+@contextmanager
+def deterministic_algorithms(config: Config) -> Iterator[None]:
+    """Use only bit-reproducible kernels and algorithms of NCCL with --deterministic-mode, and restore the settings at
+    the end. torch raises where it has no such kernel.
+    """
+    if not config.training.deterministic_mode:
+        yield
+        return
+    before = torch.get_deterministic_debug_mode()
+    set_for_libraries(**CUBLAS_WORKSPACES)
+    with set_meanwhile(NCCL_ALGO="Ring"):
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+
+
+def check_deterministic(config: Config, device: torch.device) -> None:
+    """Raise ConfigError if torch has started cuBLAS in this process with settings that are not reproducible."""
+    if not config.training.deterministic_mode or device.type != "cuda":
+        return
+    try:
+        torch.mm(*(torch.ones(1, 1, device=device) for _ in range(2)))
+    except RuntimeError as error:
+        (name, value), *_ = CUBLAS_WORKSPACES.items()
+        if name not in str(error):
+            raise
+        raise ConfigError(
+            f"--deterministic-mode: {name} was not {value} or :16:8 when this process first multiplied matrices on the "
+            f"GPU; set {name}={value} before the process starts"
+        ) from error
 
 
 def check_fp8(config: Config, device: torch.device) -> None:

@@ -196,8 +196,8 @@ def pretend() -> None:
     }
     for name, value in stand_ins.items():
         setattr(torch.cuda, name, value)
-    # before torch 2.13 it allocates on the device where torch.cuda says that there is one; nothing here needs a context
-    fake_tensor.init_gpu_context = lambda device: None
+    # before torch 2.13 it allocates on the device for real if torch.cuda says that there is one
+    fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     # its own one asks for each number
     FakeTensor.tolist = lambda self: Tensor.tolist(self)  # type: ignore[method-assign]
     torch.compile = compiled  # type: ignore[assignment]
