@@ -193,6 +193,11 @@ def check_fp8(config: Config, device: torch.device) -> None:
         return  # Transformer Engine checks this itself
     recipe = config.precision.fp8_recipe
     why = fp8_unsupported_reason(device, recipe)
+    if device.type == "cuda" and recipe in FP8_BLOCKS and config.precision.fp8_format != "e4m3":
+        raise ConfigError(
+            f"--fp8-format {config.precision.fp8_format} --fp8-recipe {recipe}: torch multiplies blocks of scaled "
+            "values on GPUs in e4m3 alone; give --fp8-format e4m3"
+        )
     if why is not None:
         given = f" --fp8-recipe {recipe}" if recipe in FP8_BLOCKS else ""
         raise ConfigError(f"--fp8-format {config.precision.fp8_format}{given}: {why}; leave it out")
@@ -209,7 +214,7 @@ def check_compiler(config: Config, device: torch.device) -> None:
     asked = ", ".join(flag for flag, is_on in flags.items() if is_on)
     reason = missing_compiler(device.type) if asked else None
     if reason is not None:
-        raise ConfigError(f"{asked}: {reason}; install it, or give --no-compile-loss --optimizer-impl torch")
+        raise ConfigError(f"{asked}: {reason}; change that, or give --no-compile-loss --optimizer-impl torch")
 
 
 def dropout_line(plan: RunPlan, device_name: str) -> tuple[str, ...]:
@@ -310,8 +315,10 @@ def watched_memory(plan: RunPlan, device: torch.device, global_rank: int) -> Ite
             where = _write_history(gpu, global_rank)
         raise TrainingError(out_of_memory(plan, device, global_rank, error) + where) from error
     finally:
-        if gpu.record_memory_history and not where:
-            _write_history(gpu, global_rank)
+        if gpu.record_memory_history:
+            if not where:
+                _write_history(gpu, global_rank)
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _write_history(gpu: GpuConfig, global_rank: int) -> str:

@@ -82,7 +82,8 @@ def on_gpu(name: str) -> object:
     few = pytest.mark.skipif(torch.cuda.device_count() < ranks, reason=f"needs {ranks} GPUs")
     lacking = fp8_unsupported_reason(torch.device("cuda"), recipe) if recipe and torch.cuda.is_available() else None
     no_fp8 = pytest.mark.skipif(lacking is not None, reason=str(lacking))
-    return pytest.param(name, marks=[pytest.mark.gpu, few, no_fp8], id=f"gpus{ranks} {name}")
+    compiles = [pytest.mark.compiles] if "compile" in CASES[name].layout else []
+    return pytest.param(name, marks=[pytest.mark.gpu, few, no_fp8, *compiles], id=f"gpus{ranks} {name}")
 
 
 @pytest.fixture(scope="module")

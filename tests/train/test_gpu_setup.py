@@ -93,6 +93,27 @@ def test_fp8_is_refused_at_the_start_on_a_gpu_without_it(
             check_fp8(config, card)
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_gradients_in_e5m2_are_refused_with_blocks_on_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_setup, "fp8_unsupported_reason", lambda *_: None)
+    hybrid, plain = (tiny(fp8_format=name, fp8_recipe=recipe) for name in ("hybrid", "e4m3"))
+    with pytest.raises(ConfigError, match=r"--fp8-format hybrid --fp8-recipe .* give --fp8-format e4m3"):
+        check_fp8(hybrid, torch.device("cuda"))
+    check_fp8(plain, torch.device("cuda"))
+    check_fp8(hybrid, torch.device("cpu"))
+
+
+def test_the_history_of_the_allocator_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **named: calls.append(named))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append({"path": path}))
+    plan = resolve(tiny(device="cuda", record_memory_history=True, memory_snapshot_path="memory.pickle"), 1)
+    with pytest.raises(TrainingError), watched_memory(plan, torch.device("cpu"), 0):
+        raise torch.OutOfMemoryError("x")
+    assert [next(iter(call)) for call in calls] == ["max_entries", "path", "enabled"]
+    assert calls[-1] == {"enabled": None}
+
+
 def test_ways_out_name_only_what_is_not_done_yet() -> None:
     plain = ways_out(resolve(tiny(tensor_model_parallel_size=2, micro_batch_size=1), 4))
     assert (

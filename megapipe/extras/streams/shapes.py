@@ -76,6 +76,7 @@ def product_of_blocks(a: Tensor, b: Tensor, *others: Any) -> Tensor:
         strides = (1, aligned if is_square else count)
         assert scale.shape == shape and scale.dtype == torch.float32, (scale.shape, shape)
         assert scale.stride() == strides or (shape[1] == 1 and scale.stride() == (1, 1)), (scale.stride(), strides)
+    assert a.dtype == b.dtype == torch.float8_e4m3fn
     assert a.is_contiguous() and b.t().is_contiguous() and a.shape[1] % 16 == b.shape[1] % 16 == 0
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
