@@ -50,6 +50,8 @@ MOST_HISTORY_ENTRIES = 100_000
 # Set in every job: torch reads it at the first product of the process, and a later job may be deterministic. It is
 # 32 MiB for each stream with products, which is torch's default on Hopper; 24 MiB more than on Ampere and Ada.
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+# set before CUDA starts; without segments that grow, messages and graph replays of many sizes fragment the memory
+GPU_LIBRARIES = {**CUBLAS_WORKSPACES, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 Marks = Callable[[str], AbstractContextManager[Any]]  # name -> profiler range
 ATTENTION_KERNELS = {
@@ -67,14 +69,15 @@ def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tupl
     Raises ConfigError.
     """
     config = plan.config
-    said = connections_line(plan) if config.training.device != "cpu" else ()
+    said: tuple[str, ...] = ()
+    if config.training.device != "cpu" and (torch.version.cuda or torch.version.hip):
+        # before `choose_backend`, which starts CUDA and with it the allocator, which reads its settings once
+        said = connections_line(plan)
+        set_for_libraries(**GPU_LIBRARIES)
     settings, save = NcclSettings.of(config.gpu), config.checkpoint.save
     wanted = config.parallel.distributed_backend
     backend, device = choose_backend(wanted, config.training.device, environment.local_rank)
-    if device.type == "cuda":
-        # without segments that grow, messages and graph replays of many sizes fragment the memory
-        set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True", **CUBLAS_WORKSPACES)
-    elif config.gpu.nvtx_ranges or config.gpu.record_memory_history:
+    if device.type != "cuda" and (config.gpu.nvtx_ranges or config.gpu.record_memory_history):
         flag = "--nvtx-ranges" if config.gpu.nvtx_ranges else "--record-memory-history"
         raise ConfigError(
             f"{flag} needs a GPU, and this run has none; leave it out (--profile and --timing-log-level work on CPUs)"

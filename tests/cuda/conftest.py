@@ -1,4 +1,4 @@
-"""The settings and the marks of tests on a GPU.
+"""The marks of tests on a GPU.
 
 Many may run at once on one GPU: `pytest --gpu -n 12 -p no:cacheprovider tests/cuda`, with TORCHDYNAMO_DISABLE=1 in a
 few minutes. Then those marked `compiles` are left out, and those marked `timing` run by themselves afterwards, with
@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 
 import pytest
-
-from megapipe.train.gpu_setup import CUBLAS_WORKSPACES
 
 LEFT_OUT = {
     "compiles": (os.environ.get("TORCHDYNAMO_DISABLE") == "1", "TORCHDYNAMO_DISABLE=1 is set: nothing is compiled"),
@@ -27,10 +25,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, (is_left_out, reason) in LEFT_OUT.items():
             if is_left_out and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture(autouse=True)
-def settings_of_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set what jobs set before they start CUDA: a test without a job may be the first of its process."""
-    for name, value in {**CUBLAS_WORKSPACES, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}.items():
-        monkeypatch.setenv(name, os.environ.get(name, value))

@@ -280,13 +280,23 @@ def test_deterministic_mode_ends_with_a_job_that_fails(monkeypatch: pytest.Monke
     assert torch.get_deterministic_debug_mode() == 0
 
 
-def test_every_job_on_a_gpu_prepares_the_workspaces_of_a_deterministic_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF"):
+def test_settings_of_the_allocator_and_of_products_are_made_before_cuda_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in expected:
         monkeypatch.setenv(name, "")  # is removed, and restored after the test
         monkeypatch.delenv(name)
-    monkeypatch.setattr(gpu_setup, "choose_backend", lambda *_: ("gloo", torch.device("cuda")))
-    gpu_setup.prepare(resolve(tiny(), 1), read_environment({}))
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    seen: dict[str, str | None] = {}
+
+    def starts_cuda(*_: object) -> tuple[str, torch.device]:
+        seen.update({name: os.environ.get(name) for name in expected})
+        return "gloo", torch.device("cuda")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpu_setup, "choose_backend", starts_cuda)
+    gpu_setup.prepare(resolve(tiny(device="auto"), 1), read_environment({}))
+    assert seen == expected
 
 
 def test_deterministic_mode_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
