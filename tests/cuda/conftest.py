@@ -1,8 +1,8 @@
 """The marks of tests on a GPU.
 
-Many may run at once on one GPU: `pytest --gpu -n 12 -p no:cacheprovider tests/cuda`, with TORCHDYNAMO_DISABLE=1 in a
-few minutes. Then those marked `compiles` are left out, and those marked `timing` run by themselves afterwards, with
-`-m timing`.
+Many may run at once on one GPU: `pytest --gpu -m gpu -n 12 -p no:cacheprovider tests/cuda`. With TORCHDYNAMO_DISABLE=1
+nothing is compiled, which takes most of the time; those marked `compiles` are left out then. Those marked `timing` are
+left out where tests run at once, and run by themselves afterwards: `pytest --gpu -m timing tests/cuda`.
 """
 
 from __future__ import annotations
