@@ -272,15 +272,10 @@ def sees_gpu() -> bool:
     return not is_hidden and any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 
 
-def compiling_disabled() -> str | None:
-    """Return the variable with which torch.compile returns functions as they are, if it is set."""
-    return "TORCHDYNAMO_DISABLE=1 is set" if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else None
-
-
 def missing_for_triton() -> str | None:
     """Return what torch.compile lacks on this machine to make kernels for GPUs; None if nothing."""
-    if disabled := compiling_disabled():
-        return disabled
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCHDYNAMO_DISABLE=1 is set, with which torch.compile compiles nothing"
     if find_spec("triton") is None:
         return "torch.compile needs the package triton, not installed here"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):

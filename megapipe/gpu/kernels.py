@@ -18,7 +18,7 @@ from megapipe.config.model import ATTENTIONS, PrecisionConfig
 from megapipe.config.problems import chosen
 from megapipe.config.training import OPTIMIZERS
 from megapipe.dtypes import ELEMENT_BYTES, FP8_BLOCKS
-from megapipe.environment import compiling_disabled, missing_for_triton
+from megapipe.environment import missing_for_triton
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
 from megapipe.registry import BUILT_IN
 
@@ -272,8 +272,6 @@ def missing_compiler(device_type: str) -> str | None:
     """Return what torch.compile lacks on this machine: Triton for CUDA, a C++ compiler for CPUs; None if nothing."""
     if device_type == "cuda":
         return missing_for_triton()
-    if disabled := compiling_disabled():
-        return disabled
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
