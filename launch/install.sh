@@ -13,6 +13,7 @@
 # changed.
 #
 #   TORCH_CUDA=cu126   the build to install, whatever the driver and whatever is there: cu126, cu130, ...
+#   CONSTRAINTS=FILE   instead of constraints.txt; it pins torch
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,7 +22,7 @@ torch_index=https://download.pytorch.org/whl
 torch_cpu_index=$torch_index/cpu
 torch_builds="13.2 13.0 12.9 12.8 12.6" # CUDA versions for which torch has had builds, newest first
 extras=
-constraints=$root/constraints.txt
+constraints=${CONSTRAINTS:-$root/constraints.txt}
 
 fail() {
     printf 'install: %s\n' "$*" >&2
@@ -125,7 +126,7 @@ PYTHON
 
 # Print the version of the constraint "torch==X".
 torch_version() {
-    sed -n 's/^torch==\([^ ;+]*\).*/\1/p' "$root/constraints.txt"
+    sed -n 's/^torch==\([^ ;+]*\).*/\1/p' "$constraints"
 }
 
 # Succeed if pip's configured index (and those of further options) has this requirement. Downloads no wheel.
@@ -143,7 +144,7 @@ PYTHON
 install_torch() {
     local version
     version=$(torch_version)
-    [ -n "$version" ] || fail "constraints.txt pins no torch"
+    [ -n "$version" ] || fail "$constraints pins no torch"
     local kept build=${TORCH_CUDA:-}
     if "$venv/bin/python" -c "
 import importlib.metadata as m, sys
@@ -192,12 +193,11 @@ update the driver, or set TORCH_CUDA to a build that you know to run (cu126, cu1
 
 # Print a hash of everything that determines the installation.
 state() {
-    "$venv/bin/python" - "$root" "$extras" ${TORCH_CUDA:+"$TORCH_CUDA"} <<'PYTHON'
+    "$venv/bin/python" - "$root" "$constraints" "$extras" ${TORCH_CUDA:+"$TORCH_CUDA"} <<'PYTHON'
 import hashlib, pathlib, sys
-root = pathlib.Path(sys.argv[1])
-digest = hashlib.sha256(repr(sys.argv[1:]).encode())
-for name in ("pyproject.toml", "constraints.txt"):
-    digest.update((root / name).read_bytes())
+digest = hashlib.sha256(repr([sys.argv[1], *sys.argv[3:]]).encode())
+for path in (pathlib.Path(sys.argv[1], "pyproject.toml"), pathlib.Path(sys.argv[2])):
+    digest.update(path.read_bytes())
 print(digest.hexdigest())
 PYTHON
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the test dependencies, then runs lint, type checks and tests, and prints the time of each phase.
 #
-#   launch/test.sh [--all] [--gpu] [--lab] [--ledger-part K] [--ledger-record] [--no-install] [arguments of pytest]
+#   launch/test.sh [--all] [--gpu] [--lab] [--ledger-part K] [--ledger-record] [--torch VERSION] [--no-install] [arguments of pytest]
 #
 #   --all           also the long tests, with new hypothesis examples for each commit. Without it the tests are the same every time; both
 #                   print what they leave out
@@ -11,6 +11,9 @@
 #   --gpu           also the tests that need a CUDA device (tools/bench/first_day.py: these alone, with the figures of the machine)
 #   --lab           also install Debian's SLURM and munge with apt-get (needs root) for the tests that submit jobs to daemons
 #                   that they start themselves; without SLURM these tests are skipped
+#   --torch VERSION only tests that depend on torch (models, linears, parity with one process, the fake device, ...; or those
+#                   given), with this torch (2.11.0) or the newest one that megapipe takes (newest), and the newest other packages.
+#                   They are installed into an environment of their own, .venv-torch-VERSION or VENV, which may take gigabytes
 #   --no-install    use the virtual environment as it is
 #   anything else   is passed to pytest, which then runs alone: launch/test.sh tests/comm -x
 #
@@ -27,6 +30,7 @@ extras=test
 options=()
 selection=()
 ledger=no
+torch=
 while [ $# -gt 0 ]; do
     argument=$1
     shift
@@ -34,6 +38,7 @@ while [ $# -gt 0 ]; do
         --all | --slow) options+=(--all); all=yes extras=test,docs ;;
         --gpu | --ledger-record) options+=("$argument") ;;
         --ledger-part) options+=("$argument" "${1:?--ledger-part needs 0 to 19, or all}"); shift; ledger=yes ;;
+        --torch) torch=${1:?--torch needs a version, as in 2.11.0, or newest}; shift ;;
         --lab) lab=yes ;;
         --no-install) install=no ;;
         -h | --help) sed -n '2,/^set -/{/^set -/!s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
@@ -44,14 +49,24 @@ done
 [ "$ledger" = no ] || [ "$all" = yes ] || selection=("$root/tests/test_ledger.py" "${selection[@]}")
 
 # paths are relative to the caller's directory
+has_paths=no
 for index in "${!selection[@]}"; do
     path=${selection[$index]%%::*}
+    [ ! -e "$path" ] || has_paths=yes
     case $path in -* | /*) ;; *) [ ! -e "$path" ] || selection[index]=$PWD/${selection[$index]} ;; esac
 done
-venv=${VENV:-$root/.venv}
+case $torch in
+    "" | newest | [0-9]*.[0-9]*.[0-9]*) ;;
+    *) printf 'test: --torch %s is not a version; give one as in 2.11.0, or newest\n' "$torch" >&2; exit 2 ;;
+esac
+venv=${VENV:-$root/.venv${torch:+-torch-$torch}}
 case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
 export VENV=$venv
 cd "$root"
+
+# tests that depend on the version of torch, for --torch
+of_torch=(model tensor_parallel parity fake_cuda gpu cuda optimizer pipeline data_parallel extras/dry_run plan/test_roofline.py
+    train/test_compiled_blocks.py train/test_gpu_setup.py)
 
 names=()
 seconds=()
@@ -87,6 +102,37 @@ show_types() {
     return $verdict
 }
 
+# Print the version of --torch; for newest the one that pip would install within the range of pyproject.toml.
+torch_version() {
+    [ "$torch" = newest ] || { printf '%s\n' "$torch"; return; }
+    local range
+    range=$(sed -n 's/^ *"\(torch[<>=].*\)",$/\1/p' "$root/pyproject.toml")
+    "${PYTHON:-python3}" -m pip install --dry-run --ignore-installed --no-deps "$range" 2>/dev/null |
+        sed -n 's/^Would install .*torch-\([0-9.]*\).*/\1/p'
+}
+
+# Make the environment of --torch: that torch, the newest of all other packages.
+install_torch() {
+    local version constraints=$venv/torch.txt
+    version=$(torch_version)
+    [ -n "$version" ] || { printf 'test: pip names no newest torch; see python3 -m pip install --dry-run torch\n' >&2; return 1; }
+    mkdir -p "$venv"
+    printf 'torch==%s\n' "$version" >"$constraints"
+    CONSTRAINTS=$constraints "$root/launch/install.sh" --extras "$extras"
+}
+
+# Run the tests of --torch, unless the environment has another version.
+test_torch() {
+    "$python" - "$torch" <<'PYTHON' || return 1
+import platform, sys
+import numpy, torch
+print("torch", torch.__version__, "numpy", numpy.__version__, "Python", platform.python_version(), flush=True)
+if sys.argv[1] not in ("newest", torch.__version__.split("+")[0]):
+    sys.exit(f"test: --torch {sys.argv[1]}, but the environment has {torch.__version__}; set VENV to another folder")
+PYTHON
+    env OMP_NUM_THREADS=1 "$python" -m pytest -n 2 --dist loadfile "${options[@]}" "$@"
+}
+
 # If SLURM cannot be installed, its tests are skipped with the reason.
 install_lab() {
     ! command -v slurmctld >/dev/null || ! command -v munged >/dev/null || return 0
@@ -95,7 +141,10 @@ install_lab() {
 }
 
 [ "$lab" = no ] || phase "install SLURM" install_lab
-if [ "$install" = yes ]; then
+if [ "$install" = yes ] && [ -n "$torch" ]; then
+    phase "install torch $torch" install_torch
+    [ "${verdicts[-1]}" = passed ] || { report; exit 1; }
+elif [ "$install" = yes ]; then
     phase install "$root/launch/install.sh" --extras "$extras"
     [ "${verdicts[-1]}" = passed ] || { report; exit 1; }
 elif [ ! -x "$venv/bin/python" ]; then
@@ -110,7 +159,10 @@ if [ "$all" = yes ]; then
     options+=("--hypothesis-seed=$seed")
 fi
 
-if [ ${#selection[@]} -gt 0 ]; then
+if [ -n "$torch" ]; then
+    [ "$has_paths" = yes ] || selection=("${of_torch[@]/#/$root/tests/}" "${selection[@]}")
+    phase "tests, torch $torch" test_torch "${selection[@]}"
+elif [ ${#selection[@]} -gt 0 ]; then
     phase tests "$python" -m pytest "${options[@]}" "${selection[@]}"
 else
     phase format "$python" -m ruff format --check .

@@ -17,8 +17,8 @@ import os
 import re
 import shutil
 import sysconfig
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -269,6 +269,18 @@ def set_for_libraries(**settings: str | int) -> None:
         os.environ.setdefault(name, str(value))
 
 
+@contextmanager
+def set_meanwhile(**settings: str) -> Iterator[None]:
+    """Set variables that libraries read in this process, unless they are set, and remove them at the end."""
+    added = settings.keys() - os.environ.keys()
+    set_for_libraries(**settings)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
 def replace_for_libraries(name: str, value: str) -> None:
     """Set a variable that libraries read in this process, also if it is set to something else."""
     os.environ[name] = value
@@ -282,6 +294,8 @@ def sees_gpu() -> bool:
 
 def missing_for_triton() -> str | None:
     """Return what torch.compile lacks on this machine to make kernels for GPUs; None if nothing."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCHDYNAMO_DISABLE=1 is set, with which torch.compile compiles nothing"
     if find_spec("triton") is None:
         return "torch.compile needs the package triton, not installed here"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):

@@ -95,7 +95,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set `config.ledger_parts`, the parts that run."""
+    """Set `config.ledger_parts`, the parts that run, and with --gpu what jobs set before they start CUDA.
+
+    A test without a job, or the collection of tests, may be what starts it in this process.
+    """
+    if config.getoption("--gpu"):
+        from megapipe.environment import set_for_libraries
+        from megapipe.train.gpu_setup import GPU_LIBRARIES
+
+        set_for_libraries(**GPU_LIBRARIES)
     asked = config.getoption("--ledger-part")
     part = ledger.part_of_commit()[0] if asked is None and config.getoption("run_all") else asked
     parts = range(ledger.PARTS) if part == "all" else [] if part is None else [int(part)]

@@ -46,8 +46,10 @@ class CudaRecorder:
     def record(self, work: Callable[[], Result], pool: Any) -> tuple[Replay, Result]:
         """Run `work` without executing its kernels, with tensors from `pool`; return (replay function, its result)."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog and checkpoint writers may call CUDA during the capture
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        # torch leaves the stream of a capture that fails as the current one. thread_local: NCCL's watchdog and
+        # checkpoint writers may call CUDA during the capture
+        restored = torch.cuda.stream(torch.cuda.current_stream())
+        with restored, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = work()
         return graph.replay, result
 

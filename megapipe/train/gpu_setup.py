@@ -22,7 +22,13 @@ from megapipe.config.gpu import GpuConfig
 from megapipe.config.layers import has_narrow_values, is_explicit, layer_configs
 from megapipe.config.tuned import read_tuned
 from megapipe.dtypes import DTYPES, FP8_BLOCKS
-from megapipe.environment import Environment, replace_for_libraries, set_for_libraries, value_for_libraries
+from megapipe.environment import (
+    Environment,
+    replace_for_libraries,
+    set_for_libraries,
+    set_meanwhile,
+    value_for_libraries,
+)
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
 from megapipe.gpu.kernels import Kernels, missing_compiler, why_not_packed
@@ -41,6 +47,11 @@ FLIGHT_RECORDER_FOLDER = "nccl"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULT_CONNECTIONS, MOST_CONNECTIONS = 8, 32  # CUDA's, if the variable is unset, and the most that it takes
 MOST_HISTORY_ENTRIES = 100_000
+# Set in every job: torch reads it at the first product of the process, and a later job may be deterministic. It is
+# 32 MiB for each stream with products, which is torch's default on Hopper; 24 MiB more than on Ampere and Ada.
+CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+# set before CUDA starts; without segments that grow, messages and graph replays of many sizes fragment the memory
+GPU_LIBRARIES = {**CUBLAS_WORKSPACES, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 Marks = Callable[[str], AbstractContextManager[Any]]  # name -> profiler range
 ATTENTION_KERNELS = {
@@ -59,13 +70,13 @@ def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tupl
     """
     config = plan.config
     said = connections_line(plan) if config.training.device != "cpu" else ()
+    if config.training.device != "cpu" and (torch.version.cuda or torch.version.hip):
+        # before `choose_backend`, which starts CUDA and with it the allocator, which reads its settings once
+        set_for_libraries(**GPU_LIBRARIES)
     settings, save = NcclSettings.of(config.gpu), config.checkpoint.save
     wanted = config.parallel.distributed_backend
     backend, device = choose_backend(wanted, config.training.device, environment.gpu_index)
-    if device.type == "cuda":
-        # without segments that grow, messages and graph replays of many sizes fragment the memory
-        set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")
-    elif config.gpu.nvtx_ranges or config.gpu.record_memory_history:
+    if device.type != "cuda" and (config.gpu.nvtx_ranges or config.gpu.record_memory_history):
         flag = "--nvtx-ranges" if config.gpu.nvtx_ranges else "--record-memory-history"
         raise ConfigError(
             f"{flag} needs a GPU, and this run has none; leave it out (--profile and --timing-log-level work on CPUs)"
@@ -145,12 +156,50 @@ def device_kind(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
+@contextmanager
+def deterministic_algorithms(config: Config) -> Iterator[None]:
+    """Use only bit-reproducible kernels and algorithms of NCCL with --deterministic-mode, and restore the settings at
+    the end. torch raises where it has no such kernel.
+    """
+    if not config.training.deterministic_mode:
+        yield
+        return
+    before = torch.get_deterministic_debug_mode()
+    set_for_libraries(**CUBLAS_WORKSPACES)
+    with set_meanwhile(NCCL_ALGO="Ring"):
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+
+
+def check_deterministic(config: Config, device: torch.device) -> None:
+    """Raise ConfigError if torch has started cuBLAS in this process with settings that are not reproducible."""
+    if not config.training.deterministic_mode or device.type != "cuda":
+        return
+    try:
+        torch.mm(*(torch.ones(1, 1, device=device) for _ in range(2)))
+    except RuntimeError as error:
+        if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
+            raise
+        raise ConfigError(
+            "--deterministic-mode: CUBLAS_WORKSPACE_CONFIG was not :4096:8 or :16:8 when this process first multiplied "
+            "matrices on the GPU; set it before the process starts"
+        ) from error
+
+
 def check_fp8(config: Config, device: torch.device) -> None:
     """Raise ConfigError if --fp8-format is given and the GPU has no 8-bit matrix multiplication."""
     if config.precision.fp8_format is None or config.kernels.transformer_impl != "local":
         return  # Transformer Engine checks this itself
     recipe = config.precision.fp8_recipe
     why = fp8_unsupported_reason(device, recipe)
+    if device.type == "cuda" and recipe in FP8_BLOCKS and config.precision.fp8_format != "e4m3":
+        raise ConfigError(
+            f"--fp8-format {config.precision.fp8_format} --fp8-recipe {recipe}: torch multiplies blocks of scaled "
+            "values on GPUs in e4m3 alone; give --fp8-format e4m3"
+        )
     if why is not None:
         given = f" --fp8-recipe {recipe}" if recipe in FP8_BLOCKS else ""
         raise ConfigError(f"--fp8-format {config.precision.fp8_format}{given}: {why}; leave it out")
@@ -167,7 +216,7 @@ def check_compiler(config: Config, device: torch.device) -> None:
     asked = ", ".join(flag for flag, is_on in flags.items() if is_on)
     reason = missing_compiler(device.type) if asked else None
     if reason is not None:
-        raise ConfigError(f"{asked}: {reason}; install it, or give --no-compile-loss --optimizer-impl torch")
+        raise ConfigError(f"{asked}: {reason}; change that, or give --no-compile-loss --optimizer-impl torch")
 
 
 def dropout_line(plan: RunPlan, device_name: str) -> tuple[str, ...]:
@@ -268,8 +317,10 @@ def watched_memory(plan: RunPlan, device: torch.device, global_rank: int) -> Ite
             where = _write_history(gpu, global_rank)
         raise TrainingError(out_of_memory(plan, device, global_rank, error) + where) from error
     finally:
-        if gpu.record_memory_history and not where:
-            _write_history(gpu, global_rank)
+        if gpu.record_memory_history:
+            if not where:
+                _write_history(gpu, global_rank)
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _write_history(gpu: GpuConfig, global_rank: int) -> str:

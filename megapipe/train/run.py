@@ -23,7 +23,7 @@ from megapipe.comm.bootstrap import World, join
 from megapipe.comm.groups import ProcessGroups, build_process_groups, world_group
 from megapipe.comm.trace import Tracer
 from megapipe.data.fingerprint import fingerprint
-from megapipe.environment import Environment, set_for_libraries
+from megapipe.environment import Environment
 from megapipe.errors import CheckpointError
 from megapipe.gpu.device_clock import ACTION_LEVEL
 from megapipe.gpu.kernels import choose_kernels, describe_kernels
@@ -37,7 +37,9 @@ from megapipe.train.facts import facts_of, notes_of
 from megapipe.train.gpu_setup import (
     active_kernels,
     check_compiler,
+    check_deterministic,
     check_fp8,
+    deterministic_algorithms,
     dispatch_words,
     graph_words,
     marks_of,
@@ -73,13 +75,9 @@ def pretrain(
     every rank after a run that reached its end. remarks: on the configuration, for the record of the run.
     weights: those of --load, if that is not a checkpoint of a run. observer: follows the run.
     """
-    config = plan.config
-    if config.training.deterministic_mode:
-        # only kernels and an algorithm of NCCL that are bit-reproducible; torch raises where it has none
-        set_for_libraries(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring")
-        torch.use_deterministic_algorithms(True)
     job = _Job(plan, environment, config_text, after_training, remarks, weights, observer or Observer())
-    with save_lock(config, environment) as lock:  # before signals are caught, so that one ends the wait for it
+    # the lock comes before signals are caught, so that one ends the wait for it
+    with deterministic_algorithms(plan.config), save_lock(plan.config, environment) as lock:
         _run(job, lock)
     return 0
 
@@ -110,6 +108,7 @@ def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
         counted = count_this_start(config, environment, lock)
         notes = notes_of(lock, flags_of_start(config, counted)) if environment.global_rank == 0 else {}
         world = join(config, environment, partial(facts_of, plan, environment), notes)
+        check_deterministic(config, world.device)
         check_fp8(config, world.device)
         check_compiler(config, world.device)
         found = active_kernels(plan, kernels, world.device)

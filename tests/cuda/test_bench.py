@@ -8,7 +8,7 @@ import torch
 from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
 from tests.tools.test_bench_gpu import TINY, bench
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.compiles, pytest.mark.timeout(300)]  # a contender is a compiled model
 
 
 def test_all_contenders_agree_and_are_timed() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from megapipe.data_parallel.copies import LANES, checksum, raw_bytes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
 CARD = "cuda"
 

@@ -82,7 +82,8 @@ def on_gpu(name: str) -> object:
     ranks, recipe = CASES[name].ranks, CASES[name].layout.partition("--fp8-recipe ")[2]
     lacking = fp8_unsupported_reason(torch.device("cuda"), recipe) if recipe and torch.cuda.is_available() else None
     no_fp8 = pytest.mark.skipif(lacking is not None, reason=str(lacking))
-    return pytest.param(name, marks=[pytest.mark.gpu, no_fp8], id=f"gpus{ranks} {name}")
+    compiles = [pytest.mark.compiles] if "compile" in CASES[name].layout else []
+    return pytest.param(name, marks=[pytest.mark.gpu, no_fp8, *compiles], id=f"gpus{ranks} {name}")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from megapipe.comm.channels import MessageSpec
 from megapipe.comm.groups import Group
 from megapipe.errors import TrainingError
 from megapipe.pipeline.engine import Step
-from megapipe.pipeline.graphs import CapturedStage, RankGraphs, StageGraphs
+from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, StageGraphs
 from megapipe.pipeline.stage import StageRunner
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -183,3 +184,30 @@ def test_graphs_are_recorded_after_warm_up_and_settle() -> None:
     assert not graphs.slots
     rank.after_step(step)
     assert graphs.slots
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = ["main"]
+
+    @contextmanager
+    def on(stream: str) -> Iterator[None]:
+        before, current[0] = current[0], stream
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    class Graph:  # as torch.cuda.graph ends a capture in which an operation failed
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def __enter__(self) -> None:
+            current[0] = "capture"
+
+        def __exit__(self, *_: object) -> None:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    for name, value in {"stream": on, "current_stream": lambda: current[0], "graph": Graph, "CUDAGraph": Graph}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    with pytest.raises(RuntimeError, match="during capture"):
+        CudaRecorder().record(lambda: None, None)
+    assert current == ["main"]

@@ -6,6 +6,7 @@ Covers out-of-memory errors, profiler ranges named by actions, and host synchron
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +23,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megapipe
 from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
+from megapipe.environment import read_environment
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.resolve import resolve
-from megapipe.train.gpu_setup import check_fp8, marks_of, out_of_memory, snapshot_path, watched_memory, ways_out
+from megapipe.train import gpu_setup
+from megapipe.train.gpu_setup import (
+    check_deterministic,
+    check_fp8,
+    marks_of,
+    out_of_memory,
+    snapshot_path,
+    watched_memory,
+    ways_out,
+)
+from megapipe.train.loop import Training
 from megapipe.train.step import TrainStep
 from tests.train.jobs import job
 from tests.train.runs import tiny
@@ -79,6 +91,27 @@ def test_fp8_is_refused_at_the_start_on_a_gpu_without_it(
     else:
         with pytest.raises(ConfigError, match=f"--fp8-format hybrid: a card.* {words}.*; leave it out"):
             check_fp8(config, card)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_gradients_in_e5m2_are_refused_with_blocks_on_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_setup, "fp8_unsupported_reason", lambda *_: None)
+    hybrid, plain = (tiny(fp8_format=name, fp8_recipe=recipe) for name in ("hybrid", "e4m3"))
+    with pytest.raises(ConfigError, match=r"--fp8-format hybrid --fp8-recipe .* give --fp8-format e4m3"):
+        check_fp8(hybrid, torch.device("cuda"))
+    check_fp8(plain, torch.device("cuda"))
+    check_fp8(hybrid, torch.device("cpu"))
+
+
+def test_the_history_of_the_allocator_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, object]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **named: calls.append(named))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append({"path": path}))
+    plan = resolve(tiny(device="cuda", record_memory_history=True, memory_snapshot_path="memory.pickle"), 1)
+    with pytest.raises(TrainingError), watched_memory(plan, torch.device("cpu"), 0):
+        raise torch.OutOfMemoryError("x")
+    assert [next(iter(call)) for call in calls] == ["max_entries", "path", "enabled"]
+    assert calls[-1] == {"enabled": None}
 
 
 def test_ways_out_name_only_what_is_not_done_yet() -> None:
@@ -217,3 +250,65 @@ def test_host_reads_nothing_of_the_device_until_a_step_has_been_started(
     per_step = [sorted(set(waits["finish"]))]
     assert 0 < len(waits["finish"]) <= 3 * 8, per_step
     assert set(waits["finish"]) == {"streams.values"}, per_step
+
+
+@pytest.mark.parametrize("before", [0, 1, 2], ids=["off", "warnings", "on"])
+def test_deterministic_mode_ends_with_the_job(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    run, seen = Training.run, []
+
+    def observed(self: Training) -> object:
+        seen.append((torch.get_deterministic_debug_mode(), os.environ.get("NCCL_ALGO")))
+        return run(self)
+
+    monkeypatch.setattr(Training, "run", observed)
+    torch.set_deterministic_debug_mode(before)
+    try:
+        for flags in ("--deterministic-mode", ""):
+            code, said = job(f"--train-iters 1 {flags}")
+            assert code == 0, said
+            seen.append((torch.get_deterministic_debug_mode(), os.environ.get("NCCL_ALGO")))
+    finally:
+        torch.set_deterministic_debug_mode(0)
+    assert seen == [(2, "Ring"), (before, None), (before, None), (before, None)]
+
+
+def test_deterministic_mode_ends_with_a_job_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Training, "run", lambda self: (_ for _ in ()).throw(TrainingError("planted")))
+    code, said = job("--train-iters 1 --deterministic-mode")
+    assert code == 1 and "planted" in said
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_settings_of_the_allocator_and_of_products_are_made_before_cuda_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in expected:
+        monkeypatch.setenv(name, "")  # is removed, and restored after the test
+        monkeypatch.delenv(name)
+    seen: dict[str, str | None] = {}
+
+    def starts_cuda(*_: object) -> tuple[str, torch.device]:
+        seen.update({name: os.environ.get(name) for name in expected})
+        return "gloo", torch.device("cuda")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpu_setup, "choose_backend", starts_cuda)
+    gpu_setup.prepare(resolve(tiny(device="auto"), 1), read_environment({}))
+    assert seen == expected
+
+
+def test_deterministic_mode_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ones = torch.ones(1, 1)
+    monkeypatch.setattr(torch, "ones", lambda *_, device: ones)
+
+    def raises(*_: Tensor) -> Tensor:
+        raise RuntimeError("it uses CuBLAS and you must set CUBLAS_WORKSPACE_CONFIG=:4096:8 before running")
+
+    monkeypatch.setattr(torch, "mm", raises)
+    config, card = tiny(deterministic_mode=True), torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="--deterministic-mode: CUBLAS_WORKSPACE_CONFIG"):
+        check_deterministic(config, card)
+    check_deterministic(tiny(), card)
+    check_deterministic(config, torch.device("cpu"))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
@@ -28,6 +29,12 @@ PACKAGE = Path(__file__).parents[2]
 INSIDE, HERE = f"{PACKAGE}/", f"{Path(__file__).parent}/"
 DEVICE = torch.device("cuda", 0)
 KERNELS = torch.library.Library("aten", "IMPL")
+# products into a given tensor that torch lacks for tensors without values, or (the second, before 2.13) has wrong:
+# the function that returns such a product, and where its arguments begin
+WITHOUT_OUT = {
+    torch.ops.aten._scaled_mm.out: (torch.ops.aten._scaled_mm.default, 0),
+    torch.ops.aten.addmm.dtype_out: (torch.ops.aten.mm.dtype, 1),
+}
 
 
 def is_ours(path: str) -> bool:
@@ -46,9 +53,10 @@ class ShapesOnly(FakeTensorMode):
             return product_of_blocks(*args, **kwargs or {})
         if func is torch.ops.aten._scaled_grouped_mm_v2.default:
             return grouped_product_of_blocks(*args, **kwargs or {})
-        if func is torch.ops.aten._scaled_mm.out:  # torch has no such function for tensors without values
+        if func in WITHOUT_OUT:
             result: Tensor = kwargs.pop("out")
-            product: Any = super().dispatch(torch.ops.aten._scaled_mm.default, types, args, kwargs)
+            function, first = WITHOUT_OUT[func]
+            product: Any = super().dispatch(function, types, args[first:], kwargs)
             assert (product.shape, product.dtype) == (result.shape, result.dtype)
             return result
         with disable_fake_tensor_cache(self) if func.overloadpacket is torch.ops.aten.set_ else nullcontext():
@@ -68,6 +76,7 @@ def product_of_blocks(a: Tensor, b: Tensor, *others: Any) -> Tensor:
         strides = (1, aligned if is_square else count)
         assert scale.shape == shape and scale.dtype == torch.float32, (scale.shape, shape)
         assert scale.stride() == strides or (shape[1] == 1 and scale.stride() == (1, 1)), (scale.stride(), strides)
+    assert a.dtype == b.dtype == torch.float8_e4m3fn
     assert a.is_contiguous() and b.t().is_contiguous() and a.shape[1] % 16 == b.shape[1] % 16 == 0
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
@@ -188,6 +197,8 @@ def pretend() -> None:
     }
     for name, value in stand_ins.items():
         setattr(torch.cuda, name, value)
+    # before torch 2.13 it allocates on the device for real if torch.cuda says that there is one
+    fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     # its own one asks for each number
     FakeTensor.tolist = lambda self: Tensor.tolist(self)  # type: ignore[method-assign]
     torch.compile = compiled  # type: ignore[assignment]

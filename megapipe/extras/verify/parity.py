@@ -47,6 +47,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import BegunRun
 from megapipe.plan.run_plan import RunPlan
 from megapipe.train.facts import facts_of
+from megapipe.train.gpu_setup import check_deterministic, deterministic_algorithms
 from megapipe.train.state import Schedules
 from megapipe.train.step import AsynchronousStep, PendingLoss, StepResult, TrainStep
 
@@ -77,8 +78,6 @@ def verify(plan: RunPlan, environment: Environment, mode: str) -> int:
 def verified_steps(small: Shrunk, groups: ProcessGroups, device: torch.device) -> list[ParityStep]:
     """Draw weights and batches for the small configuration and compare. The same result on every rank."""
     plan, config = small.plan, small.plan.config
-    if config.training.deterministic_mode:
-        torch.use_deterministic_algorithms(True)
     batches = random_batches(config, plan.topology.dp, small.num_microbatches, config.training.seed)
     schedules, samples = Schedules.of(config), 0
     rates = []
@@ -86,7 +85,9 @@ def verified_steps(small: Shrunk, groups: ProcessGroups, device: torch.device) -
         rates.append(schedules.rates(samples))
         samples += len(batch) * config.training.micro_batch_size
     slices = drawn_slices(config.training.seed, parameter_dtype(config.precision.dtype))
-    return compare_with_oracle(plan, groups, device, slices, batches, rates, tolerance_of(config))
+    with deterministic_algorithms(config):
+        check_deterministic(config, device)
+        return compare_with_oracle(plan, groups, device, slices, batches, rates, tolerance_of(config))
 
 
 def compare_with_oracle(
