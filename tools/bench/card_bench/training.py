@@ -1,9 +1,8 @@
 """Whole training of Qwen2.5's 0.5B and 1.5B by pretrain, beside llmq's published tokens per second.
 
-llmq: github.com/IST-DASLab/llmq at 7f895bd, benchmarks/H100x1.md, read on 28 November 2026: steps 3 to 5 in bf16, one
-H100, C++ written for one card. The same models, sequences and tokens a step; its moments are bf16 and its steps CUDA
-graphs, and it prints no data sheet but the share of the speed of light. The page's heading names another card, whose
-own page has other figures.
+llmq: github.com/IST-DASLab/llmq, commit 7f895bd, benchmarks/H100x1.md, read on 28 November 2026; steps 3 to 5 in bf16
+on one H100. It is C++ for one card and trains the same models with the same sequences and tokens a step, moments in
+bf16, with CUDA graphs. The heading of that page names an RTX PRO 6000, whose own page (Pro6000x1.md) has 86k and 32k.
 """
 
 from __future__ import annotations
