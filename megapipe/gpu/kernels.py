@@ -241,7 +241,7 @@ def why_not_packed(config: Config, device: torch.device) -> str | None:
     return None
 
 
-def compiled(function: AnyFunction) -> AnyFunction:
+def compiled(function: AnyFunction, is_exact: bool = False) -> AnyFunction:
     """Compile a function of tensors, pointwise or with reductions, into as few kernels as torch finds.
 
     It returns a tensor, several or none; some may be arguments that it has overwritten.
@@ -250,9 +250,13 @@ def compiled(function: AnyFunction) -> AnyFunction:
     effects such as main gradients and the weight queue. What is saved for the backward does not change.
 
     Each kind of arguments (dtypes, options, and all sizes but the first) is compiled apart, since kernels for known
-    sizes read and write 8 to 16 bytes at a time, and those for any size 1 to 4. A kind has one kernel for the first
-    number of rows and, once another one comes, one for any number. Beyond `MOST_KINDS` kinds all sizes are dynamic.
+    sizes read and write 8 to 16 bytes at a time, and those for any size 1 to 4. The number of rows, the first size, is
+    dynamic from the first call on: results of two graphs may differ by rounding, and which of them runs would depend on
+    what was called before. Beyond `MOST_KINDS` kinds all sizes are dynamic.
     tests/gpu/test_generated_code.py has the kernels.
+
+    is_exact: all graphs have the same bits, since nothing is summed and each result is rounded once; the first number
+    of rows then has a faster graph of its own.
     """
     kernels: dict[Any, Callable[..., Any]] = {}
 
@@ -264,6 +268,8 @@ def compiled(function: AnyFunction) -> AnyFunction:
                 is_known = len(kernels) < MOST_KINDS
                 own = _shared_code(function, kind if is_known else None)
                 kernels[kind] = torch.compile(own, fullgraph=True, dynamic=None if is_known else True)
+                if is_known and not is_exact:
+                    _mark_rows(x, *others)
             return kernels[kind](x, *others)  # type: ignore[no-any-return]
         with _disable_current_modes():  # a dry run counts the result of the one kernel, not the function's temporaries
             results = function(x, *others)
@@ -276,6 +282,13 @@ def compiled(function: AnyFunction) -> AnyFunction:
         return tree_map_only(Tensor, made, results)
 
     return call  # type: ignore[return-value]
+
+
+def _mark_rows(x: Tensor, *others: Any) -> None:
+    """Tell torch.compile that the number of rows varies."""
+    for each in (x, *others):
+        if isinstance(each, Tensor) and each.dim() and each.shape[0] == x.shape[0]:
+            torch._dynamo.maybe_mark_dynamic(each, 0)  # type: ignore[attr-defined]
 
 
 def _kind(value: Any) -> Any:

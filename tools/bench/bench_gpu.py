@@ -2,11 +2,10 @@
 """Measure training speed on one GPU: megapipe in bf16 and fp8 against large GEMMs, a plain model under torch.compile,
 and transformers' Llama.
 
-python tools/bench/bench_gpu.py                                       8B-shaped layers, bf16 and fp8, sequence 4096 and
-8192, the bars python tools/bench/bench_gpu.py --shapes 125m 350m 1.3b               other sizes python
-tools/bench/bench_gpu.py --contenders megapipe megapipe-fp8    without peers python tools/bench/bench_gpu.py --fp8 e4m3
---fp8-recipe tensorwise    another fp8 recipe python tools/bench/bench_gpu.py --kernels --json figures.json
-where the time goes, and every number
+python tools/bench/bench_gpu.py                                8B-shaped layers at sequence 4096 and 8192, the bars
+python tools/bench/bench_gpu.py --shapes 125m 350m 1.3b        other sizes
+python tools/bench/bench_gpu.py --contenders megapipe          without fp8 and peers
+python tools/bench/bench_gpu.py --kernels --json figures.json  where the time goes, and every number
 
 All contenders train the same weights on the same tokens; losses and gradient norms of the first two steps are compared.
 Then they take turns, in the opposite order every second round, with GEMMs in every round; ratios are formed within a
@@ -31,10 +30,11 @@ import torch._dynamo
 from bench_processes import BenchError
 from bench_table import as_markdown
 from gpu_bench.agreement import Agreement, agreement
-from gpu_bench.contenders import Contender, Megapipe, Options, draw_weights, plain, transformers_llama
-from gpu_bench.figures import BARRED_SHAPES, FP8_GEMM, GEMM, Measured, Turn, flops_of_step, remarks, table, verdicts
+from gpu_bench.contenders import Contender, Job, Megapipe, Options, draw_weights, plain, transformers_llama
+from gpu_bench.figures import BARRED_SHAPES, FP8_GEMM, GEMM, Measured, flops_of_step, remarks, table, verdicts
 from gpu_bench.shapes import SHAPES, Shape
-from gpu_bench.timing import fp8_gemm_rate, gemm_rate, kernel_shares, peak_bytes, seconds_of
+from gpu_bench.timing import fp8_gemm_rate, gemm_rate, kernel_shares, peak_bytes
+from gpu_bench.turns import take_turns
 
 from megapipe.config.model import FP8_FORMATS, FP8_RECIPES
 from megapipe.environment import set_for_libraries
@@ -82,22 +82,11 @@ def agreements(contenders: Mapping[str, Contender], dtype: str) -> list[Agreemen
 
 def measure(contenders: dict[str, Contender], shape: Shape, arguments: argparse.Namespace) -> Measured:
     device = torch.device(arguments.device)
-    turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     gemms: dict[str, Callable[[], float]] = {GEMM: lambda: gemm_rate(DTYPES[arguments.dtype], device)}
     if "megapipe-fp8" in contenders:
         gemms[FP8_GEMM] = lambda: fp8_gemm_rate(device)
-    rates: dict[str, list[float]] = {name: [] for name in gemms}
-    for contender in contenders.values():
-        for _ in range(arguments.warm_ups):
-            contender.gradients()
-            contender.update()
-    for number in range(arguments.rounds):
-        for name, rate in gemms.items():
-            rates[name].append(rate())
-        for name in contenders if number % 2 == 0 else reversed(contenders):
-            contender = contenders[name]
-            turns[name].append(Turn(seconds_of(contender.gradients, device), seconds_of(contender.update, device)))
-    return Measured(turns, rates, flops_of_step(shape, causal=True))
+    flops = flops_of_step(shape, causal=True)
+    return take_turns(contenders, gemms, flops, device, arguments.rounds, arguments.warm_ups)
 
 
 def describe_memory(name: str, contender: Contender, device: torch.device) -> str | None:
@@ -131,6 +120,7 @@ def run(key: str, shape: Shape, arguments: argparse.Namespace) -> tuple[list[str
     lines = [as_markdown(table(shape, measured, peak_flops(card, arguments.dtype))), ""]
     lines.append(f"- median [quartiles] of {arguments.rounds} rounds; {arguments.dtype}")
     lines += [f"- {name}: {options_of(arguments, name)}" for name in OURS if name in contenders]
+    lines += [f"- {name}: {made.choice}" for name, made in contenders.items() if isinstance(made, Job) and made.choice]
     lines += [f"- {name} {sum(rates) / len(rates) / 1e12:.1f} TFLOP/s" for name, rates in measured.rates.items()]
     lines += [f"- {said}" for said in (*map(str, agreed), *remarks(measured))]
     said = verdicts(measured) if is_barred(key, arguments) else []

@@ -48,11 +48,15 @@ def redirect_cuda() -> None:
 
 
 def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
-    """Compute causal attention of [s, b, heads, d] by torch's kernel, in place of Megatron's separate GEMMs."""
+    """Compute causal attention of [s, b, heads, d] by torch's kernel, in place of Megatron's separate GEMMs.
+
+    k and v may have fewer heads.
+    """
     from torch.nn.functional import scaled_dot_product_attention
 
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+    shared = q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared).permute(2, 0, 1, 3).flatten(2)
 
 
 def make_step(shape: Shape, tuned: bool) -> Callable[[], float]:
@@ -114,6 +118,16 @@ def make_step(shape: Shape, tuned: bool) -> Callable[[], float]:
     return step
 
 
+def initialize(backend: str, rank: int, tp: int, port: int) -> None:
+    """Make Megatron's process groups of tp ranks."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    set_for_libraries(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group(backend, rank=rank, world_size=tp)
+    parallel_state.initialize_model_parallel(tp, 1)
+
+
 def serve_megatron(orders: Connection, folder: str, shape: Shape, tp: int, rank: int, port: int, tuned: bool) -> None:
     """Answer each number of steps with its measurement, until 0, as `bench_job.serve` does."""
     sys.path.append(folder)  # last, so that everything else comes from this environment
@@ -122,11 +136,7 @@ def serve_megatron(orders: Connection, folder: str, shape: Shape, tp: int, rank:
 
     torch.set_num_threads(1)
     redirect_cuda()
-    from megatron.core import parallel_state
-
-    set_for_libraries(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=tp)
-    parallel_state.initialize_model_parallel(tp, 1)
+    initialize("gloo", rank, tp, port)
     step = make_step(shape, tuned)
     orders.send(None)
     while steps := orders.recv():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,12 @@ def test_one_rank_writes_a_file_that_plans(
 ) -> None:
     monkeypatch.setitem(rates.SIZES, "cpu", SMALL)
     path = tmp_path / "here.yaml"
-    assert main(["--output", str(path), "--seconds", "0.1", "--device", "cpu", "--name", "here"]) == 0
+    assert main(["--output", str(path), "--seconds", "0.1", "--device", "cpu", "--name", "h100-measured"]) == 0
     printed, text, found = capsys.readouterr().out, path.read_text(), read_hardware(path)
     assert "not measured: needs ranks in one node" in printed and f"written: {path}" in printed
     assert text.count("NOT measured: assumed") == 2 and f"torch {torch.__version__}" in text
-    assert (found.name, found.node, found.network) == ("here", ASSUMED_LINKS["node"], ASSUMED_LINKS["network"])
+    assert time.strftime("# %Y-%m-%dT", time.gmtime()) in text
+    assert (found.name, found.node, found.network) == ("h100-measured", ASSUMED_LINKS["node"], ASSUMED_LINKS["network"])
     assert {"fp32", "bf16", "fp64"} <= set(found.flops) and all(rate > 1e6 for rate in found.flops.values())
     assert len(found.gemm_shares) >= 2 and all(0 < share <= 1 for _, share in found.gemm_shares)
     assert found.attention_share > 0 and found.pointwise_share > 0 and found.memory_bytes > 1 << 28

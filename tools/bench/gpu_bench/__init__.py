@@ -1,1 +1,1 @@
-"""Parts of tools/bench/bench_gpu.py: shapes, contenders, timing, figures and their bars."""
+"""Parts of tools/bench/bench_gpu.py and card.py: shapes, contenders, timing, figures and their bars."""

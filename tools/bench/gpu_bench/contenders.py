@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,14 +24,30 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.config import Config
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.extras.convert.families import FAMILIES
+from megapipe.extras.convert.families import FAMILIES, choose_family
 from megapipe.extras.convert.tables import map_tensors
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
-from megapipe.train.step import TrainStep
+from megapipe.train.compiled_blocks import choose_blocks
+from megapipe.train.step import train_step
 
 SEED = 1234
+TRACED = partial(torch.compile, backend="eager")
+
+
+class BatchShape(Protocol):
+    """The tokens of a step: `step_sequences` of `seq` tokens below `vocab`, `micro_batch` at a time."""
+
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def step_sequences(self) -> int: ...
 
 
 class Contender(Protocol):
@@ -38,9 +55,9 @@ class Contender(Protocol):
     def update(self) -> float: ...
 
 
-def draw_rows(shape: Shape) -> np.ndarray:
+def draw_rows(vocab: int, sequences: int, seq: int) -> np.ndarray:
     """Return one global batch of random tokens, [sequences, s + 1]."""
-    return np.random.default_rng(SEED).integers(0, shape.vocab, (shape.step_sequences, shape.seq + 1))
+    return np.random.default_rng(SEED).integers(0, vocab, (sequences, seq + 1))
 
 
 def draw_weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
@@ -61,7 +78,8 @@ class Options:
     fp8_format: str | None = None
     fp8_recipe: str = "delayed"
     compile_pointwise: bool = False
-    compiles: bool = True  # what a run compiles by default
+    compiles: bool = True  # loss and AdamW, which a run compiles by default
+    compile_blocks: str = "auto"
 
     def applied_to(self, config: Config) -> Config:
         precision = config.precision
@@ -70,49 +88,76 @@ class Options:
         kernels = dataclasses.replace(config.kernels, compile_pointwise=self.compile_pointwise)
         if not self.compiles:
             kernels = dataclasses.replace(kernels, compile_loss=False, optimizer_impl="torch")
+        kernels = dataclasses.replace(kernels, compile_blocks=self.compile_blocks if self.compiles else "off")
         return dataclasses.replace(config, precision=precision, kernels=kernels)
 
     def __str__(self) -> str:
         fp8 = "no fp8" if self.fp8_format is None else f"--fp8-format {self.fp8_format} --fp8-recipe {self.fp8_recipe}"
         off = "" if self.compiles else " --no-compile-loss --optimizer-impl torch"
-        return fp8 + " --compile-pointwise" * self.compile_pointwise + off
+        blocks = self.compile_blocks if self.compiles else "off"
+        blocks_flag = "" if blocks == "auto" else f" --compile-blocks {blocks}"
+        return fp8 + " --compile-pointwise" * self.compile_pointwise + off + blocks_flag
 
 
-class Megapipe:
-    """megapipe as pretrain_gpt.py runs it: TrainingRuntime and TrainStep from a resolved configuration."""
+def whole_step(contender: Contender) -> None:
+    contender.gradients()
+    contender.update()
+
+
+class Job:
+    """A plan on one rank as pretrain_gpt.py runs it, TrainingRuntime and TrainStep, on random tokens.
+
+    draw_slice: initial values, those of training if None. choice: what --compile-blocks decided, in words. On a CPU
+    blocks run through the compiler's front end alone.
+    """
 
     def __init__(
-        self, shape: Shape, dtype: str, device: torch.device, weights: Mapping[str, Tensor], options: Options
+        self, plan: RunPlan, device: torch.device, draw_slice: Callable[[ParamSpec, int, int], Tensor] | None = None
     ) -> None:
-        self.plan = resolve(options.applied_to(configuration(shape, dtype, device.type)), 1)
-        rows = FAMILIES["LlamaForCausalLM"].rows
-        placed = {entry.spec.name: entry for entry in map_tensors(rows, self.plan.config.model, "the benchmark")}
-
-        def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
-            entry = placed[spec.name]
-            return entry.layout.join([weights[name] for name in entry.theirs]).clone()
-
-        self.runtime = TrainingRuntime(self.plan, ProcessGroups.alone(), device, draw_slice=slice_of)
-        self._step = TrainStep(self.runtime)
-        self._shape, self._rows, self._number = shape, draw_rows(shape), 0
+        model, training = plan.config.model, plan.config.training
+        assert model.vocab_size is not None
+        self.plan = plan
+        self.runtime = TrainingRuntime(plan, ProcessGroups.alone(), device, draw_slice=draw_slice)
+        said: list[str] = []
+        choose_blocks(self.runtime, None, said.append, None if device.type == "cuda" else TRACED)
+        self.choice = "".join(said)
+        self._step, self._number = train_step(self.runtime), 0
+        self._count, self._micro = plan.batch.num_microbatches, training.micro_batch_size
+        self._rows = draw_rows(model.vocab_size, self._count * self._micro, model.seq_length)
 
     def gradients(self) -> Tensor:
         return torch.tensor(self._step.gradients(self._microbatches()).sum().loss)
 
     def update(self) -> float:
         """Update as the training step does, after `gradients`."""
-        self.runtime.optimizer.start(1.0 / self._shape.microbatches, Rates(LR, WEIGHT_DECAY))
+        self.runtime.optimizer.start(1.0 / self._count, Rates(LR, WEIGHT_DECAY))
         return self.runtime.optimizer.settle().grad_norm
 
     def _microbatches(self) -> Microbatches:
-        micro = self._shape.micro_batch
-
         def read(k: int) -> Batch:
-            first = k * micro
-            return Batch.of(self._rows[first : first + micro], tuple(range(first, first + micro)), DocumentRules())
+            first = k * self._micro
+            rows = self._rows[first : first + self._micro]
+            return Batch.of(rows, tuple(range(first, first + self._micro)), DocumentRules())
 
         self._number += 1
-        return Microbatches(self._shape.microbatches, read, Keys(SEED, self._number, 0, 1), self.runtime.device)
+        return Microbatches(self._count, read, Keys(SEED, self._number, 0, 1), self.runtime.device)
+
+
+class Megapipe(Job):
+    """megapipe on the shape and the weights of the other contenders."""
+
+    def __init__(
+        self, shape: Shape, dtype: str, device: torch.device, weights: Mapping[str, Tensor], options: Options
+    ) -> None:
+        plan = resolve(options.applied_to(configuration(shape, dtype, device.type)), 1)
+        rows = FAMILIES["LlamaForCausalLM"].rows
+        placed = {entry.spec.name: entry for entry in map_tensors(rows, plan.config.model, "the benchmark")}
+
+        def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
+            entry = placed[spec.name]
+            return entry.layout.join([weights[name] for name in entry.theirs]).clone()
+
+        super().__init__(plan, device, slice_of)
 
 
 class Peer:
@@ -120,12 +165,12 @@ class Peer:
     AdamW."""
 
     def __init__(
-        self, shape: Shape, device: torch.device, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
+        self, batch: BatchShape, device: torch.device, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        self._model, self._loss, self._shape = model, loss, shape
-        rows = torch.from_numpy(draw_rows(shape)).to(device)
+        self._model, self._loss = model, loss
+        rows = torch.from_numpy(draw_rows(batch.vocab, batch.step_sequences, batch.seq)).to(device)
         self._batches = [
-            (part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows.split(shape.micro_batch)
+            (part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows.split(batch.micro_batch)
         ]
         self._parameters = list(model.parameters())
         decayed = [p for p in self._parameters if p.ndim == 2]
@@ -140,7 +185,7 @@ class Peer:
         self._optimizer.zero_grad(set_to_none=True)
         losses = []
         for tokens, labels in self._batches:
-            loss = self._loss(tokens, labels) / self._shape.microbatches
+            loss = self._loss(tokens, labels) / len(self._batches)
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
@@ -165,31 +210,35 @@ def plain(
 
 def transformers_llama(shape: Shape, dtype: torch.dtype, device: torch.device, weights: Mapping[str, Tensor]) -> Peer:
     """Return transformers' LlamaForCausalLM with SDPA. Raises ImportError without transformers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    settings = choose_family(configuration(shape, "bf16", device.type).model, "LlamaForCausalLM")[1]
+    return transformers_model(settings, shape, dtype, device, weights)
 
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.seq,
-        rms_norm_eps=1e-5,
-        attn_implementation="sdpa",  # type: ignore[call-arg]  # an argument of the base class
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
+
+def transformers_model(
+    settings: Mapping[str, Any],
+    batch: BatchShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Peer:
+    """Return transformers' model of a config.json, with SDPA. weights: random if None.
+
+    Raises ImportError without transformers.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**settings, use_cache=False, attn_implementation="sdpa")
     with device:
-        model = LlamaForCausalLM(config)
-    model.load_state_dict(dict(weights))
-    model.to(device)  # type: ignore[arg-type]  # a decorator hides the method's type
+        theirs = AutoModelForCausalLM.from_config(config)
+    if weights is not None:
+        theirs.load_state_dict(dict(weights))
+    theirs.to(device)
     # not the buffers: rotary frequencies in bf16 are off by whole turns at position 4096
-    for parameter in model.parameters():
+    for parameter in theirs.parameters():
         parameter.data = parameter.data.to(dtype)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = model(input_ids=tokens).logits
-        return torch.nn.functional.cross_entropy(logits.float().view(-1, shape.vocab), labels.reshape(-1))
+        logits = theirs(input_ids=tokens).logits
+        return torch.nn.functional.cross_entropy(logits.float().view(-1, batch.vocab), labels.reshape(-1))
 
-    return Peer(shape, device, model, loss)
+    return Peer(batch, device, theirs, loss)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megapipe.tensor_parallel.fp8_scales import tensorwise
 
 GEMM_SIZE = {"cuda": 8192, "cpu": 512}
 GEMM_SECONDS = {"cuda": 0.4, "cpu": 0.01}
+LAUNCH = r"(cuda|cu)Launch\w*Kernel|cudaGraphLaunch"  # calls of the driver that launch kernels
 # kinds of kernels by their names, the first that fits; CPU operators have other names than CUDA's kernels
 KINDS: tuple[tuple[str, str], ...] = (
     ("attention", r"flash|fmha|attention|cudnn.*sdpa"),
@@ -85,21 +87,48 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
 
 
-def kernel_shares(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, list[str]]]:
-    """Return (kind, share of the device's time, its three longest kernels) of one run, the longest first; [] if the
-    profiler sees none."""
-    activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+@dataclass(frozen=True)
+class StepProfile:
+    """The kernels of one run, and the calls that launched them; on a CPU operators, and their calls."""
+
+    seconds: Mapping[str, float]  # by kernel
+    launches: int
+    launch_seconds: float  # of the host, in the calls that launch kernels; 0 on a CPU
+
+    def longest(self, count: int) -> list[tuple[str, float]]:
+        return sorted(self.seconds.items(), key=lambda row: -row[1])[:count]
+
+
+def profile_of(run: Callable[[], Any], device: torch.device) -> StepProfile:
+    """Profile one run. No seconds: the profiler sees no kernels on this machine."""
+    on_gpu = device.type == "cuda"
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity]) as profile:
         run()
         synchronize(device)
-    seconds: dict[str, dict[str, float]] = {}
+    seconds: dict[str, float] = {}
+    launches, launch_seconds = 0, 0.0
     for event in profile.key_averages():
-        spent = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        if on_gpu and re.match(LAUNCH, event.key):
+            launches += event.count
+            launch_seconds += event.self_cpu_time_total * 1e-6
+            continue
+        launches += event.count * (not on_gpu)
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if spent > 0:
-            seconds.setdefault(kind_of(event.key), {})[event.key] = spent
-    total = sum(sum(kernels.values()) for kernels in seconds.values())
+            seconds[event.key] = spent * 1e-6
+    return StepProfile(seconds, launches, launch_seconds)
+
+
+def kernel_shares(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, list[str]]]:
+    """Return (kind, share of the device's time, its three longest kernels) of one run, the longest first; [] if the
+    profiler sees none."""
+    kinds: dict[str, dict[str, float]] = {}
+    for kernel, spent in profile_of(run, device).seconds.items():
+        kinds.setdefault(kind_of(kernel), {})[kernel] = spent
+    total = sum(sum(kernels.values()) for kernels in kinds.values())
     rows = [
         (kind, sum(kernels.values()) / total, sorted(kernels, key=lambda name: -kernels[name])[:3])
-        for kind, kernels in seconds.items()
+        for kind, kernels in kinds.items()
     ]
     return sorted(rows, key=lambda row: -row[1])

@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Measure one card: each figure beside what the planner predicts and beside a peer that ran in the same call.
+
+    python tools/bench/card.py layer-bf16 layer-peers --device cuda --json figures.json
+    python tools/bench/card.py all --device cpu                    tiny twins, only to try the tool
+    python tools/bench/card.py --list                              what there is, with seconds on an H100
+
+Contenders take turns; figures are medians of synchronized clocks, warm-up left out. A measurement that fails is
+recorded and does not stop the others; --seconds ends all of them. Exits with 1 if a measurement failed or was left out.
+A missed bar is reported and fails nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [path for path in (str(REPOSITORY), str(Path(__file__).parent)) if path not in sys.path]
+
+import torch  # noqa: E402
+from card_bench import features, layers, memory, pipeline, switches, training  # noqa: E402
+from card_bench.report import Report  # noqa: E402
+
+from megapipe.environment import set_for_libraries  # noqa: E402
+
+
+class Part(NamedTuple):
+    """A part: what measures it, and its seconds on an H100, compilation included."""
+
+    measure: Callable[[Report], None]
+    seconds: int
+
+
+PARTS = {
+    "layer-bf16": Part(layers.layer_bf16, 90),
+    "layer-fp8": Part(layers.layer_fp8, 80),
+    "layer-peers": Part(layers.layer_peers, 80),
+    "train-0.5b": Part(training.train_05b, 60),
+    "train-1.5b": Part(training.train_15b, 80),
+    "experts": Part(features.experts, 50),
+    "latent": Part(features.latent, 40),
+    "ring": Part(features.ring, 60),
+    "muon": Part(features.muon, 40),
+    "optimizer": Part(features.optimizer, 40),
+    "memory": Part(memory.memory, 80),
+    "graphs": Part(switches.graphs, 40),
+    "compile": Part(switches.compile_blocks, 50),
+    "offload": Part(switches.offload, 40),
+    "carveout": Part(switches.carveout, 20),
+    "pipeline-8": Part(pipeline.pipeline_8, 90),
+}
+ALL = "all"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{ALL}, or: {' '.join(PARTS)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try the tool")
+    parser.add_argument("--seconds", type=float, metavar="N", help="a limit for all parts together (default: none)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every measurement")
+    parser.add_argument("--list", action="store_true", help="print the parts with their seconds on an H100")
+    return parser
+
+
+def refusal(arguments: argparse.Namespace) -> str | None:
+    """Return why a call cannot run; None if it can."""
+    unknown = [name for name in arguments.names if name not in (ALL, *PARTS)]
+    if unknown:
+        return f"unknown part {', '.join(unknown)}; the parts are {', '.join(PARTS)}, or {ALL}"
+    if not arguments.names:
+        return f"no part was named; the parts are {', '.join(PARTS)}, or {ALL}"
+    if arguments.seconds is not None and not arguments.seconds > 0:
+        return f"--seconds {arguments.seconds:g}: give a number above 0"
+    if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
+        return f"--json {arguments.json}: {arguments.json.resolve().parent} is no folder"
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        return "torch sees no GPU (--device cpu only tries the tool)"
+    return None
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = build_parser().parse_args(argv)
+    if arguments.list:
+        print("\n".join(f"{name:<12}{part.seconds:>4} s" for name, part in PARTS.items()))
+        return 0
+    refused = refusal(arguments)
+    if refused is not None:
+        print(f"card: {refused}", file=sys.stderr)
+        return 2
+    # as in a run; before anything is allocated on the GPU
+    set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")
+    names = list(PARTS) if ALL in arguments.names else list(dict.fromkeys(arguments.names))
+    report = Report(arguments.device, arguments.seconds or 86400.0, arguments.json)
+    # twins try the paths, and compile nothing
+    stance = torch.compiler.set_stance("default" if report.on_gpu else "force_eager")
+    with stance, report.time_limit():
+        for name in names:
+            report.run(name, PARTS[name].measure)
+    report.save()
+    print(report.text(), flush=True)
+    return int(bool(report.failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,176 @@
+"""One layer with experts, one with latent attention, a ring of two ranks, Muon's step, and the optimizer's bytes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from gpu_bench.contenders import Contender, Job, Peer, transformers_model
+from gpu_bench.timing import sustained_seconds
+from gpu_bench.turns import take_turns
+
+from card_bench.jobs import EAGER_BLOCKS, LLAMA, QWEN_05B, STEPS, TINY, plan_of, predicted_ms, step_seconds
+from card_bench.layers import is_installed
+from card_bench.processes import LOGGED, MEGAPIPE, steps_of
+from card_bench.report import Report
+from megapipe.extras.convert.families import choose_family
+from megapipe.plan.layer_costs import step_flops
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import optimizer_bytes
+
+# vocabularies of 4,096: one layer would disappear beside a head of the model's own
+BATCH = "--micro-batch-size 1 --global-batch-size 4"
+EXPERTS = (  # of Qwen/Qwen3-30B-A3B
+    "--num-layers 1 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 4 --kv-channels 128 --qk-layernorm --seq-length 4096 --vocab-size 4096 --rotary-base 1000000 "
+    "--untie-embeddings-and-output-weights --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 "
+    f"--moe-router-dtype fp32 {BATCH}"
+)
+TINY_EXPERTS = (
+    f"{TINY} --num-experts 4 --moe-router-topk 2 --qk-layernorm --untie-embeddings-and-output-weights {BATCH}"
+)
+LATENT = (  # of deepseek-ai/DeepSeek-V3-Base: its attention whole, with the MLP of its first layers
+    "--num-layers 1 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --multi-latent-attention "
+    "--q-lora-rank 1536 --kv-lora-rank 512 --qk-layernorm --seq-length 4096 --vocab-size 4096 "
+    f"--untie-embeddings-and-output-weights {BATCH}"
+)
+TINY_LATENT = (
+    f"{TINY} --multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-layernorm --qk-head-dim 16 "
+    f"--qk-pos-emb-head-dim 16 --v-head-dim 16 --untie-embeddings-and-output-weights {BATCH}"
+)
+OF_8B = (  # four layers of Llama-3 8B
+    "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --seq-length 1024 --vocab-size 32768 --untie-embeddings-and-output-weights "
+    "--micro-batch-size 1 --global-batch-size 1"
+)
+OTHER_LAYERS = (  # the first dense, as in DeepSeek-V3
+    "--num-layers 2 --num-experts 8 --moe-layer-freq [0,1] --moe-router-topk 2 --moe-ffn-hidden-size 64 "
+    "--moe-shared-expert-intermediate-size 64 --moe-router-num-groups 2 --moe-router-group-topk 1 "
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+)
+SMALL_BATCH = "--micro-batch-size 1 --global-batch-size 1"
+RING_HEADS = {"cuda": "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --vocab-size 4096"}
+RING_STEPS = 3
+LOSS_BOUND = {"cuda": 5e-3, "cpu": 5e-3}  # in bf16: 2^-8 an element, much less in the mean over tokens
+COPY_BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
+
+
+def experts(report: Report) -> None:
+    """One layer of Qwen3-30B-A3B with all experts: grouped products, a loop over experts, and transformers."""
+    sizes = EXPERTS if report.on_gpu else TINY_EXPERTS
+    grouped, loop = (plan_of(report, sizes, f"--{no}moe-grouped-gemm") for no in ("", "no-"))
+    settings = choose_family(loop.config.model, "Qwen3MoeForCausalLM")[1]
+    _compare(report, {"grouped products": grouped, "loop": loop}, settings)
+
+
+def latent(report: Report) -> None:
+    """One layer with DeepSeek-V3's latent attention, and transformers'."""
+    sizes = LATENT if report.on_gpu else TINY_LATENT
+    with_experts = plan_of(report, sizes, OTHER_LAYERS).config.model  # transformers has no model without
+    settings = choose_family(with_experts, "DeepseekV3ForCausalLM")[1] | {"num_hidden_layers": 1}
+    _compare(report, {"megapipe": plan_of(report, sizes)}, settings)
+
+
+def transformers_peer(report: Report, plan: RunPlan, settings: Mapping[str, Any]) -> Peer:
+    """Return transformers' model of a config.json, on the batches of a plan."""
+    model, training = plan.config.model, plan.config.training
+    assert model.vocab_size is not None
+    batch = SimpleNamespace(
+        vocab=model.vocab_size, seq=model.seq_length, micro_batch=training.micro_batch_size,
+        step_sequences=plan.batch.full,
+    )  # fmt: skip
+    return transformers_model(settings, batch, torch.bfloat16, report.device)
+
+
+def _compare(report: Report, plans: Mapping[str, RunPlan], settings: Mapping[str, Any]) -> None:
+    """Let jobs of plans of one model, and transformers' model of a config.json, take turns."""
+    contenders: dict[str, Contender] = {}
+    for name, plan in plans.items():
+        with report.attempt(name):
+            contenders[name] = job = Job(plan, report.device)
+            report.say(f"{name}: {job.choice or 'blocks are not compiled'}")
+    first = next(iter(plans.values()))
+    if not is_installed("transformers"):
+        report.say("transformers is not installed")
+    else:
+        with report.attempt("transformers"):
+            contenders["transformers"] = transformers_peer(report, first, settings)
+    flops = step_flops(first.config.model, first.batch.full, causal=True)
+    rounds, warm_ups = (8, 3) if report.on_gpu else (2, 1)
+    measured = take_turns(contenders, {}, flops, report.device, rounds, warm_ups, report.deadline - 0.2 * report.left)
+    best = min(plans.keys() & contenders.keys(), key=lambda name: step_seconds(measured.turns[name]))
+    for name in contenders:
+        seconds = step_seconds(measured.turns[name])
+        expected = predicted_ms(report, plans[name]) if name in plans else None
+        report.figure(f"{name}.step", 1e3 * seconds, "ms", expected)
+        report.figure(f"{name}.model", flops / seconds / 1e12, "TFLOP/s")
+        ratio = measured.ratio(best, name)
+        if name != best and ratio is not None:
+            report.figure(f"{best} to {name}", ratio.median, "of its speed, forward and backward")
+
+
+def ring(report: Report) -> None:
+    """Ring attention over two ranks against one process: losses alone, since ranks that share a card take turns."""
+    kind = report.device.type
+    sizes = RING_HEADS.get(kind, TINY)
+    run = f"{LLAMA} --bf16 {STEPS} {sizes} {SMALL_BATCH} --device {kind} --train-iters {RING_STEPS} {LOGGED}"
+    ranks = "--ranks-per-gpu 2 --nproc-per-node 2" if report.on_gpu else "--nproc-per-node 2"
+    alone = [*MEGAPIPE, "pretrain", *run.split()]
+    both = [*MEGAPIPE, "launch", *ranks.split(), "pretrain", *run.split()]
+    both += "--context-parallel-size 2 --cp-comm-type p2p".split()
+    one, two = steps_of(alone, both)
+    pairs = list(zip([step["loss"] for step in one], [step["loss"] for step in two], strict=True))
+    difference = max(abs(ours / theirs - 1) for theirs, ours in pairs)
+    report.figure("largest difference of a loss", difference, "relative")
+    report.bar("largest difference of a loss", difference, LOSS_BOUND[kind], at_most=True)
+    report.say(f"{len(pairs)} steps of a ring of 2 ranks and of one process; no times, which would mean nothing here")
+
+
+def muon(report: Report) -> None:
+    """The update of the 0.5B model by Muon and by AdamW."""
+    sizes = f"{QWEN_05B if report.on_gpu else TINY} {SMALL_BATCH}"
+    plans = {name: plan_of(report, sizes, f"--optimizer {name}", EAGER_BLOCKS) for name in ("adam", "muon")}
+    updates = _updates(report, plans)
+    if len(updates) == 2:
+        report.figure("muon to adam", updates["muon"] / updates["adam"], "times the update's time")
+
+
+def optimizer(report: Report) -> None:
+    """The bytes per second of AdamW's update by torch's fused kernel and compiled, beside a copy's."""
+    sizes = OF_8B if report.on_gpu else f"{TINY} {SMALL_BATCH}"
+    names = ("torch", "compiled") if report.on_gpu else ("torch",)  # nothing is compiled in a twin
+    plans = {name: plan_of(report, sizes, f"--optimizer-impl {name}", EAGER_BLOCKS) for name in names}
+    copy = copy_rate(report)
+    sheet = None if report.hardware is None else report.hardware.memory_bytes_per_second / 1e12
+    report.figure("copy", copy / 1e12, "TB/s", sheet)
+    for name, seconds in _updates(report, plans).items():
+        plan = plans[name]
+        zeroed = plan.num_elements(plan.placement.stages_of(0)) * plan.state_dtypes(0).gradient_bytes
+        rate = (optimizer_bytes(plan, 0, name == "compiled") - zeroed) / seconds
+        report.figure(f"{name}.bytes a second", rate / 1e12, "TB/s", sheet)
+        report.bar(f"{name}, of the copy's rate", rate / copy, 0.8, is_goal=True)
+
+
+def copy_rate(report: Report) -> float:
+    """Return the bytes per second of a copy, read and written."""
+    source = torch.ones(COPY_BYTES[report.device.type], dtype=torch.uint8, device=report.device)
+    target = torch.empty_like(source)
+    return 2.0 * source.numel() / sustained_seconds(lambda: target.copy_(source), report.device)
+
+
+def _updates(report: Report, plans: Mapping[str, RunPlan]) -> dict[str, float]:
+    """Return the median seconds of the update of jobs that take turns; add them as figures."""
+    jobs: dict[str, Contender] = {}
+    for name, plan in plans.items():
+        with report.attempt(name):
+            jobs[name] = Job(plan, report.device)
+    rounds, warm_ups = (10, 3) if report.on_gpu else (2, 1)
+    measured = take_turns(jobs, {}, 1.0, report.device, rounds, warm_ups, report.deadline - 0.2 * report.left)
+    found = {}
+    for name, turns in measured.turns.items():
+        found[name] = statistics.median(turn.update for turn in turns)
+        report.figure(f"{name}.update", 1e3 * found[name], "ms", predicted_ms(report, plans[name], "optimizer"))
+    return found

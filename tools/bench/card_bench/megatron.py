@@ -1,0 +1,76 @@
+"""Megatron-Core's Llama with its local kernels and torch's attention, in the plain loop of the other peers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+import torch
+from bench_megatron import attention, initialize, redirect_cuda
+from bench_processes import free_port
+from gpu_bench.contenders import Peer
+from gpu_bench.shapes import Shape
+from torch import Tensor
+
+
+def megatron_llama(shape: Shape, device: torch.device, weights: Mapping[str, Tensor]) -> Peer:
+    """Return Megatron-Core's GPTModel in bf16 with the weights of transformers' names.
+
+    Its own optimizer and buffers are left out: fused AdamW in bf16, as for the other peers. It makes a process group of
+    one rank, which stays.
+    """
+    if device.type == "cpu":
+        redirect_cuda()
+    import torch.nn.functional as F
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if not parallel_state.model_parallel_is_initialized():
+        initialize("nccl" if device.type == "cuda" else "gloo", 0, 1, free_port())
+    tensor_parallel.random.CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()  # there is no dropout
+    config = TransformerConfig(
+        num_layers=shape.layers, hidden_size=shape.hidden, ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads, num_query_groups=shape.kv_heads, gated_linear_unit=True,
+        activation_func=F.silu, normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0,
+        attention_dropout=0.0, use_cpu_initialization=True, params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16, bf16=True, bias_activation_fusion=True, bias_dropout_fusion=True,
+        masked_softmax_fusion=False,
+    )  # fmt: skip
+    model = GPTModel(
+        config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=shape.vocab,
+        max_sequence_length=shape.seq, position_embedding_type="rope", share_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.forward = attention
+    missing = model.load_state_dict(megatron_weights(shape, weights), strict=False).missing_keys
+    if lost := [name for name in missing if not name.endswith("_extra_state")]:
+        raise RuntimeError(f"Megatron-Core's model has other tensors than expected: {', '.join(lost)}")
+    model = model.to(device, torch.bfloat16)
+    positions = torch.arange(shape.seq, device=device).expand(shape.micro_batch, -1)
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        return model(tokens, positions, None, labels=labels).mean()
+
+    return Peer(shape, device, model, loss)
+
+
+def megatron_weights(shape: Shape, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename weights. Megatron has q, k and v of each group in turn, and gate and up as one matrix."""
+    found = {
+        "embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": weights["model.norm.weight"],
+        "output_layer.weight": weights["lm_head.weight"],
+    }
+    for number in range(shape.layers):
+        own, theirs = f"model.layers.{number}.", f"decoder.layers.{number}."
+        parts = [weights[f"{own}self_attn.{name}_proj.weight"].unflatten(0, (shape.kv_heads, -1)) for name in "qkv"]
+        found[f"{theirs}self_attention.linear_qkv.weight"] = torch.cat(parts, 1).flatten(0, 1)
+        found[f"{theirs}self_attention.linear_proj.weight"] = weights[f"{own}self_attn.o_proj.weight"]
+        gate_and_up = [weights[f"{own}mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        found[f"{theirs}mlp.linear_fc1.weight"] = torch.cat(gate_and_up)
+        found[f"{theirs}mlp.linear_fc2.weight"] = weights[f"{own}mlp.down_proj.weight"]
+        found[f"{theirs}input_layernorm.weight"] = weights[f"{own}input_layernorm.weight"]
+        found[f"{theirs}pre_mlp_layernorm.weight"] = weights[f"{own}post_attention_layernorm.weight"]
+    return found

@@ -1,0 +1,164 @@
+"""CUDA graphs, compiled blocks, offload and the SM carve-out: each on and off in turns, for what it is there for."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from gpu_bench.contenders import TRACED, Job, whole_step
+from gpu_bench.timing import peak_bytes, profile_of, seconds_of
+from gpu_bench.turns import take_turns
+
+from card_bench.features import EXPERTS, TINY_EXPERTS
+from card_bench.jobs import EAGER_BLOCKS, QWEN_05B, TINY, job_of, predicted_ms, ratio_of_steps, step_seconds
+from card_bench.report import Report
+from megapipe.plan.memory import rank_memory
+from megapipe.tensor_parallel.gemms import leaving_sms
+from megapipe.train.compiled_blocks import agreed_trial, compiler_of, use
+
+ONE_BATCH = "--micro-batch-size 1 --global-batch-size 2"
+TINY_BATCH = f"{TINY} {ONE_BATCH}"
+SMALL = (  # many short kernels: the host's launches limit it
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --vocab-size 32768 "
+    "--micro-batch-size 1 --global-batch-size 8"
+)
+LAYERS_OF_8B = (
+    "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+    f"--vocab-size 32768 --untie-embeddings-and-output-weights {ONE_BATCH}"
+)
+GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
+OFFLOAD = "--cpu-offloading-num-layers 8 --min-offloaded-tensor-size 1048576"
+BLOCKS_OF = {
+    "8B": f"--num-layers 2 --seq-length 8192 {LAYERS_OF_8B}",
+    "0.5B": QWEN_05B.replace("--num-layers 24", "--num-layers 4") + " --micro-batch-size 8 --global-batch-size 16",
+    "experts": EXPERTS,
+}
+MIB = 1 << 20
+CARVED_SMS = 16  # blocks of NCCL's kernels that run beside a GEMM
+
+
+def _turns_of(report: Report, jobs: Mapping[str, Job], warm_ups: int) -> float:
+    """Let "on" and "off" take turns; add their steps and return how much faster a step is with it."""
+    rounds = 8 if report.on_gpu else 2
+    until = report.deadline - 0.2 * report.left
+    measured = take_turns(jobs, {}, 1.0, report.device, rounds, warm_ups, until)
+    for name, job in jobs.items():
+        seconds = step_seconds(measured.turns[name])
+        report.figure(f"step {name}", 1e3 * seconds, "ms", predicted_ms(report, job.plan))
+    return ratio_of_steps(measured, "off", "on")
+
+
+def graphs(report: Report) -> None:
+    """Steps of a small model, whose kernels are short, with and without CUDA graphs."""
+    sizes, flags = (SMALL, GRAPHS) if report.on_gpu else (TINY_BATCH, "")
+    if not report.on_gpu:
+        report.say("no CUDA graphs on a CPU: both sides are without")
+    jobs = {"off": job_of(report, sizes, EAGER_BLOCKS), "on": job_of(report, sizes, flags, EAGER_BLOCKS)}
+    gain = _turns_of(report, jobs, 3)
+    report.figure("off to on", gain, "times the speed")
+    report.bar("off to on", gain, 1.0, is_goal=True)
+    for name, job in jobs.items():
+        profile = profile_of(partial(whole_step, job), report.device)
+        report.figure(f"launches {name}", profile.launches, "a step")
+
+
+def compile_blocks(report: Report) -> None:
+    """What the trial of --compile-blocks auto decides for a kind of layer, and what compiled blocks gain in steps."""
+    kinds = BLOCKS_OF if report.on_gpu else {"tiny": TINY_BATCH, "experts": TINY_EXPERTS}
+    for name, sizes in kinds.items():
+        with report.attempt(name):
+            _trial(report, name, sizes)
+
+
+def _trial(report: Report, name: str, sizes: str) -> None:
+    jobs = {on: job_of(report, sizes, EAGER_BLOCKS) for on in ("off", "on")}
+    runtime = jobs["on"].runtime
+    compiler = compiler_of(runtime, None if report.on_gpu else TRACED)
+    trial = agreed_trial(runtime, compiler)
+    report.say(f"{name}, the trial: {trial.describe()}")
+    if not trial.is_equal:
+        raise RuntimeError(f"compiled blocks are not equal: {trial.describe()}")
+    use(runtime, compiler)
+    rounds, until = 8 if report.on_gpu else 2, report.deadline - 0.2 * report.left
+    measured = take_turns(jobs, {}, 1.0, report.device, rounds, 2, until)
+    gain = ratio_of_steps(measured, "off", "on")
+    report.figure(f"{name}.steps, off to on", gain, "times the speed")
+    report.figure(f"{name}.trial, eager to compiled", trial.eager_seconds / trial.compiled_seconds, "times the speed")
+    report.figure(f"{name}.compilation", trial.compile_seconds, "s")
+    report.bar(f"{name}.steps, off to on", gain, 1.0, is_goal=True)
+    if (trial.compiled_seconds < trial.eager_seconds) is not (gain > 1.0):
+        report.say(f"{name}: the trial decides otherwise than whole steps show")
+
+
+def offload(report: Report) -> None:
+    """The memory that offloaded activations free, and the time that it takes."""
+    sizes = f"--num-layers 8 --seq-length 4096 {LAYERS_OF_8B}" if report.on_gpu else TINY_BATCH
+    flags = OFFLOAD if report.on_gpu else "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1"
+    jobs = {"off": job_of(report, sizes, EAGER_BLOCKS), "on": job_of(report, sizes, flags, EAGER_BLOCKS)}
+    report.figure("off to on", _turns_of(report, jobs, 2), "times the speed")
+    peaks = {}
+    for name, job in jobs.items():
+        before = torch.cuda.memory_allocated(report.device) if report.on_gpu else 0
+        peaks[name] = (peak_bytes(partial(whole_step, job), report.device) or 0) - before
+    freed = peaks["off"] - peaks["on"]
+    planned = rank_memory(jobs["off"].plan, 0).total - rank_memory(jobs["on"].plan, 0).total
+    report.figure("memory freed", freed / MIB, "MiB", planned / MIB)
+    if report.on_gpu:
+        report.bar("memory freed, of the plan's", freed / planned, 0.9, is_goal=True)
+
+
+@dataclass
+class Beside:
+    """A chain of GEMMs, and beside them on another stream a kernel of `CARVED_SMS` blocks, as a collective has."""
+
+    product: Callable[[], object]
+    other: Callable[[], object]
+    stream: torch.cuda.Stream | None
+
+    def run(self, x: torch.Tensor, carved: int) -> None:
+        if self.stream is None:
+            self.other()
+            self.product()
+            return
+        main = torch.cuda.current_stream()
+        self.stream.wait_stream(main)
+        with leaving_sms(carved, x):
+            self.product()  # first, as a GEMM that is running when a collective starts
+        with torch.cuda.stream(self.stream):
+            self.other()
+        with leaving_sms(carved, x):
+            self.product()
+        main.wait_stream(self.stream)
+
+
+def carveout(report: Report) -> None:
+    """GEMMs beside a kernel of few blocks, with and without SMs left to it, and each alone.
+
+    The kernel stands for a collective: softmax has a block for each row.
+    """
+    device, size = report.device, 8192 if report.on_gpu else 128
+    dtype = torch.bfloat16 if report.on_gpu else torch.float32
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    rows = torch.randn(CARVED_SMS, 1 << (22 if report.on_gpu else 10), device=device, dtype=torch.float32)
+    stream = torch.cuda.Stream(device, priority=-1) if report.on_gpu else None
+    pair = Beside(lambda: [torch.mm(a, b) for _ in range(4)], lambda: [rows.softmax(-1) for _ in range(8)], stream)
+    runs: dict[str, Callable[[], object]] = {
+        "off": lambda: pair.run(a, 0),
+        "on": lambda: pair.run(a, CARVED_SMS),
+        "GEMMs alone": lambda: [pair.product() for _ in range(2)],
+        "other alone": pair.other,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(12 if report.on_gpu else 3):
+        for name in runs if number % 2 == 0 else reversed(runs):
+            once = seconds_of(runs[name], device)
+            if number:  # the first warms up
+                seconds[name].append(once)
+    for name, taken in seconds.items():
+        report.figure(name, 1e3 * statistics.median(taken), "ms")
+    gain = statistics.median(a / b for a, b in zip(seconds["off"], seconds["on"], strict=True))
+    report.figure("off to on", gain, "times the speed")
+    report.bar("off to on", gain, 1.0, is_goal=True)
