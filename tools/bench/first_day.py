@@ -151,7 +151,7 @@ class Day:
                     f"expected to take {part.expected(self.machine.device):.0f} s: no time was left"
                 )
                 continue
-            row = self._run_part(part, work, min(part.limit, left))
+            row = self._run_part(part, work, min(part.most(self.machine.device), left))
             if row is not None:
                 self.record.add(row)
                 all_passed &= row.result in (PASSED, SKIPPED)
@@ -176,7 +176,7 @@ class Day:
         print(
             f"first_day: {part.name}: {result} after {ended.seconds:.0f} s {found.figures}", file=sys.stderr, flush=True
         )
-        if result == TIMEOUT and limit < part.limit:
+        if result == TIMEOUT and limit < part.most(self.machine.device):
             self.left_out[part.name] = (
                 f"the time was up after {ended.seconds:.0f} s of it; the next call begins with it"
             )

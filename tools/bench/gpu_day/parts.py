@@ -21,6 +21,7 @@ from pathlib import Path
 
 MOST_GPUS = 8
 CPU_SECONDS = 8.0  # of a twin
+CPU_FACTOR = 4.0  # of limits
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class Part:
 
     def expected(self, device: str) -> float:
         return self.seconds if device == "cuda" else min(self.seconds, CPU_SECONDS)
+
+    def most(self, device: str) -> float:
+        """Return the limit in seconds. Machines that try a twin may have few cores and other work."""
+        return self.limit if device == "cuda" else CPU_FACTOR * self.limit
 
 
 def _workers(most: int) -> str:
@@ -382,12 +387,6 @@ PARTS = (
         "Layers in fp8 beside bf16.",
         85,
         "--shapes 8b-4k --contenders megapipe megapipe-fp8 --rounds 4 --warm-ups 2",
-    ),
-    bench(
-        "bench-transformers",
-        "Layers beside transformers.",
-        70,
-        "--shapes 8b-4k --contenders megapipe transformers --rounds 3 --warm-ups 2",
     ),
     card("pipeline-8", "Schedules with a core for each of eight ranks.", 80),
     suite("tests-bench", "Whether the contenders of the benchmark agree.", 50, "test_bench.py", "speed", workers=1),
