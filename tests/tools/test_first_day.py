@@ -108,7 +108,8 @@ def test_what_fails_hangs_or_is_killed_leaves_the_others_and_the_record(
 def test_a_part_ends_with_all_of_its_processes(first_day: ModuleType, tmp_path: Path) -> None:
     """Ranks lead sessions of their own, and do not end with the group of their launcher."""
     child = "import time; time.sleep(60)"
-    code = f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\ntime.sleep(60)"
+    start = f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)"
+    code = f"import subprocess, sys, time\n{start}\ntime.sleep(60)"
     running = sys.modules["gpu_day.running"]
     ended = running.run([sys.executable, "-c", code], tmp_path / "log", 1.0, dict(os.environ), tmp_path)
     assert ended.result == "timeout" and ended.seconds < 30
