@@ -174,11 +174,11 @@ def attention(device: torch.device) -> Found:
     """Causal, with four queries for a key; counted half."""
     seq, batch, groups, queries, size = (4096, 2, 8, 4, 128) if device.type == "cuda" else (32, 2, 2, 2, 16)
     qkv = normal(device, seq, batch, groups, queries + 2, size).requires_grad_()
-    parts = qkv.split((queries, 1, 1), dim=3)
-    y = fused_attention(*parts, None, size**-0.5)
+    query, key, value = qkv.split((queries, 1, 1), dim=3)
+    y = fused_attention(query, key, value, None, size**-0.5)
     dy = torch.randn_like(y)
     flops = 2 * batch * groups * queries * seq * seq * size
-    forward = milliseconds(lambda: fused_attention(*parts, None, size**-0.5), device)
+    forward = milliseconds(lambda: fused_attention(query, key, value, None, size**-0.5), device)
     backward = milliseconds(lambda: torch.autograd.grad(y, qkv, dy, retain_graph=True), device)
     return {
         "forward ms": forward,

@@ -86,8 +86,8 @@ def _add_run(
     plan = resolve(load_config(flags).config, ranks)
     measured = statistics.median(step["step_seconds"] for step in steps[len(steps) // 2 :])
     found.figures["step_ms"] = 1e3 * measured
-    held = max(step["memory_bytes"] or 0 for step in steps)
-    found.figures["gib"] = held / GIB
+    if flags[flags.index("--device") + 1] == "cuda":  # on a CPU it is the memory of the process
+        found.figures["gib"] = max(step["memory_bytes"] or 0 for step in steps) / GIB
     found.figures["planned_gib"] = max(rank_memory(plan, rank).total for rank in range(plan.topology.pp)) / GIB
     _add_planned(found, "", measured, plan, hardware)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import getpass
 import io
 import platform
@@ -70,13 +71,18 @@ def _user() -> str:
         return ""
 
 
+@functools.cache
+def versions() -> str:
+    """Return the platform and the version of each installed package."""
+    packages = sorted(f"{one.metadata['Name']}=={one.version}" for one in distributions())
+    return "\n".join([platform.platform(), f"Python {platform.python_version()}", *packages])
+
+
 def pack(folder: Path, work: Path, device: str) -> Path:
     """Write the archive: what earlier calls left in it, and the files of this call's work folder."""
     archive = folder / ARCHIVE
     members = _members(archive)
-    versions = sorted(f"{one.metadata['Name']}=={one.version}" for one in distributions())
-    versions = [device, platform.platform(), f"Python {platform.python_version()}", *versions, ""]
-    members["first_day/versions.txt"] = "\n".join(versions).encode()
+    members["first_day/versions.txt"] = f"{device}\n{versions()}\n".encode()
     for file in sorted(work.iterdir()):
         if file.suffix in TEXTS:
             text = file.read_bytes()[-MOST_BYTES:].decode(errors="replace")
