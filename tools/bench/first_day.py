@@ -43,6 +43,8 @@ from gpu_day.record import Record, RecordError, Row  # noqa: E402
 from gpu_day.running import FAILED, GRACE_SECONDS, PASSED, SKIPPED, TIMEOUT, run  # noqa: E402
 from gpu_day.summary import SUMMARY, pack, summary_text, without_names  # noqa: E402
 
+from megapipe.environment import prefixed  # noqa: E402
+
 RESERVE_SECONDS = GRACE_SECONDS + 3.0  # to end a part that is late, and to write what there is
 ASKING_SECONDS = 120.0  # to import torch on a cold machine and start CUDA
 COPY = "gpu_record.tsv"
@@ -163,8 +165,9 @@ class Day:
         out, log = work / part.name, work / f"{part.name}.log"
         words = part.words(self.machine.device, self.machine.num_gpus, out)
         print(f"first_day: {part.name} (at most {limit:.0f} s): {' '.join(words)}", file=sys.stderr, flush=True)
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        environment = {**ENVIRONMENT, **os.environ, **part.environment, "PYTHONPATH": path}
+        given = prefixed("")
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), given.get("PYTHONPATH")]))
+        environment = {**ENVIRONMENT, **given, **part.environment, "PYTHONPATH": path}
         ended = run(words, log, limit, environment, REPOSITORY)
         found = figures_of(part, words, out, log, self.machine.name)
         result, text = ended.result, log.read_text(errors="replace")

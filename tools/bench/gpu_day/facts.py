@@ -17,6 +17,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from megapipe.environment import prefixed
+
 TOOLS = ("cc", "gcc", "g++", "nvcc", "git", "nvidia-smi", "nvidia-cuda-mps-control", "ncu", "compute-sanitizer")
 NEEDED = ("torch", "numpy", "safetensors", "sentencepiece", "pyyaml", "pytest")
 OTHERS = ("triton", "tokenizers", "transformers", "pytest-xdist", "pytest-timeout", "hypothesis", "transformer_engine")
@@ -61,9 +65,9 @@ def main() -> int:
     print(f"Python.h: {header.exists()}; cores: {len(os.sched_getaffinity(0))} of {os.cpu_count()}")
     for limit in ("RLIMIT_NOFILE", "RLIMIT_MEMLOCK", "RLIMIT_NPROC", "RLIMIT_AS"):
         print(f"{limit}: {resource.getrlimit(getattr(resource, limit))}")
-    for name, value in sorted(os.environ.items()):
-        if name.startswith(("CUDA", "NVIDIA_", "NCCL", "TORCH", "LD_")):
-            print(f"{name}={value}")
+    for prefix in ("CUDA", "NVIDIA_", "NCCL", "TORCH", "LD_"):
+        for name, value in sorted(prefixed(prefix).items()):
+            print(f"{prefix}{name}={value}")
     for words in QUERIES:
         print(f"\n$ {' '.join(words)}\n{answer(words)}", end="")
     lacks = [name for name in NEEDED if version_of(name) == "missing"]
