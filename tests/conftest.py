@@ -16,13 +16,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
 
 from tests import ledger
 
 if TYPE_CHECKING:
     from tests.harness import RankPool
+
+try:
+    import hypothesis
+except ImportError:  # a machine with only pytest runs tests/cuda
+    hypothesis = None  # type: ignore[assignment]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # a shell starts a job in the background so, and processes that tests interrupt would inherit it
@@ -49,9 +53,12 @@ NOT_ALONE_FILES = tuple(
 )
 
 # The everyday suite draws the same examples every time; with --hypothesis-seed (launch/test.sh --all) others are drawn.
-for name, derandomize in (("everyday", True), ("seeded", False)):
-    hypothesis.settings.register_profile(name, derandomize=derandomize, deadline=None, database=None, print_blob=True)
-hypothesis.settings.load_profile("seeded" if any(a.startswith("--hypothesis-seed") for a in sys.argv) else "everyday")
+if hypothesis is not None:
+    derandomize = not any(a.startswith("--hypothesis-seed") for a in sys.argv)
+    hypothesis.settings.register_profile(
+        "megapipe", derandomize=derandomize, deadline=None, database=None, print_blob=True
+    )
+    hypothesis.settings.load_profile("megapipe")
 LIVE_RANKS = 14  # of the pools of a session; idle ranks, too, take memory and time
 LONG_TESTS = TESTS / "long_tests.txt"  # its head describes its lines
 PHASES = ("torchfree", "together", "alone")
@@ -104,6 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from megapipe.train.gpu_setup import GPU_LIBRARIES
 
         set_for_libraries(**GPU_LIBRARIES)
+    config.addinivalue_line("markers", "timeout: seconds of a test, for pytest-timeout where it is installed")
     asked = config.getoption("--ledger-part")
     part = ledger.part_of_commit()[0] if asked is None and config.getoption("run_all") else asked
     parts = range(ledger.PARTS) if part == "all" else [] if part is None else [int(part)]

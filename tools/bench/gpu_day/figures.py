@@ -1,0 +1,159 @@
+"""Numbers of a part from the files that it left, beside what the planner expects of this device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpu_bench.shapes import Shape, configuration
+
+from gpu_day.parts import Part, flags_of
+from megapipe.config.config import Config
+from megapipe.config.load import load_config
+from megapipe.errors import MegapipeError
+from megapipe.plan.hardware import Hardware, hardware_of
+from megapipe.plan.memory import rank_memory
+from megapipe.plan.resolve import resolve
+from megapipe.plan.step_time import predict_step
+
+GIB = 1 << 30
+COUNTS = re.compile(r"\b(\d+)(?:/\d+)? (passed|failed|skipped|errors?|tests collected)\b")
+
+
+@dataclass
+class Found:
+    """figures: for the record. sentences: for the summary. problem: why a part that ended well has failed."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    sentences: list[str] = field(default_factory=list)
+    problem: str = ""
+
+
+def figures_of(part: Part, words: Sequence[str], out: Path, log: Path, device_name: str) -> Found:
+    """Return what a part found. Files that are missing or incomplete have no figures."""
+    found = Found()
+    hardware = hardware_of(device_name)
+    try:
+        if "pytest" in words:
+            found.figures |= _test_counts(log)
+        if (metrics := out.with_suffix(".jsonl")).exists():
+            _add_run(found, part, flags_of(list(words)), _steps(metrics), hardware)
+        if (file := out.with_suffix(".json")).exists():
+            data = json.loads(file.read_text())
+            _add_bench(found, data, hardware) if "shapes" in data else _add_tool(found, data)
+    except (KeyError, TypeError, ValueError, OSError, MegapipeError) as error:
+        found.problem = f"first_day cannot read what this part wrote: {type(error).__name__}: {error}"
+    found.figures = {name: rounded(value) for name, value in found.figures.items() if math.isfinite(value)}
+    return found
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _test_counts(log: Path) -> dict[str, float]:
+    """Return pytest's counts, from its last line."""
+    for line in reversed(log.read_text(errors="replace").splitlines()):
+        if counts := COUNTS.findall(line):
+            return {kind.removeprefix("tests ").rstrip("s"): float(number) for number, kind in counts}
+    return {}
+
+
+def _steps(file: Path) -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, file.read_text().splitlines()) if row["kind"] == "step"]
+
+
+def _add_run(
+    found: Found, part: Part, command: tuple[list[str], int], steps: list[dict[str, Any]], hardware: Hardware | None
+) -> None:
+    """Add the last loss, and of a run that has its GPUs alone the step and the bytes beside the plan's. The first half
+    of the steps compiles and allocates."""
+    losses = [float(step["loss"]) for step in steps]
+    if losses:
+        found.figures["loss"] = losses[-1]
+    if part.losses and not _are_close(losses, part.losses, part.tolerance):
+        found.problem = f"the losses {losses} are not those of one process, {list(part.losses)}"
+    if part.shares_gpu or not steps:
+        return
+    flags, ranks = command
+    plan = resolve(load_config(flags).config, ranks)
+    measured = statistics.median(step["step_seconds"] for step in steps[len(steps) // 2 :])
+    found.figures["step_ms"] = 1e3 * measured
+    if flags[flags.index("--device") + 1] == "cuda":  # on a CPU it is the memory of the process
+        found.figures["gib"] = max(step["memory_bytes"] or 0 for step in steps) / GIB
+    found.figures["planned_gib"] = max(rank_memory(plan, rank).total for rank in range(plan.topology.pp)) / GIB
+    _add_planned(found, "", measured, plan, hardware)
+
+
+def _are_close(losses: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
+    return len(losses) == len(expected) and all(
+        map(lambda a, b: math.isclose(a, b, rel_tol=tolerance), losses, expected)
+    )
+
+
+def _add_planned(found: Found, prefix: str, measured: float, plan: Any, hardware: Hardware | None) -> None:
+    """Add the predicted step and MFU, where the planner has a data sheet and rates of this configuration."""
+    if hardware is None:
+        return
+    try:
+        estimate = predict_step(plan, hardware)
+    except MegapipeError as error:
+        found.sentences.append(f"no estimate: {error}")
+        return
+    ratio = measured / estimate.seconds
+    found.figures[f"{prefix}planned_ms"] = 1e3 * estimate.seconds
+    found.figures[f"{prefix}measured/planned"] = ratio
+    found.figures[f"{prefix}mfu"] = estimate.mfu / ratio
+
+
+def _add_bench(found: Found, data: Mapping[str, Any], hardware: Hardware | None) -> None:
+    """Add steps and bars of bench_gpu.py."""
+    for key, of_shape in data["shapes"].items():
+        shape = Shape(**of_shape["shape"])
+        for name, turns in of_shape["turns"].items():
+            measured = statistics.median(turn["gradients"] + turn["update"] for turn in turns)
+            prefix = f"{key} {name} "
+            found.figures[f"{prefix}step_ms"] = 1e3 * measured
+            if name in of_shape["wishes"]:
+                config = with_flags(configuration(shape, "bf16", "cuda"), of_shape["wishes"][name])
+                _add_planned(found, prefix, measured, resolve(config, 1), hardware)
+        found.sentences += [bar["sentence"] for bar in of_shape["bars"]]
+        _add_bars(found, [bar["passed"] for bar in of_shape["bars"]])
+
+
+def with_flags(config: Config, text: str) -> Config:
+    """Return a configuration with the flags that bench_gpu.py says a contender had."""
+    words = text.split()
+    precision = config.precision
+    if "--fp8-format" in words:
+        kind, recipe = (words[words.index(flag) + 1] for flag in ("--fp8-format", "--fp8-recipe"))
+        precision = dataclasses.replace(precision, fp8_format=kind, fp8_recipe=recipe)
+    kernels = dataclasses.replace(config.kernels, compile_pointwise="--compile-pointwise" in words)
+    if "--no-compile-loss" in words:
+        kernels = dataclasses.replace(kernels, compile_loss=False, optimizer_impl="torch")
+    return dataclasses.replace(config, precision=precision, kernels=kernels)
+
+
+def _add_tool(found: Found, data: Mapping[str, Any]) -> None:
+    """Add what a tool wrote with --json: {"figures": {name: number}, "bars": [...], "sentences": [...]}."""
+    found.figures |= {name: float(value) for name, value in data["figures"].items()}
+    bars = data.get("bars", [])
+    found.sentences += data.get("sentences", [])
+    found.sentences += [
+        f"{bar['name']}: {bar['value']:.4g}, the bar is {bar['bar']:.4g}: {'met' if bar['met'] else 'NOT met'}"
+        for bar in bars
+    ]
+    _add_bars(found, [bar["met"] for bar in bars])
+
+
+def _add_bars(found: Found, met: Sequence[bool]) -> None:
+    if met:
+        found.figures["bars"] = found.figures.get("bars", 0.0) + len(met)
+        found.figures["bars_met"] = found.figures.get("bars_met", 0.0) + sum(met)
