@@ -4,7 +4,7 @@ NCCL refuses two ranks of a host on one GPU: "Duplicate GPU detected" in src/ini
 unless NCCL_MULTI_RANK_GPU_ENABLE=1, which older versions ignore and which NCCL's documentation calls experimental. It
 takes ranks for ranks of different hosts if they have different NCCL_HOSTID (getHostHash in src/misc/utils.cc of 2.28.9
 and 2.30.7), and connects these by its network, here sockets. NCCL's kernels then only wait for the host, so ranks can
-take turns on the GPU. The variables are set on CPUs too, so that a run there covers this code. Not yet run on a GPU.
+take turns on the GPU. The variables are set on CPUs too, so that a run there covers this code.
 """
 
 from __future__ import annotations

@@ -51,14 +51,18 @@ class Kernels:
         """Return the function, compiled if that was chosen."""
         return compiled(function) if self.compiles else function
 
-    def fused(self, function: AnyFunction) -> AnyFunction:
+    def fused(self, function: AnyFunction, is_exact: bool = False) -> AnyFunction:
         """Return a cast to fp8 or a merge of partial results, compiled on CUDA always: as a chain of kernels they would
         cost more than fp8, or context parallelism, saves.
         """
+        kernel = compiled(function, is_exact)
         if self.compiles:
-            return compiled(function)
-        kernel = compiled(function)
+            return kernel
         return lambda x, *others: (kernel if x.is_cuda else function)(x, *others)  # type: ignore[return-value]
+
+    def cast(self, function: AnyFunction) -> AnyFunction:
+        """Return a cast to fp8 as `fused` does: it scales by maxima and rounds, so all of its graphs agree."""
+        return self.fused(function, is_exact=True)
 
 
 TORCH = Kernels()
@@ -255,8 +259,8 @@ def compiled(function: AnyFunction, is_exact: bool = False) -> AnyFunction:
     what was called before. Beyond `MOST_KINDS` kinds all sizes are dynamic.
     tests/gpu/test_generated_code.py has the kernels.
 
-    is_exact: all graphs have the same bits, since nothing is summed and each result is rounded once; the first number
-    of rows then has a faster graph of its own.
+    is_exact: all graphs have the same bits, as nothing is summed and no product added; the first number of rows then
+    has a faster graph of its own.
     """
     kernels: dict[Any, Callable[..., Any]] = {}
 

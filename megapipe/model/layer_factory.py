@@ -75,7 +75,7 @@ class LayerFactory:
     def gemms(self, layer: int, num_matrices: int = 1) -> Gemms:
         """Return the GEMMs of one linear of a layer, in 8 bits or not. num_matrices: in its weight, one an expert."""
         fp8 = self._fp8(layer)
-        return PLAIN_GEMMS if fp8 is None else Fp8Gemms(fp8, self.kernels.fused, num_matrices)
+        return PLAIN_GEMMS if fp8 is None else Fp8Gemms(fp8, self.kernels.cast, num_matrices)
 
     def _fp8(self, layer: int) -> PrecisionConfig | None:
         """Return the settings of fp8 in a layer, None without it; modules of multi-token prediction are as the last."""

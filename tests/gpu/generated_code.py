@@ -41,6 +41,7 @@ from megapipe.tensor_parallel.fp8_scales import cast_blocks, cast_micro, cast_sq
 
 ROWS, OTHER_ROWS, HIDDEN, FFN, WORDS = 8192, 4096, 4096, 14336, 32768
 ONCE = ("blocks, transpose", "micro blocks, transpose", "squares")  # others with another number of rows, too
+EXACT = (cast_tensor, cast_blocks, cast_micro, cast_squares)  # as in `Kernels.cast`
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 H100 = {
     "name": "NVIDIA H100 80GB HBM3",
@@ -206,7 +207,7 @@ def generate(name: str) -> list[Code]:
                 kernel, args = kernel or function, (None, args, ((),))
                 elements = args[1][1].numel()
             else:
-                kernel, elements = kernel or compiled(function), args[0].numel()
+                kernel, elements = kernel or compiled(function, function in EXACT), args[0].numel()
             with generating(found, elements):
                 try:
                     kernel(*args)

@@ -65,21 +65,23 @@ def test_more_shapes_than_torch_keeps_graphs_of_one_function_are_no_error(monkey
                 assert torch.equal(linear(x, scale, dtype).float(), cast_to_fp8(x, scale, dtype).float())
 
 
-def test_numbers_of_rows_that_vary_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One graph for the first number of rows, one for all others, and those that torch makes for no row and for one."""
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_numbers_of_rows_that_vary_are_compiled_once(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for any number of rows, and those that torch makes for no row and for one; an exact function has one
+    for its first number of rows besides."""
     counter, whole = torch._dynamo.testing.CompileCounter(), torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend=counter, **settings))
     torch._dynamo.reset()
     kernels._shared_code.cache_clear()
-    cast, scale = compiled(cast_to_fp8), torch.tensor(3.0)
+    cast, scale = compiled(cast_to_fp8, is_exact), torch.tensor(3.0)
     for rows in (*range(32, 52), 1, 0, 32):
         x = torch.randn(rows, 16)
         assert torch.equal(cast(x, scale, E4M3).float(), cast_to_fp8(x, scale, E4M3).float())
-    assert counter.frame_count == 4
+    assert counter.frame_count == 3 + is_exact
     for columns in (32, 48):
         for rows in range(32, 52):
             cast(torch.randn(rows, columns), scale, E4M3)
-    assert counter.frame_count == 4 + 2 * 2
+    assert counter.frame_count == 3 + is_exact + 2 * (1 + is_exact)
 
 
 def test_beyond_a_number_of_kinds_all_sizes_are_dynamic(monkeypatch: pytest.MonkeyPatch) -> None:

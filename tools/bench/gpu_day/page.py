@@ -64,7 +64,13 @@ AREAS = (
         True,
         "test_training.py test_kernels.py",
     ),
-    Area("nccl", "NCCL: channels, options, flight recorder; grids of ranks that share a GPU", "the same tests over gloo", False, "test_nccl.py"),
+    Area(
+        "nccl",
+        "NCCL: channels, options, flight recorder; grids of ranks that share a GPU",
+        "the same tests over gloo",
+        False,
+        "test_nccl.py",
+    ),
     Area(
         "chunked",
         "chunked collectives, streams of overlapped pairs",
