@@ -4,7 +4,7 @@
 #   launch/test.sh [--all] [--gpu] [--lab] [--ledger-part K] [--ledger-record] [--torch VERSION] [--no-install] [arguments of pytest]
 #
 #   --all           also the long tests, with new hypothesis examples for each commit. Without it the tests are the same every time; both
-#                   print what they leave out
+#                   print what they leave out, --all also the slowest tests
 #   --ledger-part K one of the 20 parts (0 to 19, or all) of the ledger of combinations (tests/ledger.py), alone; with --all that
 #                   part instead of the commit's, also of the tests that run by parts (tests/long_tests.txt)
 #   --ledger-record write what passes of the ledger to tests/ledger.tsv; needs a checkout without changes
@@ -35,7 +35,7 @@ while [ $# -gt 0 ]; do
     argument=$1
     shift
     case $argument in
-        --all | --slow) options+=(--all); all=yes extras=test,docs ;;
+        --all | --slow) options+=(--all --durations=25 --durations-min=5); all=yes extras=test,docs ;;
         --gpu | --ledger-record) options+=("$argument") ;;
         --ledger-part) options+=("$argument" "${1:?--ledger-part needs 0 to 19, or all}"); shift; ledger=yes ;;
         --torch) torch=${1:?--torch needs a version, as in 2.11.0, or newest}; shift ;;
