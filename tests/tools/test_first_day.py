@@ -105,6 +105,17 @@ def test_what_fails_hangs_or_is_killed_leaves_the_others_and_the_record(
         assert {f"first_day/{name}.log" for name in STUBS} | {"first_day/figures.json"} <= set(tar.getnames())
 
 
+def test_a_name_may_have_a_dot_and_a_part_that_writes_no_figures_has_failed(
+    first_day: ModuleType, stubs: Callable[..., None], tmp_path: Path
+) -> None:
+    line = f"python -c {shlex.quote(STUBS['figures'])} {{out}}.json"
+    stubs(part_of("train-0.5b", cpu=line), part_of("silent", cpu="python -c pass --json {out}.json"))
+    assert day(first_day, tmp_path) == 1
+    rows = rows_of(tmp_path / "gpu_record.tsv")
+    assert rows["train-0.5b"].result == "passed" and rows["train-0.5b"].figures["TB/s"] == 3.0
+    assert rows["silent"].result == "failed" and "no figures" in rows["silent"].log
+
+
 def test_a_part_ends_with_all_of_its_processes(first_day: ModuleType, tmp_path: Path) -> None:
     """Ranks lead sessions of their own, and do not end with the group of their launcher."""
     child = "import time; time.sleep(60)"
@@ -114,11 +125,18 @@ def test_a_part_ends_with_all_of_its_processes(first_day: ModuleType, tmp_path: 
     ended = running.run([sys.executable, "-c", code], tmp_path / "log", 1.0, dict(os.environ), tmp_path)
     assert ended.result == "timeout" and ended.seconds < 30
     mark = f"{running.MARK}={os.getpid()}-".encode()
-    left = []
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            left += [file] if mark in file.read_bytes() else []
-    assert not left
+
+    def left() -> list[Path]:
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                found += [file] if mark in file.read_bytes() else []
+        return found
+
+    until = time.monotonic() + 10  # a process that was killed is gone in a moment
+    while left() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not left()
 
 
 def test_the_same_command_goes_on_behind_the_record(

@@ -43,11 +43,14 @@ def figures_of(part: Part, words: Sequence[str], out: Path, log: Path, device_na
     try:
         if "pytest" in words:
             found.figures |= _test_counts(log)
-        if (metrics := out.with_suffix(".jsonl")).exists():
+        metrics, file = (out.with_name(f"{out.name}{suffix}") for suffix in (".jsonl", ".json"))  # a name may have dots
+        if metrics.exists():
             _add_run(found, part, flags_of(list(words)), _steps(metrics), hardware)
-        if (file := out.with_suffix(".json")).exists():
+        if file.exists():
             data = json.loads(file.read_text())
             _add_bench(found, data, hardware) if "shapes" in data else _add_tool(found, data)
+        elif "--json" in words:
+            found.problem = "it has written no figures"
     except (KeyError, TypeError, ValueError, OSError, MegapipeError) as error:
         found.problem = f"first_day cannot read what this part wrote: {type(error).__name__}: {error}"
     found.figures = {name: rounded(value) for name, value in found.figures.items() if math.isfinite(value)}
