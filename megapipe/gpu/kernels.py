@@ -314,7 +314,9 @@ def own_code(function: Callable[..., Any], kind: Any) -> Callable[..., Any]:
 
     name = getattr(function, "__name__", "function")
     code = call.__code__.replace(co_name=f"{name} of {kind}")
-    return FunctionType(code, call.__globals__, name, None, call.__closure__)
+    own = FunctionType(code, call.__globals__, name, None, call.__closure__)
+    own.__module__ = function.__module__
+    return own
 
 
 _shared_code = cache(own_code)  # linears of one shape share graphs
