@@ -289,7 +289,7 @@ def determinism(pair: Pair, _: str) -> None:
     pair.monkeypatch.setattr(
         Training, "run", lambda self: (seen.append(torch.are_deterministic_algorithms_enabled()), run(self))[1]
     )
-    for case in (pair.base, pair.changed):
+    for case in (Case([" ".join(pair.base.argv)], {}, pair.base.tmp), pair.changed):  # the base may have run before
         assert case.done[0] == 0
     assert seen == [False, True]
 
