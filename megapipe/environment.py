@@ -60,7 +60,7 @@ class Environment:
 
     @property
     def gpu_index(self) -> int:
-        """Which GPU of its node is this rank's."""
+        """This rank's GPU, numbered within its node."""
         return self.local_rank // self.ranks_per_gpu
 
     @property

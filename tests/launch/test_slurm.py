@@ -74,6 +74,7 @@ class Job:
             "PENDING",
             "RUNNING",
             "COMPLETING",
+            "SIGNALING",
             "CONFIGURING",
             "REQUEUED",
         ):

@@ -166,7 +166,7 @@ def _shared(own: argparse.Namespace, hardware: Hardware | None) -> Hardware:
         raise ConfigError(f"{flag} divides a GPU's memory: give --world-size N and one of --gpu and --hardware")
     timed = {"--roofline": own.roofline, "--explain": own.explain, "--json": own.json, "--days": own.days is not None}
     if given := [name for name, is_given in timed.items() if is_given]:
-        raise ConfigError(f"{given[0]}: times of ranks that share a GPU mean nothing; leave out it or {flag}")
+        raise ConfigError(f"{given[0]}: times of ranks that share a GPU mean nothing; leave out {given[0]} or {flag}")
     return hardware.shared_by(own.ranks_per_gpu)
 
 
