@@ -77,7 +77,8 @@ def communicators(plan: RunPlan, groups: ProcessGroups, trains: bool) -> list[St
     A collective where groups are made: what it makes depends on the plan, never on the rank.
     """
     experts = ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp, groups.ep_places, groups.ep_nodes)
-    uses_deep_ep, hidden = not why_not_deep_ep(plan, backend_of(groups.ep)), plan.config.model.hidden_size
+    in_parts, hidden = plan.parts is not None, plan.config.model.hidden_size
+    uses_deep_ep = not why_not_deep_ep(plan.config, plan.topology, in_parts, backend_of(groups.ep))
     if uses_deep_ep:
         experts = replace(experts, deep_ep=DeepEP.of(groups.ep, hidden))
     first = StageCommunicators(groups.tp, experts, groups.context, sharings(plan, groups, trains))

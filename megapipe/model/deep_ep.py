@@ -19,22 +19,24 @@ from torch.autograd.function import once_differentiable
 
 from megapipe.comm.collectives import WithAdjoint
 from megapipe.comm.groups import ExpertGroups, Group
+from megapipe.config.config import Config
 from megapipe.model.dispatch import GatheredRoutes, Select, Sums, ends_of
-from megapipe.plan.run_plan import RunPlan
+from megapipe.topology import Topology
 
 LIBRARY = "deep_ep"
 ELEMENT = 2  # bytes of bf16, the dtype of its kernels
 
 
-def why_not_deep_ep(plan: RunPlan, backend: str | None) -> str:
-    """Return why a run over such communicators does not use DeepEP, for a message; '' if it does."""
-    config, topology = plan.config, plan.topology
+def why_not_deep_ep(config: Config, topology: Topology, in_parts: bool, backend: str | None) -> str:
+    """Return why a run over such communicators does not use DeepEP, for a message; '' if it does. in_parts: layers run
+    in parts.
+    """
     reasons = {
         "--moe-flex-dispatcher-backend deepep is not given": config.model.moe_flex_dispatcher_backend != "deepep",
         "ep has one rank": topology.ep == 1,
         "it needs --bf16": config.precision.dtype != "bf16",
         "experts are divided over etp": topology.etp > 1,
-        "layers run in parts": plan.parts is not None,
+        "layers run in parts": in_parts,
         "it needs NCCL": backend != "nccl",
         "it is not installed": find_spec(LIBRARY) is None,
     }

@@ -278,7 +278,7 @@ def dispatch_words(plan: RunPlan, backend: str) -> tuple[str, ...]:
     if model.num_experts is None or model.moe_token_dispatcher_type != "flex":
         return ()
     flag, places = "(--moe-token-dispatcher-type flex)", topology.ep_inner
-    why_not = why_not_deep_ep(plan, backend)
+    why_not = why_not_deep_ep(plan.config, topology, plan.parts is not None, backend)
     if not why_not:
         sums = "results are added on the way, equal up to rounding (--moe-flex-dispatcher-backend deepep)"
         return (f"dispatch   a token once to each rank by DeepEP {flag}; {sums}",)

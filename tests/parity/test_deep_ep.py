@@ -205,7 +205,7 @@ BF16 = {"dtype": "bf16", "ep": 4}
 )
 def test_where_deep_ep_does_not_fit_the_start_says_why(options: dict[str, Any], backend: str, reason: str) -> None:
     plan = resolve(make_config(**SMALL | DEEP | BF16 | options), 4, 2)
-    assert deep_ep.why_not_deep_ep(plan, backend) == reason
+    assert deep_ep.why_not_deep_ep(plan.config, plan.topology, plan.parts is not None, backend) == reason
     (line,) = dispatch_words(plan, backend)
     assert line.count(reason) == 1 and "not --moe-flex-dispatcher-backend deepep" in line
 
