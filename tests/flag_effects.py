@@ -117,8 +117,8 @@ model.moe_router_enable_expert_bias | {BIAS} --moe-router-bias-update-rate 0.5 |
 model.moe_router_bias_update_rate | --moe-router-bias-update-rate 0.5 | records | {SIGMOID} {BIAS}
 model.moe_expert_capacity_factor | {CAPACITY} | records | {MOE}
 model.moe_token_drop_policy | --moe-token-drop-policy position | records | {MOE} {CAPACITY}
-model.moe_token_dispatcher_type | --moe-token-dispatcher-type allgather | plan memory | \
-    {MOE} --expert-model-parallel-size 2 | 2
+model.moe_token_dispatcher_type | --moe-token-dispatcher-type flex | plan memory | \
+    {MOE} --micro-batch-size 1 --expert-model-parallel-size 4 | 4
 model.moe_combine_in_node | --moe-combine-in-node | plan memory | \
     {MOE} --micro-batch-size 1 --expert-model-parallel-size 4 --moe-token-dispatcher-type flex | 4
 model.moe_flex_dispatcher_backend | --moe-flex-dispatcher-backend deepep | said dispatcher-backend deepep: | \

@@ -242,7 +242,7 @@ class _AllToAll(_Elements):
         # now, since the stage may have ended its forward, and forgotten its contexts, when the rows are there
         given.context = self.shared.context(given, self.layer, given.state[0])
         routes = next(each for each in given.state if isinstance(each, Routing)).routes
-        assert isinstance(routes, Routes)  # --moe-token-dispatcher-type allgather has no parts
+        assert isinstance(routes, Routes)  # DeepEP has no parts
         self._routes[given.number] = routes
         exchange, given.state = _exchange(given.state, self.moved, routes, self.returns, finish), ()
         # a norm after the experts reads weights

@@ -439,9 +439,8 @@ class ModelConfig:
     )
     moe_token_dispatcher_type: str = option(
         "alltoall",
-        "how tokens reach their experts: k rows of each by all-to-alls over ep; once to each node that has an expert "
-        "of it, and from there k rows (flex); or all tokens of the ranks of ep by an all-gather, and the sums back "
-        "(docs/experts.md)",
+        "how tokens reach their experts: k rows of each by all-to-alls over ep; or once to each node that has an "
+        "expert of it, and from there k rows (flex); allgather, Megatron's default, runs as alltoall (docs/experts.md)",
         choices=("alltoall", "flex", "allgather"),
         read=lambda text: "alltoall" if text == "alltoall_seq" else text,  # of older versions: the same rows
         needs=EXPERTS,

@@ -167,15 +167,6 @@ class MoETable:
         """Return the bytes of a rank's own rows, at its end of an all-to-all."""
         return self.num_rows(shape) * self.model.hidden_size * shape.element
 
-    @property
-    def gathers(self) -> bool:
-        """True if all tokens go to all ranks (--moe-token-dispatcher-type allgather)."""
-        return self.model.moe_token_dispatcher_type == "allgather"
-
-    def gathered_tokens(self, shape: RankShape) -> int:
-        """Return the tokens of all ranks of ep and etp."""
-        return shape.own_tokens * shape.ep * shape.etp
-
     def num_pairs(self, shape: RankShape) -> int:
         """Return the pairs (token, node) of a rank, where a token goes once to a node."""
         pairs = num_pairs(self.model, shape.own_tokens, shape.ep // shape.ep_inner)
@@ -205,20 +196,11 @@ class MoETable:
 
         Rows go to the experts, with their weights, and back, in either direction; of the fullest rank, which sends back
         what it has received, the mean of both directions is given. Before that, unless they are padded
-        to the capacity, the number of rows of every expert. If tokens are gathered, they and sums for them take the
-        place of rows; weights are gathered with them, and numbers of experts before. Where a token goes once to a node:
-        over 'ep_nodes' and 'ep_places' instead of 'ep'.
+        to the capacity, the number of rows of every expert. Where a token goes once to a node: over 'ep_nodes' and
+        'ep_places' instead of 'ep'.
         """
         if shape.has_levels:
             return self._sent_to_nodes(shape)
-        if self.gathers:
-            gathered = {"ep": (self.gathered_tokens(shape), shape.ep), "etp": (shape.own_tokens * shape.etp, shape.etp)}
-            hidden, topk = self.model.hidden_size * shape.element, self.model.moe_router_topk
-            token = 2 * hidden + topk * shape.wide
-            return {
-                name: (ring_bytes(count * (token + topk * INDEX_BYTES), size), ring_bytes(count * token, size))
-                for name, (count, size) in gathered.items()
-            }
         is_padded = self.model.moe_pad_expert_input_to_capacity
         rows, counts = self.row_bytes(shape), 0 if is_padded else self.num_experts * INDEX_BYTES
         whole = (2 * rows + self.num_rows(shape) * shape.wide) * (1.0 + self.imbalance) / 2
@@ -264,17 +246,14 @@ class MoETable:
 
     def _routing(self, shape: RankShape) -> tuple[Kept, ...]:
         """Return the experts of the tokens; the order of the rows and the row of each choice; the order of all ranks'
-        rows and its inverse. Where tokens are gathered: where rows come from, and the row of each choice.
+        rows and its inverse.
         """
         choices, rows = self.model.moe_router_topk * shape.own_tokens, self.num_rows(shape)
         arrived = self.arrived_rows(shape) * shape.etp
-        if self.gathers:
-            counts = [choices, arrived, self.model.moe_router_topk * self.gathered_tokens(shape)]
-        else:
-            drops = self.model.moe_expert_capacity_factor is not None  # with a last place for all dropped rows
-            is_padded = self.model.moe_pad_expert_input_to_capacity
-            counts = [choices, choices, (rows if is_padded else choices) + drops]
-            counts += [arrived] * 2 * (shape.ep * shape.etp > 1)
+        drops = self.model.moe_expert_capacity_factor is not None  # with a last place for all dropped rows
+        is_padded = self.model.moe_pad_expert_input_to_capacity
+        counts = [choices, choices, (rows if is_padded else choices) + drops]
+        counts += [arrived] * 2 * (shape.ep * shape.etp > 1)
         if shape.has_levels:  # rows of pairs; pairs of rows, and the orders on both sides of the rank between
             pairs, sums = self.num_pairs(shape), self.model.moe_combine_in_node
             counts += [pairs, *[rows] * 3, *[pairs * self.model.moe_router_topk] * sums]
@@ -351,9 +330,7 @@ class MoETable:
             fc1, fc2 = max(fc1, weight1 - freed), max(fc2, weight2)
         router = Backward(waits + 3 * hidden + norm_made)
         yield Operation("router", self._router_kept(shape), backward=router, recompute_modules=modules)
-        gathered = self.gathered_tokens(shape) * size * element if self.gathers else 0
-        moved = 2 * (outer + gathered) if self.gathers else 2 * rows_bytes + outer
-        yield Operation("dispatch", backward=Backward(waits + hidden + moved))
+        yield Operation("dispatch", backward=Backward(waits + hidden + 2 * rows_bytes + outer))
         yield from self._weighted_inputs(shape, behind + waits) if self.model.moe_apply_probs_on_input else ()
         yield Operation(
             "expert_fc1",
@@ -376,8 +353,7 @@ class MoETable:
             flops=2.0 * (activated // element) * size,
             recompute_modules=modules,
         )
-        made = gathered + 2 * (outer if self.gathers else rows_bytes)
-        combine = Backward(behind + made, total_bytes(outputs_kept))
+        combine = Backward(behind + 2 * rows_bytes, total_bytes(outputs_kept))
         yield Operation("combine", tuple(outputs_kept), backward=combine)
 
     def _weighted_inputs(self, shape: RankShape, held: int) -> Iterator[Operation]:

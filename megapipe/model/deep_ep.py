@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from megapipe.comm.collectives import WithAdjoint
 from megapipe.comm.groups import ExpertGroups, Group
 from megapipe.config.config import Config
-from megapipe.model.dispatch import GatheredRoutes, Select, Sums, ends_of
+from megapipe.model.dispatch import ExpertRows, ends_of
+from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.topology import Topology
 
 LIBRARY = "deep_ep"
@@ -61,14 +62,18 @@ class DeepEP:
 
 
 @dataclass(frozen=True, eq=False)
-class DeepRoutes(GatheredRoutes):
-    """As `GatheredRoutes`, of the tokens that have an expert on this rank; known once they have arrived (`send`).
+class DeepRoutes(ExpertRows):
+    """The rows that the experts of this rank take from the tokens sent to it; known once they have arrived (`send`).
 
-    chosen: [t, k], experts of this rank's tokens, -1 for a row that is dropped. handle: DeepEP's, of what was sent.
+    rows: [n] int64, entry i is arrived token x k + j of row i, expert by expert, in the order of tokens. slots:
+    [arrived tokens, k], the row of each choice, or n if its expert is on another rank. chosen: [t, k], experts of this
+    rank's tokens, -1 for a row that is dropped. handle: DeepEP's, of what was sent.
     """
 
     TENSORS: ClassVar[tuple[str, ...]] = ("chosen",)
 
+    rows: Tensor
+    slots: Tensor
     chosen: Tensor
     library: DeepEP
     num_experts: int
@@ -135,3 +140,46 @@ class _Sent(Function):
         buffer, handle = ctx.arguments
         of_tokens, own, _ = buffer.combine(grad.contiguous(), handle, topk_weights=of_weights.contiguous())
         return of_tokens, own, None
+
+
+class Select(Function):
+    """Row i is token rows[i] // k. Backward: the sum over a token's rows, in the order of the choice.
+
+    slots: [tokens, k], the row of each choice, or a number behind the last one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(slots)
+        return tokens[rows // slots.shape[1]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (slots,) = ctx.saved_tensors
+        return _sum_of_rows(grad, slots), None, None
+
+
+class Sums(Function):
+    """The adjoint of `Select`."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.topk = slots.shape[1]
+        return _sum_of_rows(results, slots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (rows,) = ctx.saved_tensors
+        return grad[rows // ctx.topk], None, None
+
+
+def _sum_of_rows(rows: Tensor, slots: Tensor) -> Tensor:
+    """Return the sums [tokens, h] of the rows slots[:, 0], slots[:, 1], ..., in this order."""
+    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    total = rows.new_zeros(slots.shape[0], rows.shape[1], dtype=at_least_fp32(rows.dtype))
+    for place in range(slots.shape[1]):
+        total += padded[slots[:, place]]
+    return total.to(rows.dtype)

@@ -4,9 +4,6 @@ A rank's rows are in the order of their experts, and for one expert in that of i
 receives them from every rank of ep, in order, and from every rank of etp: each of these multiplies by its slice of the
 expert, and the slices of the results are added in the order of the ranks.
 
-With --moe-token-dispatcher-type allgather all tokens of the ranks of ep and etp come to all of them, and what every
-rank adds up for every token goes back.
-
 Backwards are the same operations the other way round.
 """
 
@@ -21,34 +18,42 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from megapipe.comm.collectives import WithAdjoint, Work, all_gather, all_to_all
 from megapipe.comm.groups import ExpertGroups, Group
-from megapipe.tensor_parallel.gemms import at_least_fp32
 
 InFlight = tuple[Work | None, Callable[[], Tensor]]  # an exchange, and what makes the result once it is complete
 
 
 @dataclass(frozen=True, eq=False)
-class Routes:
+class ExpertRows:
+    """The numbers of rows of this rank's experts for one microbatch, known on the host.
+
+    expert_rows: of each expert of this rank. ends: their sums, on the device.
+    """
+
+    TENSORS: ClassVar[tuple[str, ...]] = ()  # the fields with an entry for each row, or token
+
+    groups: ExpertGroups
+    expert_rows: tuple[int, ...]
+    ends: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Routes(ExpertRows):
     """The numbers of rows that travel for one microbatch, known on the host.
 
     sent, received: to and from each rank of ep. gathered: rows of each rank of etp after its all-to-all.
-    expert_rows: of each expert of this rank. ends: their sums, on the device. order: [sum of gathered] int64, the rows
-    of all ranks expert by expert, and back: its inverse; None where rows come in this order. arrived: the rows for each
-    expert from each rank, [etp ep, experts of this rank] int64, of which `rows_by_expert` makes both.
+    order: [sum of gathered] int64, the rows of all ranks expert by expert, and back: its inverse; None where rows come
+    in this order. arrived: the rows for each expert from each rank, [etp ep, experts of this rank] int64, of which
+    `rows_by_expert` makes both.
     """
 
-    TENSORS: ClassVar[tuple[str, ...]] = ("order", "back")  # the fields with an entry for each row
+    TENSORS: ClassVar[tuple[str, ...]] = ("order", "back")
 
-    groups: ExpertGroups
     sent: tuple[int, ...]
     received: tuple[int, ...]
     gathered: tuple[int, ...]
-    expert_rows: tuple[int, ...]
-    ends: Tensor
     order: Tensor | None = None
     back: Tensor | None = None
     arrived: Tensor | None = None
@@ -68,12 +73,12 @@ class Routes:
         arrived = None if ep.size == etp.size == 1 else everywhere.view(etp.size * ep.size, per_rank)
         if counts.is_meta:
             parts, rows = even_parts(num_rows, ep.size), even_parts(num_rows * etp.size, per_rank)
-            return cls(groups, parts, parts, (num_rows,) * etp.size, rows, ends_of(rows, counts), arrived=arrived)
+            return cls(groups, rows, ends_of(rows, counts), parts, parts, (num_rows,) * etp.size, arrived=arrived)
         numbers = np.array(to_host(torch.cat([counts, everywhere])))
         own, table = numbers[:experts].reshape(ep.size, -1), numbers[experts:].reshape(etp.size, ep.size, per_rank)
         sums = own.sum(1), table[etp.rank].sum(1), table.sum((1, 2)), table.sum((0, 1))
         sent, from_ep, gathered, rows = (tuple(each.tolist()) for each in sums)
-        return cls(groups, sent, from_ep, gathered, rows, ends_of(rows, counts), arrived=arrived)
+        return cls(groups, rows, ends_of(rows, counts), sent, from_ep, gathered, arrived=arrived)
 
     @classmethod
     def even(cls, capacity: int, num_experts: int, groups: ExpertGroups, device: torch.device) -> Routes:
@@ -82,7 +87,7 @@ class Routes:
         per_rank, total = num_experts // ep, num_experts * capacity
         parts, rows = (per_rank * capacity,) * ep, (etp * ep * capacity,) * per_rank
         ends = torch.arange(1, per_rank + 1, dtype=torch.int32, device=device) * (etp * ep * capacity)
-        routes = cls(groups, parts, parts, (total,) * etp, rows, ends)
+        routes = cls(groups, rows, ends, parts, parts, (total,) * etp)
         if etp == ep == 1:
             return routes
         places = torch.arange(etp * total, device=device)
@@ -127,71 +132,6 @@ class Routes:
         return work, lambda: filled
 
 
-@dataclass(frozen=True, eq=False)
-class GatheredRoutes:
-    """The rows that the experts of this rank take from the tokens of all ranks of ep and etp, of which each has t.
-
-    A gathered token is number (ep_rank etp + etp_rank) t + its number on its rank. expert_rows: of each expert of this
-    rank. rows: [n] int64, entry i is gathered token x k + j of row i, expert by expert, in the order of tokens.
-    slots: [gathered tokens, k] int64, the row of each choice, or n if its expert is on another rank.
-    ends: the sums of expert_rows, on the device.
-    """
-
-    TENSORS: ClassVar[tuple[str, ...]] = ("rows", "slots")
-
-    groups: ExpertGroups
-    expert_rows: tuple[int, ...]
-    ends: Tensor
-    rows: Tensor
-    slots: Tensor
-
-    @classmethod
-    def of(cls, chosen: Tensor, num_experts: int, groups: ExpertGroups) -> GatheredRoutes:
-        """Gather the choices. chosen: [t, k] int64, of this rank's tokens. Waits for the device.
-
-        A dry run has no choices: there every expert gets the same number of rows.
-        """
-        held = num_experts // groups.ep.size
-        local = gather_tokens(chosen, groups).flatten() - groups.ep.rank * held
-        total, topk = local.shape[0], chosen.shape[1]
-        if local.is_meta:
-            own = total // groups.ep.size
-            even = even_parts(own, held)
-            return cls(groups, even, ends_of(even, local), local.new_empty(own), local.new_empty(total // topk, topk))
-        expert = torch.where((local >= 0) & (local < held), local, held)
-        counts = torch.zeros(held + 1, dtype=torch.int64, device=local.device)
-        expert_rows = tuple(to_host(counts.scatter_add_(0, expert, torch.ones_like(expert)))[:held])
-        rows = expert.argsort(stable=True)[: sum(expert_rows)].clone()
-        slots = torch.full_like(local, rows.shape[0])
-        slots[rows] = torch.arange(rows.shape[0], device=rows.device)
-        return cls(groups, expert_rows, ends_of(expert_rows, local), rows, slots.view(-1, topk))
-
-    def dispatch(self, weights: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights and rows of this rank's experts. weights: [t, k], tokens: [t, h], both this rank's."""
-        gather, add = (partial(function, groups=self.groups) for function in (gather_tokens, sum_tokens))
-        if not self._is_alone:
-            weights, tokens = (WithAdjoint.apply(each, gather, add) for each in (weights, tokens))
-        own = Select.apply(weights.view(-1, 1), self.rows, self.slots.view(-1, 1))
-        return own.view(-1), Select.apply(tokens, self.rows, self.slots)
-
-    def combine(self, results: Tensor) -> Tensor:
-        """Return the sums [t, h] of the results of this rank's tokens.
-
-        results: of the rows of this rank's experts, partial over etp. A rank adds the results of its own experts in the
-        order of the choice; the ranks' sums are added in their order.
-        """
-        sums: Tensor = Sums.apply(results, self.rows, self.slots)
-        if self._is_alone:
-            return sums
-        return WithAdjoint.apply(
-            sums, partial(sum_tokens, groups=self.groups), partial(gather_tokens, groups=self.groups)
-        )
-
-    @property
-    def _is_alone(self) -> bool:
-        return self.groups.ep.size == self.groups.etp.size == 1
-
-
 def to_host(numbers: Tensor) -> list[int]:
     """Return the values of a tensor: the one place of a layer where the host waits for the device."""
     found: list[int] = numbers.tolist()
@@ -222,68 +162,6 @@ def rows_by_expert(places: Tensor, arrived: Tensor, dims: tuple[int, ...] = (1, 
     return order, places - moved[torch.searchsorted(ends, places, right=True)]
 
 
-def gather_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
-    """Return the tokens of all ranks of ep and etp, those of etp next to each other. tokens: [t, ...] on every rank."""
-    for group in (groups.etp, groups.ep):
-        if group.size > 1:
-            gathered = tokens.new_empty(group.size * tokens.shape[0], *tokens.shape[1:])
-            all_gather(gathered, tokens.contiguous(), group)
-            tokens = gathered
-    return tokens
-
-
-def sum_tokens(tokens: Tensor, groups: ExpertGroups) -> Tensor:
-    """Return the sums over ep and etp for this rank's tokens, added in order of rank. tokens: as `gather_tokens` has
-    them.
-    """
-    for group in (groups.ep, groups.etp):
-        tokens = sum_rows(tokens, (tokens.shape[0] // group.size,) * group.size, group)
-    return tokens
-
-
-class Select(Function):
-    """Row i is token rows[i] // k. Backward: the sum over a token's rows, in the order of the choice.
-
-    slots: [tokens, k], the row of each choice, or a number behind the last one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return tokens[rows // slots.shape[1]]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (slots,) = ctx.saved_tensors
-        return _sum_of_rows(grad, slots), None, None
-
-
-class Sums(Function):
-    """The adjoint of `Select`."""
-
-    @staticmethod
-    def forward(ctx: Any, results: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.topk = slots.shape[1]
-        return _sum_of_rows(results, slots)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        return grad[rows // ctx.topk], None, None
-
-
-def _sum_of_rows(rows: Tensor, slots: Tensor) -> Tensor:
-    """Return the sums [tokens, h] of the rows slots[:, 0], slots[:, 1], ..., in this order."""
-    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    total = rows.new_zeros(slots.shape[0], rows.shape[1], dtype=at_least_fp32(rows.dtype))
-    for place in range(slots.shape[1]):
-        total += padded[slots[:, place]]
-    return total.to(rows.dtype)
-
-
 def even_parts(total: int, parts: int) -> tuple[int, ...]:
     """Return equal parts of a total, the first ones larger by 1 where it does not divide."""
     return tuple((total + parts - 1 - index) // parts for index in range(parts))
@@ -309,14 +187,14 @@ class Routing(NamedTuple):
     """The experts of every token of a microbatch, and how its rows travel.
 
     chosen: [t, k] int64. order: [rows] int64, entry i is token x k + j of row i, or k t for padding. slots: [t, k]
-    int64, the row of token x k + j, or a number behind the last row. Where tokens are gathered, the routes alone have
+    int64, the row of token x k + j, or a number behind the last row. Where DeepEP sends tokens, the routes alone have
     both.
     """
 
     chosen: Tensor
     order: Tensor | None
     slots: Tensor | None
-    routes: Routes | GatheredRoutes
+    routes: ExpertRows
 
 
 class KeptRouting:
@@ -329,7 +207,7 @@ class KeptRouting:
     def __init__(self) -> None:
         self.routing: Routing | None = None
         self.is_reused = False
-        self._routes: Routes | GatheredRoutes | None = None
+        self._routes: ExpertRows | None = None
         self._is_there: list[bool] = []  # each tensor of a routing, of which it has not all
 
     def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:

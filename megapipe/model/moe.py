@@ -1,8 +1,7 @@
 """`MoE`: a mixture of experts in place of a layer's MLP (Shazeer et al. 2017, arXiv:1701.06538).
 
     router    [t, h] -> weights and numbers of the k experts of each token, both [t, k]
-    dispatch  k copies of each token, in the order of experts, to the ranks of their experts (model/dispatch.py);
-              with --moe-token-dispatcher-type allgather all tokens to all ranks
+    dispatch  k copies of each token, in the order of experts, to the ranks of their experts (model/dispatch.py)
     experts   (weight x act(x W1^T)) W2 for the rows of each expert, whose weights travel with them
     combine   sum over j < k of result[j]; the order of its terms does not depend on the grid's ranks
 
@@ -32,7 +31,7 @@ from megapipe.layers.distinct_nodes import num_pairs
 from megapipe.layers.moe import expert_capacity, rows_of_capacity
 from megapipe.model.context import LayerContext, Unit
 from megapipe.model.deep_ep import DeepRoutes
-from megapipe.model.dispatch import GatheredRoutes, KeptRouting, Routes, Routing, rows_by_expert
+from megapipe.model.dispatch import KeptRouting, Routes, Routing, rows_by_expert
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP
 from megapipe.model.mlp import formulas as activation_formulas
@@ -81,8 +80,7 @@ class MoE(nn.Module):
         self.router = Router(model, tp, factory.experts.dp, factory.experts.cp)
         self.experts = ExpertWeights(layer, factory)
         self.groups = factory.experts
-        self.gathers = model.moe_token_dispatcher_type == "allgather"
-        self.copies_there = self.gathers or self.groups.deep_ep is not None  # not before tokens are sent
+        self.copies_there = self.groups.deep_ep is not None  # not before tokens are sent
         self.places = Elements([Segment("places", Places(model), self._tokens)])
         self.by_expert = Elements([Segment("rows_by_expert", rows_by_expert, has_rows=True)])
         self.permuted = Elements([Segment("permuted", permuted, has_rows=True)])
@@ -117,7 +115,7 @@ class MoE(nn.Module):
             return x if shared is not None else tensor_of(x).shape
 
         yield Operator("router", lambda context, x: (seen(x), *self.route(x, context)))
-        yield Operator("dispatch", _dispatched if self.groups.deep_ep is None else _sent, SENT)
+        yield Operator("dispatch", _sent if self.copies_there else _dispatched, SENT)
         if self.copies_there:
             yield from self.experts.elements
             yield Operator("combine", lambda context, routing, rows: routing.routes.combine(rows), ROWS)
@@ -139,7 +137,7 @@ class MoE(nn.Module):
         """Return the routing, and the weights [n] and rows [n, h] to dispatch. x: [s, b, h].
 
         Without capacities and padding n = k t. Exchanges the numbers of rows, and waits for them, unless all experts
-        get as many. Where tokens are gathered they are not copied yet: weights [t, k] and tokens [t, h].
+        get as many. Where DeepEP sends tokens they are not copied yet: weights [t, k] and tokens [t, h].
         """
         weights, routing = self._decide(x, context)
         if self.copies_there:
@@ -155,21 +153,13 @@ class MoE(nn.Module):
             assert kept.routing is not None
             return weights, kept.routing
         padding = router.padding(context, len(chosen))
-        if self.gathers:
-            # padding chooses an expert behind the last one, which no rank has
-            experts = chosen if padding is None else chosen.masked_fill(padding.reshape(-1, 1), router.num_experts)
-            rows = experts.flatten()
-            load = rows.new_zeros(router.num_experts + 1).scatter_add_(0, rows, torch.ones_like(rows))[:-1]
-            gathered, capacity = GatheredRoutes.of(experts, router.num_experts, self.groups), None
-            routing = Routing(chosen, None, None, gathered)
+        capacity = router.capacity(chosen.shape[0], padding)
+        load, kept_load, order, slots = run_branch(self.places, (chosen, weights.detach()), context)
+        if self.copies_there:
+            sent = chosen.masked_fill(slots >= kept_load.sum(), -1)
+            routing = Routing(chosen, None, None, DeepRoutes.unsent(sent, router.num_experts, self.groups))
         else:
-            capacity = router.capacity(chosen.shape[0], padding)
-            load, kept_load, order, slots = run_branch(self.places, (chosen, weights.detach()), context)
-            if self.groups.deep_ep is None:
-                routing = Routing(chosen, *self._routes(order, slots, kept_load, context))
-            else:
-                sent = chosen.masked_fill(slots >= kept_load.sum(), -1)
-                routing = Routing(chosen, None, None, DeepRoutes.unsent(sent, router.num_experts, self.groups))
+            routing = Routing(chosen, *self._routes(order, slots, kept_load, context))
         if context.dropout_key is not None:
             router.record(context.unit, load, capacity)
         if kept is not None:
@@ -792,6 +782,7 @@ class _BiasGradients(QueuedGradient):
 
 def _dispatched(context: LayerContext, routing: Routing, weights: Tensor, rows: Tensor) -> tuple[Any, ...]:
     """Return the routing, and the weights and rows that the ranks of ep send to this one."""
+    assert isinstance(routing.routes, Routes)
     return routing, *routing.routes.dispatch(weights, rows)
 
 

@@ -79,11 +79,11 @@ class NodeRoutes(Routes):
         order, inverse = rows_by_expert(places, everywhere, (3, 0, 2, 1))
         return cls(
             groups,
+            expert_rows,
+            ends_of(expert_rows, counts),
             tuple(sent.tolist()),
             tuple(received.tolist()),
             tuple(of[3].sum((1, 2, 3)).tolist()),
-            expert_rows,
-            ends_of(expert_rows, counts),
             order,
             inverse,
             pairs_sent=to,
@@ -114,11 +114,11 @@ class NodeRoutes(Routes):
         first, here, whole = (like.new_empty(count) for count in (num_pairs, num_rows, num_rows * etp))
         return cls(
             groups,
+            expert_rows,
+            ends_of(expert_rows, like),
             rows,
             rows,
             (num_rows,) * etp,
-            expert_rows,
-            ends_of(expert_rows, like),
             whole,
             torch.empty_like(whole),
             pairs_sent=pairs,

@@ -140,9 +140,8 @@ def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks)
     """Return the seconds of moving a microbatch's rows, with their weights, to the ranks of their experts, and back;
     and those of exchanging the numbers of rows first, which only a forward does.
 
-    etp adds a gather of the rows of all ranks that share an expert, or the sum of their results. If tokens are
-    gathered: the gather, a ring, and the sum, by an all-to-all; and the gather of their experts. If a token goes once
-    to a node: the exchange between nodes and then that within one, each at its link's rate.
+    etp adds a gather of the rows of all ranks that share an expert, or the sum of their results. If a token
+    goes once to a node: the exchange between nodes and then that within one, each at its link's rate.
     """
     # of the fullest rank, which receives more than it sends
     rows, weights = part.imbalance * part.row_bytes(shape), part.imbalance * part.num_rows(shape) * shape.wide
@@ -152,17 +151,6 @@ def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks)
         passed = ring_bytes(num_bytes * shape.etp, shape.etp)
         return passed / links.etp.bytes_per_second + links.etp.latency_seconds if shape.etp > 1 else 0.0
 
-    if part.gathers:
-        slowest = links.network if shape.ep > links.inside else links.node
-
-        def gather(of_token: int) -> float:
-            num_bytes = ring_bytes(part.gathered_tokens(shape) * of_token, shape.ep)
-            ring = num_bytes / slowest.bytes_per_second + slowest.latency_seconds if shape.ep > 1 else 0.0
-            return ring + shared(shape.own_tokens * of_token)
-
-        token, chosen = part.model.hidden_size * shape.element, part.model.moe_router_topk
-        back = links.exchange(part.gathered_tokens(shape) * token) + shared(shape.own_tokens * token)
-        return gather(token + chosen * shape.wide) + back, gather(chosen * INDEX_BYTES)
     if shape.has_levels:
         over = {"ep_nodes": links.network, "ep_places": links.node, "etp": links.etp}
         steps = [(over[name], *sent) for name, sent in part.sent_bytes(shape).items() if name != "etp" or shape.etp > 1]

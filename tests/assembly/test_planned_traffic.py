@@ -205,23 +205,6 @@ GRIDS |= {
         ("layernorm", "shared_experts"),
     )
 }
-GATHERED = EXPERTS | {"moe_token_dispatcher_type": "allgather", "moe_router_force_load_balancing": False}
-GRIDS |= {
-    "experts_gathered_ep4_zero1": (4, GATHERED | ZERO1 | {"expert_model_parallel_size": 4}),
-    "experts_gathered_tp2_ep2_etp2_again": (
-        4,
-        GATHERED
-        | TP2
-        | SP
-        | {"expert_model_parallel_size": 2, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
-    ),
-    "experts_gathered_ep2_etp2_full_recompute": (
-        4,
-        GATHERED
-        | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-        | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
-}
 ONCE = EXPERTS | {"moe_token_dispatcher_type": "flex", "ranks_per_node": 2, "expert_model_parallel_size": 4}
 ONCE |= {"num_experts": 8}
 GRIDS |= {

@@ -1161,6 +1161,10 @@ def test_every_rule_is_broken_by_a_case() -> None:
             "--recompute-modules mlp has no effect: every layer has experts, for which there are moe and moe_act",
         ),
         (
+            "--num-experts 4 --moe-token-dispatcher-type allgather --moe-expert-capacity-factor 1",
+            "--moe-token-dispatcher-type allgather runs as alltoall: the same results up to rounding",
+        ),
+        (
             "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
             "--moe-router-load-balancing-type sinkhorn balances each rank's tokens: results depend on "
             "--tensor-model-parallel-size, --context-parallel-size and --micro-batch-size",

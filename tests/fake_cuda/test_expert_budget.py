@@ -98,7 +98,6 @@ WAITS: dict[str, tuple[dict[str, Any], int]] = {
     "one expert after the other": ({"moe_grouped_gemm": False}, 1),
     "full recompute": (FULL, 1),
     "moe recomputed": (selective("moe"), 1),
-    "gathered": ({"moe_token_dispatcher_type": "allgather"}, 1),
     "capacity": (DROPPING, 1),
     "capacity by position": (DROPPING | {"moe_token_drop_policy": "position"}, 1),
     "padded": (DROPPING | {"moe_pad_expert_input_to_capacity": True}, 0),

@@ -45,7 +45,6 @@ EXPERTS = {
     "add_bias_linear": False,
 }
 PARTS = PP2 | EXPERTS | {"overlap_moe_expert_parallel_comm": True, "num_layers": 4, "global_batch_size": 8}
-GATHERED = {"moe_token_dispatcher_type": "allgather"}
 PADDED = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 ONCE = {"moe_token_dispatcher_type": "flex", "ranks_per_node": 2, "expert_model_parallel_size": 4, "num_experts": 8}
 CP2 = {"context_parallel_size": 2, "cp_comm_type": ("p2p",)}
@@ -113,7 +112,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         EXPERTS | ZERO3 | UNITS | {"mtp_num_layers": 1, "position_embedding_type": "rope"},
     ),
     "experts_padded_grouped_zb_h1": (4, PP2 | EXPERTS | PADDED | EIGHT | schedule("zb-h1", moe_grouped_gemm=True)),
-    "experts_gathered_sp2": (4, SP2 | EXPERTS | GATHERED),
     "experts_once_to_a_node_added_there": (4, EXPERTS | ONCE | {"moe_combine_in_node": True}),
     "experts_once_to_a_node_in_parts": (8, PARTS | ONCE | schedule("dualpipe-v", global_batch_size=16)),
     "experts_in_parts_zero3": (4, PARTS | ZERO3 | UNITS | schedule("dualpipe-v")),

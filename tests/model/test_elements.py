@@ -28,7 +28,6 @@ CASES: dict[str, dict[str, Any]] = {
     "latent attention, core recomputed too": LATENT | UP | {"recompute_modules": ("mla_up_proj", "core_attn")},
     "experts": EXPERTS,
     "shared experts": EXPERTS | {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
-    "gathered experts": EXPERTS | {"moe_token_dispatcher_type": "allgather"},
 }
 # elements that keep and multiply nothing, or are counted with the linear after them: no operation of a table
 UNCOUNTED = {"heads", "add", "latent", "q_layernorm", "kv_layernorm", "rows", "results", "sums", "output"}

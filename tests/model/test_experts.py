@@ -196,11 +196,7 @@ SKEWED: dict[str, tuple[int, dict[str, Any]]] = {
     "ep4-zero": (4, {"ep": 4} | ZERO),
     "tp2-ep2-etp2": (4, {"tp": 2, "ep": 2}),
     "ep2-zero-bubble": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"}),
-    "ep4-gathered": (4, {"ep": 4, "moe_token_dispatcher_type": "allgather"} | ZERO),
-    "tp2-ep2-etp2-gathered-again": (
-        4,
-        {"tp": 2, "ep": 2, "moe_token_dispatcher_type": "allgather"} | again("moe"),
-    ),
+    "tp2-ep2-etp2-again": (4, {"tp": 2, "ep": 2} | again("moe")),
 }
 
 
@@ -224,6 +220,15 @@ def test_all_tokens_may_go_to_one_expert(name: str, rank_pools: Callable[[int], 
     norm, loss, _ = rank_pools(1).run(one_step, common, (2,))[0]
     for rank_norm, rank_loss, _ in rank_pools(world_size).run(one_step, options | common, (2,)):
         assert (rank_norm, rank_loss) == (pytest.approx(norm, rel=1e-12), pytest.approx(loss, rel=1e-12))
+
+
+def test_megatrons_default_dispatcher_runs_as_all_to_alls(rank_pools: Callable[[int], RankPool]) -> None:
+    options = {"ep": 2, "moe_expert_capacity_factor": 1.0, "global_batch_size": 8}
+    plain, named = (
+        rank_pools(2).run(one_step, options | {"moe_token_dispatcher_type": kind}, None)
+        for kind in ("alltoall", "allgather")
+    )
+    assert plain == named
 
 
 NORMS = {"tp2-ep4": (4, {"tp": 2, "ep": 4, "etp": 1}), "tp4-etp2-ep2": (4, {"tp": 4, "ep": 2, "etp": 2} | ZERO)}
@@ -275,16 +280,6 @@ def test_a_step_with_grouped_gemms_equals_one_without(
 
 
 REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
-    "gathered-capacity": (
-        1,
-        {"moe_token_dispatcher_type": "allgather", "moe_expert_capacity_factor": 1.0},
-        "allgather with --moe-expert-capacity-factor: every token goes to every rank",
-    ),
-    "gathered-in-parts": (
-        2,
-        {"ep": 2, "overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "allgather"},
-        "allgather with --overlap-moe-expert-parallel-comm: only all-to-alls run under",
-    ),
     "moe-without-experts": (1, again("moe", num_experts=None), "moe recomputes nothing: no layer has experts"),
     "no-shared": (1, again("shared_experts"), "shared_experts recomputes nothing: there are none"),
     "no-dense-activation": (1, again("activation"), "activation recomputes nothing: .* use moe_act"),

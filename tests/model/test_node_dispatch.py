@@ -163,7 +163,7 @@ def moved(rank: int, world_size: int, per_node: int, options: dict[str, Any]) ->
     there, back = rows_by_expert(torch.arange(sum(plain.gathered)), plain.arrived)
     kinds = {
         "plain": Routes(
-            plain.groups, plain.sent, plain.received, plain.gathered, plain.expert_rows, plain.ends, there, back
+            plain.groups, plain.expert_rows, plain.ends, plain.sent, plain.received, plain.gathered, there, back
         ),
         "nodes": NodeRoutes.of_slots(counts, slots, groups),
         "sums": NodeRoutes.of_slots(counts, slots, groups, adds_in_node=True),

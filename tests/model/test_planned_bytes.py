@@ -290,8 +290,6 @@ EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "weights on inputs": EXPERTS | {"moe_apply_probs_on_input": True},
     "weights on inputs, biases": EXPERTS
     | {"moe_apply_probs_on_input": True, "add_bias_linear": True, "moe_shared_expert_intermediate_size": 12},
-    "weights on inputs, gathered": EXPERTS
-    | {"moe_apply_probs_on_input": True, "moe_token_dispatcher_type": "allgather"},
     "sigmoid scaled": EXPERTS | {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
     "losses": EXPERTS | {"moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.1},
     "losses of sequences, sigmoid": EXPERTS
@@ -303,7 +301,6 @@ EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "biases, relu": EXPERTS | {"add_bias_linear": True, "activation": "relu"},
     "norms around, dropout": GPT2 | {"num_experts": 4, "norm_position": "around", "hidden_dropout": 0.1},
     "norms after": GPT2 | {"num_experts": 4, "norm_position": "after"},
-    "gathered, sigmoid": EXPERTS | {"moe_token_dispatcher_type": "allgather", "moe_router_score_function": "sigmoid"},
     "padded": EXPERTS | {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
 }
 OF_EXPERTS = [("moe",), ("layernorm", "moe"), ("core_attn", "moe"), ("moe_act",), ("moe_act", "shared_experts")]

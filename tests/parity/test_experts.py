@@ -73,7 +73,6 @@ GPT_OSS = {
     "window_size": 4,
     "window_attn_skip_freq": "2",
 }
-GATHERED = {"moe_token_dispatcher_type": "allgather"}
 SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -94,7 +93,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v", "moe_layer_freq": "2"} | ONE | FULL,
     ),
-    "sinkhorn, gathered, ep 2 etp 2 pp 2": (8, {"tp": 2, "ep": 2, "pp": 2} | GATHERED | ONE | SHARED),
+    "sinkhorn, ep 2 etp 2 pp 2": (8, {"tp": 2, "ep": 2, "pp": 2} | ONE | SHARED),
     "one rank": (1, {}),
     "a group's score by two experts, weights as they are, ep 2": (
         2,
@@ -110,9 +109,9 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h1", "add_bias_linear": True, "moe_apply_probs_on_input": True}
         | DROPS,
     ),
-    "weights on inputs, gathered, again, ep 2 etp 2": (
+    "weights on inputs, again, ep 2 etp 2": (
         4,
-        {"tp": 2, "ep": 2, "moe_apply_probs_on_input": True} | GATHERED | SHARED | again("moe_act", "layernorm"),
+        {"tp": 2, "ep": 2, "moe_apply_probs_on_input": True} | SHARED | again("moe_act", "layernorm"),
     ),
     "norms of heads after rotation, tp 2 ep 2": (
         4,
@@ -176,10 +175,9 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | SHARED
         | again("layernorm", "shared_experts"),
     ),
-    "norms and activations again, gathered, ep 4 of tp 2 dp 2, biases, norms around": (
+    "norms and activations again, ep 4 of tp 2 dp 2, biases, norms around": (
         4,
         {"tp": 2, "ep": 4, "etp": 1, "add_bias_linear": True, "norm_position": "around", "hidden_dropout": 0.2}
-        | GATHERED
         | SHARED
         | again("core_attn", "layernorm", "moe_act"),
     ),
@@ -188,21 +186,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         {"tp": 2, "ep": 2, "etp": 1, "pp": 2, "chunks": 2, "moe_layer_freq": "2"}
         | SHARED
         | again("activation", "moe_act"),
-    ),
-    "gathered, one rank": (1, GATHERED | SHARED | again("moe")),
-    "gathered, ep 2 etp 2 pp 2 zero bubble, experts again": (
-        8,
-        {"tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | GATHERED | BIAS | ZERO | SHARED | again("moe"),
-    ),
-    "gathered, ep 4 of tp 2 dp 2, biases of linears": (
-        4,
-        {"tp": 2, "ep": 4, "etp": 1, "add_bias_linear": True} | GATHERED | SIGMOID | EVERY_LOSS | ZERO,
-    ),
-    "gathered, etp 2 of dp 4, full recompute": (4, {"etp": 2, "ep": 2} | GATHERED | ZERO | FULL),
-    "gathered, ep 2 pp 2 dualpipe": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe"} | GATHERED | BIAS),
-    "gathered, ep 4 etp 2 of dp 8, norms around, activation again": (
-        8,
-        {"ep": 4, "etp": 2, "norm_position": "around", "hidden_dropout": 0.2} | GATHERED | ZERO | again("moe_act"),
     ),
     "memory budget, ep 2 pp 2 zero bubble": (
         4,
@@ -288,9 +271,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "sharded weights, ep 2 pp 2 dualpipe": (
         4,
-        {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe", "untie_embeddings_and_output_weights": True}
-        | ZERO3
-        | GATHERED,
+        {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe", "untie_embeddings_and_output_weights": True} | ZERO3,
     ),
     "sharded weights, ep 2 of tp 2 dp 2 breadth-first, Muon": (
         4,

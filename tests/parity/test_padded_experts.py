@@ -19,7 +19,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.train.step import ExpertReport, TrainStep
 from tests.harness import RankPool
 from tests.parity.comparison import plan_differences
-from tests.parity.test_experts import BIAS, DROPS, EVERY_LOSS, FULL, GATHERED, MODEL, PADS, SHARED, SIGMOID, ZERO, again
+from tests.parity.test_experts import BIAS, DROPS, EVERY_LOSS, FULL, MODEL, PADS, SHARED, SIGMOID, ZERO, again
 from tests.tiny import make_config
 
 CHATS = {
@@ -33,7 +33,6 @@ PREDICTS = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
 KINDS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "sigmoid, groups, bias, shared": BIAS | SHARED,
-    "gathered, bias": BIAS | GATHERED,
     "drops by weight": DROPS,
     "drops by position": DROPS | {"moe_token_drop_policy": "position"},
     "rows padded to the capacity": PADS,
@@ -50,7 +49,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "experts again, cp 2 ep 2, bias": (4, {"context_parallel_size": 2, "ep": 2} | BIAS | again("moe", "layernorm")),
     "full recompute, tp 2 cp 2 ep 4": (4, {"tp": 2, "context_parallel_size": 2, "ep": 4, "etp": 1} | EVERY_LOSS | FULL),
-    "gathered, tp 2 ep 4 of dp 2": (4, {"tp": 2, "ep": 4, "etp": 1} | GATHERED | SIGMOID | EVERY_LOSS),
     # so many tokens that no two conversations begin with the same one: rounding would decide which of these is dropped
     "drops by weight, tp 2 pp 2": (4, {"tp": 2, "ep": 2, "etp": 1, "pp": 2, "vocab_size": 4096} | DROPS | BIAS),
     "drops by position, ep 2 pp 2 interleaved": (

@@ -35,17 +35,17 @@ def experts_of(plan: RunPlan) -> list[MoETable]:
     return [layer.experts for layer in plan.model.layers if layer.experts is not None]
 
 
-@given(st.floats(1.0, 4.0), st.sampled_from(("alltoall", "allgather")))
+@given(st.floats(1.0, 4.0))
 @settings(max_examples=15, deadline=None)
-def test_the_fullest_rank_multiplies_and_exchanges_so_many_times_the_rows(imbalance: float, dispatcher: str) -> None:
-    even = plan_of(4, moe_token_dispatcher_type=dispatcher, **WIDE)
+def test_the_fullest_rank_multiplies_and_exchanges_so_many_times_the_rows(imbalance: float) -> None:
+    even = plan_of(4, **WIDE)
     plan, links = loaded(even, imbalance), expert_links(even, H100)
     assert links is not None
     (part, *_), (same, *_) = experts_of(plan), experts_of(even)
     rows = even.shape.own_tokens * 2
     assert part.arrived_rows(plan.shape) == pytest.approx(imbalance * rows, abs=1)
     messages = [expert_message_seconds(each, plan.shape, links)[0] for each in (part, same)]
-    assert messages[0] >= messages[1] and (dispatcher == "alltoall" or messages[0] == messages[1])
+    assert messages[0] >= messages[1]
     for op in (Op.F, Op.B):
         assert stage_seconds(plan, H100)[0].of(op) >= stage_seconds(even, H100)[0].of(op)
     memory = [all_rank_memory(each)[0].items["activations"] for each in (plan, even)]

@@ -51,18 +51,15 @@ def test_an_all_to_all_takes_as_long_as_the_slower_of_node_and_network() -> None
     st.sampled_from((1, 2)),
     st.sampled_from((1, 2, 4, 8)),
     st.sampled_from(("", "full", "moe")),
-    st.sampled_from(("alltoall", "allgather")),
 )
 @settings(max_examples=40, deadline=None)
-def test_messages_within_a_node_take_their_bytes_over_its_links(
-    ep: int, etp: int, dp: int, replay: str, dispatcher: str
-) -> None:
+def test_messages_within_a_node_take_their_bytes_over_its_links(ep: int, etp: int, dp: int, replay: str) -> None:
     tp = 2
     if tp * dp % (ep * etp):
         return
     again = {"recompute_granularity": "selective", "recompute_modules": ("moe",)}
     recompute: dict[str, Any] = {"": {}, "full": FULL, "moe": again}[replay]
-    plan = plan_of(tp * dp, tp=tp, sp=True, ep=ep, etp=etp, moe_token_dispatcher_type=dispatcher, **recompute)
+    plan = plan_of(tp * dp, tp=tp, sp=True, ep=ep, etp=etp, **recompute)
     (stage,) = stage_seconds(plan, dataclasses.replace(H100, node=Link(1e9, 0.0)))
     layer = plan.model.layers[0]
     sent = sum(layer_expert_bytes(plan, layer).values())

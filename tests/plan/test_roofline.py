@@ -184,10 +184,9 @@ CASES: dict[str, tuple[int, str, set[str], set[str]]] = {
         {"layer", "layer with experts", "layer of multi-token prediction with experts"},
         {"ep"},
     ),
-    "experts gathered, dualpipe": (
+    "experts, dualpipe": (
         4,
-        f"{EXPERTS} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipe "
-        "--moe-token-dispatcher-type allgather",
+        f"{EXPERTS} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule dualpipe",
         {"layer with experts"},
         {"ep"},
     ),

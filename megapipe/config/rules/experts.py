@@ -97,19 +97,11 @@ def balance(config: Config) -> Iterator[str]:
 
 
 def dispatcher(config: Config) -> Iterator[str]:
-    """Check what cannot be combined with tokens that are gathered, or sent once to a node."""
-    model, flag = config.model, f"--moe-token-dispatcher-type {config.model.moe_token_dispatcher_type}"
+    """Check what cannot be combined with tokens that are sent once to a node."""
+    model = config.model
     if model.moe_token_dispatcher_type == "flex" and model.moe_pad_expert_input_to_capacity:
-        rule = "padding belongs to no token that could be sent once to a node"
+        flag, rule = "--moe-token-dispatcher-type flex", "padding belongs to no token that could be sent once to a node"
         yield f"{flag} with --moe-pad-expert-input-to-capacity: {rule}; use alltoall, or leave one of the two out"
-    if model.num_experts is None or model.moe_token_dispatcher_type != "allgather":
-        return
-    if model.moe_expert_capacity_factor is not None:
-        rule = "every token goes to every rank, and none is dropped"
-        yield f"{flag} with --moe-expert-capacity-factor: {rule}; use alltoall, or leave one of the two out"
-    if config.parallel.overlap_moe_expert_parallel_comm:
-        rule = "only all-to-alls run under the computation of another microbatch"
-        yield f"{flag} with --overlap-moe-expert-parallel-comm: {rule}; use alltoall, or leave one of the two out"
 
 
 def recompute(config: Config) -> Iterator[str]:
@@ -160,6 +152,8 @@ def remarks(config: Config) -> Iterator[str]:
     model, asked = config.model, config.recompute
     if model.num_experts is None:
         return
+    if model.moe_token_dispatcher_type == "allgather":
+        yield "--moe-token-dispatcher-type allgather runs as alltoall: the same results up to rounding"
     score, coefficients = model.moe_router_score_function, model.moe_aux_loss_coeff
     if model.has_sinkhorn:
         sizes = "--tensor-model-parallel-size, --context-parallel-size and --micro-batch-size"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megapipe.comm.groups import ExpertGroups
 from megapipe.model import dispatch
-from megapipe.model.dispatch import GatheredRoutes, Routes
+from megapipe.model.dispatch import Routes
 from megapipe.model.node_dispatch import NodeRoutes
 
 
@@ -25,7 +25,7 @@ def rows_of_experts() -> Iterator[None]:
 
     The tensor is read, too, so that whoever watches the device sees the host wait for it.
     """
-    routes, gathered, to_nodes, read = Routes.of, GatheredRoutes.of, NodeRoutes.of_slots, dispatch.to_host
+    routes, to_nodes, read = Routes.of, NodeRoutes.of_slots, dispatch.to_host
     expected: list[int] = []  # what the device would say next
 
     def routes_of(counts: Tensor, num_rows: int, groups: ExpertGroups) -> Routes:
@@ -43,12 +43,6 @@ def rows_of_experts() -> Iterator[None]:
         expected[:] = own + pairs + here * nodes + of_rank * (groups.ep.size * groups.etp.size)
         return to_nodes(counts, slots, groups, adds_in_node)
 
-    def gathered_of(chosen: Tensor, num_experts: int, groups: ExpertGroups) -> GatheredRoutes:
-        held, total = num_experts // groups.ep.size, chosen.numel() * groups.ep.size * groups.etp.size
-        here = even_rows(total, num_experts)[groups.ep.rank * held :][:held]
-        expected[:] = [*here, total - sum(here)]
-        return gathered(chosen, num_experts, groups)
-
     def to_host(numbers: Tensor) -> list[int]:
         found = read(numbers)
         if len(found) != len(expected):
@@ -57,7 +51,6 @@ def rows_of_experts() -> Iterator[None]:
 
     with (
         patch.object(Routes, "of", routes_of),
-        patch.object(GatheredRoutes, "of", gathered_of),
         patch.object(NodeRoutes, "of_slots", routes_to_nodes),
         patch.object(dispatch, "to_host", to_host),
     ):

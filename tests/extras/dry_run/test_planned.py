@@ -51,7 +51,6 @@ SINKS = {"softmax_type": "learnable"}
 PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope"}
 WIDE_EXPERTS = EXPERTS | {"num_experts": 8, "moe_router_topk": 4, "moe_layer_freq": None}
 ONCE = WIDE_EXPERTS | {"moe_token_dispatcher_type": "flex", "ranks_per_node": 2, "expert_model_parallel_size": 4}
-GATHERED = {"moe_token_dispatcher_type": "allgather"}
 CP2 = {"context_parallel_size": 2}
 CAPPED = {"final_logit_softcapping": 30.0}
 ZB_H1 = {"pipeline_schedule": "zb-h1"}
@@ -118,16 +117,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "experts_once_to_a_node_added_there": (4, ONCE | {"moe_combine_in_node": True}),
     "experts_once_to_a_node_again_zero1_bf16": (4, ONCE | ZERO1 | selective("moe") | {"dtype": "bf16"}),
     "experts_once_to_a_node_pp2_zb_h1": (8, ONCE | PP2 | ZB_H1),
-    "experts_gathered_ep4": (4, WIDE_EXPERTS | GATHERED | {"expert_model_parallel_size": 4}),
-    "experts_gathered_sp2_dp2_bf16": (4, WIDE_EXPERTS | SP2 | GATHERED | {"dtype": "bf16"}),
-    "experts_gathered_top2_ep8_again": (
-        8,
-        EXPERTS | GATHERED | selective("moe") | {"num_experts": 8, "expert_model_parallel_size": 8},
-    ),
-    "experts_gathered_pp2_zb_h1_again": (
-        4,
-        WIDE_EXPERTS | PP2 | GATHERED | selective("moe", "layernorm") | {"pipeline_schedule": "zb-h1"},
-    ),
     "experts_offload_pp2": (4, WIDE_EXPERTS | OFFLOAD | PP2),
     "experts_narrow_state_dp2_zero1": (2, NARROW | EXPERTS | ZERO1),
     "experts_budget_of_05_bf16": (2, WIDE_EXPERTS | {"recompute_memory_budget": 0.5, "dtype": "bf16"}),
