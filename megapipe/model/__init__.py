@@ -7,7 +7,7 @@
     context             attention masks and rotary tables, built once per microbatch, shared by layers that are alike
     ring_attention      attention in blocks: rings of cp ranks (context_parallel), slices, sinks; partial_results sums
     segments            a layer as one list of segments and operators, which eager and compiled layers walk
-    mlp, norm           the MLP with its activations; LayerNorm, RMSNorm, and RMSNorm over all heads
+    mlp, moe, norm      the MLP; mixtures: router, permutation, dispatch, experts; norms, also over all heads
     layer_factory       builds linears, norms and attention from the kernels that the configuration chose
     recompute           activations that the backward computes again
 

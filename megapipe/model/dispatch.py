@@ -147,21 +147,6 @@ def ends_of(rows: tuple[int, ...], like: Tensor) -> Tensor:
     return ends.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else ends
 
 
-def rows_by_expert(places: Tensor, arrived: Tensor, dims: tuple[int, ...] = (1, 0)) -> tuple[Tensor, Tensor]:
-    """Return the order in which rows are expert by expert, for each expert in that of the ranks, and its inverse.
-
-    places: 0, 1, ..., one for each row. arrived: rows of each rank for each expert, in the order in which they arrive.
-    dims: those of `arrived` in the order that is wanted, the slowest first, if ranks have several or others come first.
-    """
-    sizes, turned = arrived.flatten(), arrived.permute(dims)
-    ends, turned_ends = sizes.cumsum(0), turned.flatten().cumsum(0)
-    # how far the rows of a rank for an expert move
-    shift = (ends - sizes).view_as(arrived).permute(dims) - (turned_ends.view(turned.shape) - turned)
-    order = places + shift.flatten()[torch.searchsorted(turned_ends, places, right=True)]
-    moved = shift.permute([dims.index(dim) for dim in range(arrived.ndim)]).flatten()
-    return order, places - moved[torch.searchsorted(ends, places, right=True)]
-
-
 def even_parts(total: int, parts: int) -> tuple[int, ...]:
     """Return equal parts of a total, the first ones larger by 1 where it does not divide."""
     return tuple((total + parts - 1 - index) // parts for index in range(parts))

@@ -25,7 +25,8 @@ from torch import Tensor
 from megapipe.comm.collectives import WithAdjoint, all_gather, all_to_all
 from megapipe.comm.groups import ExpertGroups
 from megapipe.model import dispatch
-from megapipe.model.dispatch import InFlight, Routes, ends_of, even_parts, exchange, rows_by_expert, start_exchange
+from megapipe.model.dispatch import InFlight, Routes, ends_of, even_parts, exchange, start_exchange
+from megapipe.model.permutation import rows_by_expert
 
 
 @dataclass(frozen=True, eq=False)

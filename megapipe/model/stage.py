@@ -63,8 +63,9 @@ from megapipe.model.context_parallel import ContextParallel
 from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits, scaled
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
-from megapipe.model.moe import MoE, Router
+from megapipe.model.moe import MoE
 from megapipe.model.recompute import RecomputedSegment, layer_groups, recomputed_modules
+from megapipe.model.router import Router
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
 from megapipe.tensor_parallel.fp8 import Fp8Gemms

@@ -29,8 +29,8 @@ from megapipe.config.config import convert
 from megapipe.config.layers import LayerConfig
 from megapipe.config.model import ModelConfig
 from megapipe.gpu.kernels import compiled
+from megapipe.model.experts import WeightedActivation
 from megapipe.model.mlp import COMPILED, formulas
-from megapipe.model.moe import WeightedActivation
 from megapipe.model.partial_results import merge_
 from megapipe.model.segments import Compiler, Segment
 from megapipe.optimizer.update_rule import adamw_pass

@@ -25,7 +25,7 @@ from megapipe.gpu.kernels import choose_kernels, describe_kernels
 from megapipe.layers.model import model_parameters
 from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes
-from megapipe.model.moe import OUTSIDE, Choice, Router, balanced_choice
+from megapipe.model.router import OUTSIDE, Choice, Router, balanced_choice
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, RowGroups

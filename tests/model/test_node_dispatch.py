@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.comm.groups import ExpertGroups
-from megapipe.model.dispatch import Routes, rows_by_expert
-from megapipe.model.moe import permuted
+from megapipe.model.dispatch import Routes
 from megapipe.model.node_dispatch import NodeRoutes, entries_of, pairs_of, passed_on, sums_of_rows
+from megapipe.model.permutation import permuted, rows_by_expert
 from megapipe.topology import Topology
 from tests.comm.ranks import groups_of
 from tests.harness import RankPool

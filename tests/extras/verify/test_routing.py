@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapipe.extras.verify.compare import OtherChoice
-from megapipe.model.moe import Choice
+from megapipe.model.router import Choice
 from tests.extras.verify.grids import compared
 from tests.harness import RankPool
 from tests.tiny import LLAMA, tiny_config
