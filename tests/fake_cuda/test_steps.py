@@ -1,4 +1,4 @@
-"""Configurations of most kinds take two steps on the fake device: right devices and dtypes, no waits, planned bytes."""
+"""Configurations of most kinds take two steps on the fake device: right devices and dtypes, no waits."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from typing import Any
 
 import pytest
 
-from megapipe.extras.dry_run.rank import STATE
 from tests.extras.dry_run.test_planned import BASES, CASES, ranks_at_ends
 from tests.fake_cuda.mistakes import PLANTED, PLANTED_IN_DISPATCH
 
 pytestmark = pytest.mark.timeout(300)
 Run = Callable[..., Any]
-CLOSE = 0.06  # of models of four layers; what is planned roughly weighs more than in the eight of test_planned
 # torch has no fused fp64 attention on CUDA; rows that are dropped are found by their values, which fake tensors lack
 NOT_HERE = {"fp64", "experts_dropped_sp2_dp2"}
-# two moments of the step take the same within 1 %; the plan's largest one has other units gathered than the count's
-TIES = {("zero3_units_offload", "gpt2"): {"gathered weights", "whole gradients"}}
 # what the host reads in a step, once its row is launched: the loss, and the norm with the health of all ranks
 HOST_READS = {"train/step.py:wait", "optimizer/gradients.py:wait"}
 NUMBERS_OF_ROWS = "model/dispatch.py:to_host"  # once in a layer whose experts take any number of rows
 
 
-@pytest.mark.parametrize("base", ["gpt2", "llama"])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_HERE])
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [(name, ("gpt2", "llama")[index % 2]) for index, name in enumerate(CASES) if name not in NOT_HERE],
+)
 def test_two_steps_keep_to_the_device(name: str, base: str, run: Run) -> None:
     world_size, changes = CASES[name]
     pp, tp = (changes.get(f"{axis}_model_parallel_size", 1) for axis in ("pipeline", "tensor"))
@@ -36,11 +34,6 @@ def test_two_steps_keep_to_the_device(name: str, base: str, run: Run) -> None:
     assert not seen.mixed_devices and not seen.pageable_copies
     takes_any = "num_experts" in changes and "moe_pad_expert_input_to_capacity" not in changes
     assert set(seen.host_reads) <= HOST_READS | ({NUMBERS_OF_ROWS} if takes_any else set())
-    state = [item for item in STATE if item not in TIES.get((name, base), ())]
-    assert {item: seen.counted_bytes[item] for item in state} == {
-        item: seen.planned_bytes.get(item, 0) for item in state
-    }
-    assert sum(seen.counted_bytes.values()) == pytest.approx(sum(seen.planned_bytes.values()), rel=CLOSE)
     if changes.get("dtype") == "bf16" and "fp8_format" not in changes:
         assert set(seen.product_dtypes) == {"bfloat16 bfloat16"}
 

@@ -1,4 +1,7 @@
-"""No race in any kind of step on the fake device, and one for every planted mistake. `order` says what is checked."""
+"""No race in any kind of step on the fake device, and one for every planted mistake. `order` says what is checked.
+
+test_recipes.py runs published combinations, which include the other kinds of context parallelism.
+"""
 
 from __future__ import annotations
 
@@ -117,16 +120,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "experts_in_parts_zero3": (4, PARTS | ZERO3 | UNITS | schedule("dualpipe-v")),
     "cp2_p2p_fp8_by_blocks": (2, CP2 | LLAMA | BLOCKS | {"hidden_size": 256, "seq_length": 64}),
     "cp4_p2p": (4, CP2 | {"context_parallel_size": 4}),
-    "cp2_all_gather_offload": (2, CP2 | OFFLOAD | {"cp_comm_type": ("all_gather",)}),
-    "cp2_a2a": (2, CP2 | {"cp_comm_type": ("a2a",)}),
-    "cp4_a2a_p2p": (
-        4,
-        {
-            "context_parallel_size": 4,
-            "cp_comm_type": ("a2a+p2p",),
-            "hierarchical_context_parallel_sizes": (2, 2),
-        },
-    ),
     "slices_zb_h1": (2, PP2 | schedule("zb-h1", pipe_sp_splits=2, attention_dropout=0.0)),
 }
 # plant -> the case in which it is made, and words of both places
