@@ -151,10 +151,7 @@ def test_missing_variables_are_named(name: str) -> None:
         ({**TORCHRUN, "LOCAL_RANK": "4"}, r"the local rank is 4, but it must be in 0 .. 3"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0"),
         ({**TORCHRUN, "OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS is 'many'"),
-        (
-            {key: value for key, value in SLURM.items() if key != "SLURM_LOCALID"},
-            "not SLURM_LOCALID; start each rank as a task of srun",
-        ),
+        ({key: value for key, value in SLURM.items() if key != "SLURM_LOCALID"}, "not SLURM_LOCALID"),
         ({**SLURM, "SLURM_STEP_NODELIST": ""}, "no SLURM_STEP_NODELIST; set MASTER_ADDR"),
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-08"}, r"SLURM_STEP_NODELIST is 'gpu\[07-08' in the environment"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "many"}, "expected something like"),

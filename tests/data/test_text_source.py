@@ -81,10 +81,7 @@ FAULTS = {
     "not-utf8": (b'{"text": "\xff"}', "c.jsonl line 7, byte 110: not UTF-8"),
     "half-a-character": (b'{"text": "\\ud800"}', "line 7, byte 100: an unpaired surrogate escape"),
     "deep": (b"[" * 100_000, "line 7, byte 100: not JSON"),
-    "many-digits": (
-        b'{"text": ' + b"9" * 5000 + b"}",
-        "line 7, byte 100: not JSON that can be read: Exceeds the limit",
-    ),
+    "many-digits": (b'{"text": ' + b"9" * 5000 + b"}", "line 7, byte 100: not JSON"),
 }
 
 

@@ -157,11 +157,7 @@ def test_ratios_are_formed_within_a_round(tools: Tools) -> None:
             "megapipe to plain: 0.960 [0.960, 0.960], at least 1.0: NOT MET",
         ),
         ({"megapipe": 0.25, "plain": 0.25, "transformers": 0.28}, False, "megapipe to transformers: 1.120"),
-        (
-            {"megapipe": 0.25, "plain": 0.25},
-            False,
-            "megapipe to transformers: NOT MEASURED, transformers did not run; at least 1.15",
-        ),
+        ({"megapipe": 0.25, "plain": 0.25}, False, "megapipe to transformers: NOT MEASURED, transformers did not run"),
     ],
     ids=["all", "goal", "gemm", "plain", "transformers", "absent"],
 )

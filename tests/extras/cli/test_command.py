@@ -161,10 +161,7 @@ def test_train_tokenizer_takes_what_preprocess_takes(tmp_path: Path, capsys: pyt
     [
         (["generate", "--load", "x", "--seed", "two"], "--seed two: expected a whole number"),
         (["generate", "--load", "x", "--top-p", "most"], "--top-p most: expected a number"),
-        (
-            ["convert", "x", "--to", "huggingface"],
-            "--to huggingface: choose hugging-face, megapipe, megatron or dcp; did",
-        ),
+        (["convert", "x", "--to", "huggingface"], "--to huggingface: choose hugging-face, megapipe, megatron or dcp"),
         (["generate", "--prompt", "x"], "the following arguments are required: --load; see --help"),
         (["convert", "x", "y", "z"], "unrecognized arguments: z; see --help"),
     ],

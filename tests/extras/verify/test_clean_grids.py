@@ -1,4 +1,7 @@
-"""Grids that combine all features equal one process, in fp64 and in their own dtypes."""
+"""Grids equal one process, in fp64 and in their own dtypes, with features that the ledger does not combine.
+
+tests/test_ledger.py compares its combinations in the same way.
+"""
 
 from __future__ import annotations
 
@@ -36,26 +39,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         | WIDE
         | {"chunks": 2, "global_batch_size": 6, "qk_layernorm": True, "num_query_groups": 1, "eod_mask_loss": True},
     ),
-    "multi-token prediction of documents": (
-        4,
-        "fp64",
-        LLAMA
-        | {"tp": 2, "sp": True, "pp": 2, "pipeline_schedule": "zb-h1", "mtp_num_layers": 2, "zero": True}
-        | {"eod_mask_loss": True, "reset_attention_mask": True, "reset_position_ids": True},
-    ),
-    "heads for positions in groups": (
-        8,
-        "fp64",
-        LLAMA
-        | {"tp": 2, "sp": True, "context_parallel_size": 4, "cp_comm_type": ("a2a+p2p",)}
-        | {"hierarchical_context_parallel_sizes": (2, 2), "num_query_groups": 4, "zero": True},
-    ),
     "ring of three": (3, "native", LLAMA | {"context_parallel_size": 3, "window_size": 5, "seq_length": 24}),
-    "slices": (
-        4,
-        "fp64",
-        LLAMA | {"pp": 4, "pipe_sp_splits": 3, "pipeline_schedule": "zb-h1", "num_layers": 4, "eod_mask_loss": True},
-    ),
     "two directions": (
         8,
         "fp64",
@@ -114,63 +98,6 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         LLAMA
         | {"tp": 4, "sp": True, "num_query_groups": 2, "optimizer": "muon", "muon_tp_mode": "distributed"}
         | {"attention_output_gate": True, "muon_nesterov": True, "muon_scale_mode": "unit_rms_norm"},
-    ),
-    "llama 4": (
-        8,
-        "fp64",
-        LLAMA
-        | {"tp": 2, "ep": 2, "pp": 2, "sp": True, "zero": True, "num_experts": 4, "moe_ffn_hidden_size": 64}
-        | {"moe_shared_expert_intermediate_size": 16, "moe_router_score_function": "sigmoid", "moe_router_topk": 1}
-        | {"moe_apply_probs_on_input": True, "qk_l2_norm": True, "no_rope_freq": "2", "nope_query_scale": 0.5}
-        | {"nope_query_scale_length": 3},
-    ),
-    "muon, experts": (
-        4,
-        "fp64",
-        LLAMA
-        | {"tp": 2, "ep": 2, "etp": 1, "sp": True, "zero": True, "num_experts": 4, "moe_ffn_hidden_size": 64}
-        | {"optimizer": "muon", "muon_tp_mode": "duplicated", "muon_coefficient_type": "simple"}
-        | {"muon_scale_mode": "shape_scaling", "ddp_bucket_size": 3000},
-    ),
-    "muon, two directions": (
-        8,
-        "fp64",
-        GPT2
-        | WIDE
-        | {"pipeline_schedule": "dualpipe", "global_batch_size": 12, "optimizer": "muon", "muon_tp_mode": "duplicated"}
-        | {"muon_no_split_qkv": True, "muon_extra_scale_factor": 0.2, "weight_decay": 0.3, "zero": True},
-    ),
-    "experts in parts": (
-        4,
-        "fp64",
-        LLAMA
-        | {"pp": 2, "chunks": 2, "ep": 2, "zero": True, "num_layers": 6, "moe_layer_freq": "[0]+[1]*5"}
-        | {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 16}
-        | {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
-    ),
-    "latent attention": (
-        4,
-        "fp64",
-        LLAMA
-        | {"tp": 2, "pp": 2, "sp": True, "zero": True, "num_query_groups": None, "kv_channels": None}
-        | {"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 24, "kv_lora_rank": 16}
-        | {"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12, "rope_scaling_type": "yarn"}
-        | {"yarn_mscale_all_dim": 1.0, "pipeline_schedule": "zb-h1", "attention_dropout": 0.1},
-    ),
-    "experts, latent attention and a ring": (
-        4,
-        "fp64",
-        LLAMA
-        | {"tp": 2, "context_parallel_size": 2, "ep": 4, "etp": 1, "sp": True, "zero": True, "seq_length": 16}
-        | {"num_query_groups": None, "kv_channels": None, "multi_latent_attention": True, "q_lora_rank": 24}
-        | {"kv_lora_rank": 16, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12, "num_experts": 8}
-        | {"moe_ffn_hidden_size": 64, "moe_expert_capacity_factor": 1.0, "moe_aux_loss_coeff": (0.1,)}
-        | {"moe_router_load_balancing_type": ("seq_aux_loss",)},
-    ),
-    "attention sinks and shared heads": (
-        4,
-        "fp64",
-        LLAMA | {"context_parallel_size": 4, "cp_comm_type": ("a2a",), "softmax_type": "learnable", "seq_length": 16},
     ),
     "many norms after branches": (1, "fp64", LLAMA | {"norm_position": "after", "num_layers": 24}),
     "bf16, norms around branches": (1, "native", LLAMA | {"norm_position": "around", "num_layers": 6, "dtype": "bf16"}),
