@@ -23,12 +23,12 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.data.dataset import SyntheticDataset
 from megapipe.environment import read_environment
-from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.extras.dry_run.rank import ReadBatch, count_rank, count_step
 from megapipe.extras.dry_run.run import difference_text
 from megapipe.formatting import bytes_text
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.run_plan import RunPlan
+from megapipe.trace.meta import LiveBytes
 
 SIZES = (
     "--num-layers 8 --hidden-size 192 --num-attention-heads 8 --seq-length 256 --vocab-size 4000 --micro-batch-size 2"

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megapipe.assembly.compose import DrawSlice, communicators, compose_stage, parameter_dtype
-from megapipe.assembly.parts import part_runners
 from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.shard import TensorBox, tensor_box
@@ -36,6 +35,7 @@ from megapipe.pipeline.deliveries import deliveries_for
 from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, StageGraphs
 from megapipe.pipeline.offload import Offload
+from megapipe.pipeline.parts import part_runners
 from megapipe.pipeline.stage import LossFunction, Stage, StageRunner
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Op

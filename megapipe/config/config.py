@@ -106,7 +106,8 @@ class ResolvedConfig(Config):
 
 def convert(section_type: type[Section], section: object, **changes: Any) -> Section:
     """Return a section, or a whole configuration, as its resolved type (or back), with some values changed."""
-    return section_type(**vars(section) | changes)
+    given = {one.name: getattr(section, one.name) for one in dataclasses.fields(section)}  # type: ignore[arg-type]
+    return section_type(**given | changes)
 
 
 @cache

@@ -1,41 +1,6 @@
 """`GPTStage`: the part of a GPT that one pipeline stage holds on one tp rank.
 
-What a layer saves for the backward on one rank, in elements of the model's dtype unless said otherwise (fp32+: at
-least fp32). T = b s tokens; t = T, with sequence parallelism T / tp. H hidden; F, Q, K = ffn, heads x head_dim,
-key/value heads x head_dim, divided by tp (K: at least one head). "unless x": not if --recompute-modules names x.
-
-    2 t H                   residual stream, the inputs of the two branches
-    2 t x (1 or 2) fp32+    norms before them: statistics, RMSNorm 1, LayerNorm 2   (the second not with both layernorm
-                            and mlp)
-    2 t H                   their outputs, the inputs of linear_qkv and linear_fc1      unless layernorm
-    T (Q + 2 K)             q, k and v, one tensor
-    T Q                     attention's output, the input of linear_proj                unless core_attn
-    T heads fp32+           log-sum-exp of the logits                                   unless core_attn
-    T F, gated 2 T F        output of linear_fc1, the input of the activation           unless mlp; ReLU: never
-    T F                     output of the activation, the input of linear_fc2           unless mlp or activation
-                            (ReLU: also with activation)
-    2 t H bytes             masks of hidden dropout
-    norms after branches    add 2 t H, the outputs of linear_proj and linear_fc2, and their statistics; without norms
-                            before, linear_qkv and linear_fc1 save the residual stream itself
-    qk-norm adds            T (Q + K), and the statistics of each head, or of q and k as a whole
-    gated attention adds    2 T Q, the gates and the gated output (the second unless core_attn)
-    explicit attention      (soft-cap, attention dropout, softmax in fp32) replaces the log-sum-exp by
-                            S2 fp32+ probabilities, S2 = b heads s^2; S2 fp32+ of tanh with a cap; with dropout S2 and
-                            S2 bytes of mask, without it S2 in half types; T Q with grouped queries
-    latent attention        replaces T (Q + 2 K) and T Q by t (q rank + kv rank + rotated) and their statistics,
-                            t (q rank + kv rank) normed, T (2 Q + V) of q, k and v, and T V of the output, V = heads x
-                            value channels; by a library's kernel 3 T Q of q, k and v padded to the queries' width, and
-                            T Q of padded output besides T V
-    documents, grouped      q, k and v with k and v repeated for each query head: 3 T Q instead of T (Q + 2 K), with
-                            qk-norm in addition to T (Q + 2 K)
-A layer without attention or without an MLP has the rows of the other branch alone.
-Full recompute: t H per checkpoint, the routing of each of its layers with experts, and with
---recompute-keep-attention T Q and the log-sum-exp of each of its layers.
-Multi-token prediction, for each module: 3 t H, the embeddings of the tokens ahead and the input of eh_proj, statistics
-of two norms, the rows of embedding and head again, and those of a layer.
-Embedding: t H bytes of dropout mask. Head: 2 t H and the statistics of the final norm, logits T V / tp (twice with a
-soft-cap, fp32+), 2 fp32+ per token. Per stage and microbatch: the masks of `context`, one for each window.
-tests/model/test_saved_bytes.py compares this table with what autograd saves.
+What it keeps for the backward is counted by `trace`, and planned by the tables of `layers`.
 """
 
 from __future__ import annotations
@@ -142,6 +107,7 @@ class GPTStage(nn.Module):
         context: ContextGroups | None = None,
         cp_comm_types: Sequence[str] = ("p2p",),  # one, or one for each layer of the model
         tables: SharedTables | None = None,  # of all stages of the rank
+        configs: Sequence[LayerConfig] | None = None,  # of all layers of the model, in place of `config`
     ) -> None:
         super().__init__()
         self.config, self.stage_layers, self.tp, self._library = config, layers, tp, kernels.layers
@@ -149,7 +115,8 @@ class GPTStage(nn.Module):
         self.loss = Loss(config, loss, kernels) if layers.has_head else None
         self.group_runner: GroupRunner | None = None
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
-        held = {number: layer_configs(config)[number] for number in numbers}
+        every = layer_configs(config) if configs is None else configs
+        held = {number: every[number] for number in numbers}
         predicting = range(
             config.num_layers, config.num_layers + (config.mtp_num_layers or 0 if layers.has_head else 0)
         )

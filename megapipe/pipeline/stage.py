@@ -30,7 +30,7 @@ class Pending(Protocol):
 
 class Stage(Protocol):
     """The interface that the engine needs of a stage or of a part of one: `StageRunner`, `graphs.CapturedStage`, or
-    the parts of `assembly.parts`. A tuple between two parts of a stage may hold other things than tensors.
+    the parts of `pipeline.parts`. A tuple between two parts of a stage may hold other things than tensors.
     """
 
     @property

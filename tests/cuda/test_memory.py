@@ -10,10 +10,10 @@ import torch
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
-from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.extras.dry_run.rank import count_rank, count_step
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
+from megapipe.trace.meta import LiveBytes
 from megapipe.train.step import train_step
 from tests.extras.dry_run.grids import FULL, LLAMA, make_plan, read_for, selective
 

@@ -35,7 +35,6 @@ from megapipe.assembly.compose import parameter_dtype
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.extras.dry_run import rank as dry_run
-from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.extras.streams import count
 from megapipe.extras.streams.ranks import RATES, nccl_groups, prepare, random_batches
 from megapipe.extras.streams.recorder import Device, where
@@ -45,6 +44,7 @@ from megapipe.plan.memory import rank_memory
 from megapipe.plan.roofline import COLLECTIVE, COMPUTE, HOST_WAIT, MESSAGE, Launch, Work
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
+from megapipe.trace.meta import LiveBytes
 from megapipe.train.step import train_step
 from tests.extras.dry_run.grids import make_plan
 from tests.fake_cuda.mistakes import mistake

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapipe.extras.dry_run.meta import MetaMode
 from megapipe.model.block_attention import FusedBlocks, MaskedBlock, prefers_cudnn
 from megapipe.sharding.sequence import KeyBlock
+from megapipe.trace.meta import MetaMode
 
 QKV = "query key value"
 PLACES = "max_q max_k dropout_p is_causal"

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey
+from megapipe.trace.meta import LiveBytes
 from tests.model.grids import GPT2, LLAMA, UNLIKE, make_microbatch, make_stage, model_config, reference
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}

@@ -12,13 +12,13 @@ from torch.nn import functional
 import megapipe.tensor_parallel.cross_entropy as cross_entropy_module
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
-from megapipe.extras.dry_run.meta import MetaMode
 from megapipe.layers.ends import loss_block_bytes
 from megapipe.model.embedding_and_head import capped_logits
 from megapipe.tensor_parallel.cross_entropy import LossKernels, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.trace.meta import MetaMode
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 

@@ -22,13 +22,13 @@ import torch
 import torch._dynamo.testing
 from torch._inductor.utils import run_and_get_code
 
-from megapipe.assembly.parts import elements_of_parts
 from megapipe.data.batch import DocumentRules
 from megapipe.errors import ConfigError
 from megapipe.model.block import Block
 from megapipe.model.mlp import activation_element
 from megapipe.model.segments import Compiler, Elements, Segment, run_branch
 from megapipe.optimizer.schedule import Rates
+from megapipe.pipeline.parts import elements_of_parts
 from megapipe.train import compiled_blocks
 from megapipe.train.compiled_blocks import TOLERANCES, Trial, choose_blocks
 from megapipe.train.step import train_step

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.assembly.parts import Exchange, part_runners
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.bootstrap import World, shutdown, start
 from megapipe.comm.collectives import barrier
@@ -37,6 +36,7 @@ from megapipe.data.batch import Batch, DocumentRules
 from megapipe.environment import read_environment
 from megapipe.pipeline.deliveries import deliveries_for
 from megapipe.pipeline.engine import Engine, Step
+from megapipe.pipeline.parts import Exchange, part_runners
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Seconds

@@ -3,7 +3,5 @@ messages.
 
 - `rank`:       audit of every rank's place, groups and parameters; which ranks and microbatches represent all others;
   `count_rank`: runtime, schedule row and one step of one rank on the meta device
-- `meta`:       `LiveBytes`: bytes of all live storages and their peak, for meta tensors as for real ones; `MetaMode`:
-  answers to code that reads values, and the kernels that CUDA would choose
 - `run`:        the request `--dry-run`, from the plan to the printed report
 """

@@ -23,7 +23,6 @@ from megapipe.comm.groups import ProcessGroups, Traffic, fake_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch
 from megapipe.errors import CommunicationError, MegapipeError
-from megapipe.extras.dry_run.meta import LiveBytes, MetaMode
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.activations import layers_of
 from megapipe.plan.run_plan import RunPlan
@@ -33,6 +32,7 @@ from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.topology import GROUP_NAMES, all_coordinates
+from megapipe.trace.meta import LiveBytes, MetaMode
 from megapipe.train.nonfinite import OutputWatch
 from megapipe.train.step import train_step
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.extras.dry_run.meta import attention_on
+from megapipe.trace.meta import attention_on
 from megapipe.train.compiled_blocks import choose_blocks
 
 WHOLE = torch.compile  # before `shapes.pretend` replaces it

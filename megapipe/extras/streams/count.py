@@ -31,7 +31,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.extras.dry_run.meta import RMSNormOfCuda
 from megapipe.extras.streams.compiled import Graphs, compile_blocks
 from megapipe.extras.streams.order import COMMUNICATOR, HOST
 from megapipe.extras.streams.ranks import prepare, recorded
@@ -45,6 +44,7 @@ from megapipe.plan.roofline import ATTENTION, ATTENTION_BACKWARD, COLLECTIVE, GE
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import stage_action
 from megapipe.tensor_parallel.gradients import WeightQueue
+from megapipe.trace.meta import RMSNormOfCuda
 
 # position of the first operand
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}

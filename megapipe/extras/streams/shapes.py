@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from megapipe.comm.channels import Channel
-from megapipe.extras.dry_run.meta import NUMBERS, kernels_of, ones
+from megapipe.trace.meta import NUMBERS, kernels_of, ones
 
 PACKAGE = Path(__file__).parents[2]
 INSIDE, HERE = f"{PACKAGE}/", f"{Path(__file__).parent}/"

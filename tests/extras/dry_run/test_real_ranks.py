@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megapipe.comm.groups import build_process_groups
-from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.extras.dry_run.rank import RankCount, count_rank, count_step
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.run_plan import RunPlan
+from megapipe.trace.meta import LiveBytes
 from tests.extras.dry_run.grids import (
     FULL,
     LLAMA,

@@ -12,10 +12,10 @@ from card_bench.jobs import EAGER_BLOCKS, TINY, plan_of
 from card_bench.report import Report
 from megapipe.comm.groups import ProcessGroups
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.extras.dry_run.meta import LiveBytes
 from megapipe.extras.dry_run.rank import ReadBatch, count_rank, count_step
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.run_plan import RunPlan
+from megapipe.trace.meta import LiveBytes
 
 WITHIN = 0.03
 GIB, MIB = 1 << 30, 1 << 20

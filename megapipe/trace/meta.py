@@ -57,6 +57,11 @@ class LiveBytes(TorchDispatchMode):
             self.by_label[label] += size
             self._live[key] = reference, size, label
 
+    def label_of(self, tensor: Tensor) -> str:
+        """Return the label of a tensor's storage; '' if it is not counted."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        return "" if found is None else found[2]
+
     def follow(self, tensors: Iterable[Tensor], label: str) -> None:
         """Count the storages of these tensors under `label` with the sizes to which they are resized from now on."""
         for tensor in tensors:

@@ -1,0 +1,51 @@
+"""Stand-ins for libraries that compute attention, with what each keeps for its backward.
+
+A plan is made where the libraries are not installed. flash-attn and Transformer Engine keep q, k and v as they are
+given, their output and the log-sum-exp of the logits in fp32 (flash_attn.flash_attn_interface.FlashAttnFunc,
+transformer_engine.pytorch.attention); what else they allocate is freed within one call. Linears and norms of
+Transformer Engine are traced as megapipe's own, which keep the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.gpu.libraries import AttentionKernel, AttentionShape, fold_groups
+from megapipe.gpu.packed_attention import DocumentBorders, packed_attention
+
+
+class LibraryAttention:
+    """The attention of a library, without values."""
+
+    def attention(self, shape: AttentionShape) -> AttentionKernel:
+        """Build the attention of one layer: the interface of `gpu.libraries`."""
+
+        def packed(q: Tensor, k: Tensor, v: Tensor, borders: DocumentBorders) -> Tensor:
+            return _Attention.apply(q, k, v)  # type: ignore[no-any-return]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, borders: DocumentBorders | None = None) -> Tensor:
+            if borders is not None:
+                return packed_attention(q, k, v, borders, packed)
+            seq, batch = q.shape[:2]
+            output = _Attention.apply(*(fold_groups(x).transpose(0, 1) for x in (q, k, v)))
+            return output.transpose(0, 1).reshape(seq, batch, -1)  # type: ignore[no-any-return]
+
+        return attend
+
+
+class _Attention(torch.autograd.Function):
+    """q [..., n, d], k [..., 1, d], v [..., 1, e] -> [..., n, e]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = q.new_empty(*q.shape[:-1], v.shape[-1])
+        statistics = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])

@@ -1,0 +1,331 @@
+"""`Unit`: some layers of a stage, or an end of the model, on the meta device, as one rank of a grid runs them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megapipe.comm.groups import ExpertGroups, Traffic, fake_process_groups
+from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.layers import LayerConfig
+from megapipe.config.model import PrecisionConfig
+from megapipe.config.training import TrainingConfig
+from megapipe.dtypes import BLOCK, DTYPES, MICRO_BLOCK
+from megapipe.gpu.kernels import Kernels
+from megapipe.gpu.packed_attention import DocumentBorders
+from megapipe.layers.table import Kept, RankShape, total_bytes
+from megapipe.model.block import Block
+from megapipe.model.context import LayerContext, SharedTables
+from megapipe.model.microbatch import Microbatch, MicrobatchSlice, SliceKeys, StageLoss
+from megapipe.model.stage import GPTStage
+from megapipe.pipeline.parts import Exchange, elements_of_parts, part_runners
+from megapipe.pipeline.stage import StageRunner
+from megapipe.schedule.partition import StageLayers
+from megapipe.schedule.parts import NETWORK_PARTS, Part, Parts, Site
+from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
+from megapipe.tensor_parallel.random import DropoutKey
+from megapipe.topology import Topology
+from megapipe.trace.libraries import LibraryAttention
+from megapipe.trace.meta import MetaMode
+from megapipe.trace.recorder import MESSAGES, STEP, Recorder
+from megapipe.trace.traced import Traced
+
+META = torch.device("meta")
+FP8_RECIPES = {None: "tensorwise", BLOCK: "blockwise", MICRO_BLOCK: "mxfp8"}  # by the elements that share a scale
+DROPOUT_KEY = DropoutKey(0, 0, 0)  # any: there are no values
+
+
+class TracedLayer(NamedTuple):
+    """One layer. is_fp8: its linears multiply in 8 bits. comm_type: how it reaches the keys of other cp ranks."""
+
+    config: LayerConfig
+    is_fp8: bool
+    comm_type: str
+
+
+class Unit:
+    """A stage of a few layers, or of an end of the model, on one rank.
+
+    each: its layers; () for an end. is_fp8, comm_type: of the layers of multi-token prediction.
+    """
+
+    def __init__(
+        self,
+        model: ResolvedModelConfig,
+        layers: StageLayers,
+        each: tuple[TracedLayer, ...],
+        shape: RankShape,
+        is_fp8: bool = False,
+        comm_type: str = "p2p",
+    ) -> None:
+        self.model, self.layers, self.shape = model, layers, shape
+        # which layers are in 8 bits depends on how many there are
+        self.each = [layer._replace(config=replace(layer.config, num_layers=len(each))) for layer in each]
+        self.dtype = _dtype(shape.dtype)
+        self.comm_types = [layer.comm_type for layer in each] or [comm_type]
+        self.precision = _precision(shape, [layer.is_fp8 for layer in each] or [is_fp8])
+
+    def traced(self) -> Traced:
+        """Run the unit once, after what all microbatches share has been made."""
+        self.live = live = Recorder(STEP)
+        with self._prepared() as microbatch:
+            shared = live.by_label["shared masks"], live.by_label["shared rotary"]
+            return self._run(StageRunner(self._forward, self.queue), microbatch, *shared)
+
+    def traced_parts(self) -> dict[Part, Traced]:
+        """Run the layer in parts."""
+        self.live = Recorder(STEP, MESSAGES)
+        with self._prepared() as microbatch:
+            return self._run_parts(microbatch)
+
+    @contextmanager
+    def _prepared(self) -> Iterator[Microbatch]:
+        """Enter the modes, and give the microbatch."""
+        with MetaMode("cuda" if self.shape.is_cuda else "cpu"), self.live as live:
+            live.label, self.queue = "weights", WeightQueue()
+            self.stage = self._stage(self.queue)
+            _give_weights(self.stage, self.dtype, self._gradient_dtype)
+            self.stage.begin_row(True)
+            self.stage.cast_weights()
+            live.follow_elements(self.stage)
+            live.label = "microbatch"
+            microbatch = self._microbatch()
+            self._contexts(microbatch, "shared masks", "shared rotary")
+            if microbatch.slice is not None:
+                self._make_keys(microbatch, microbatch.slice.keys)
+            yield microbatch
+
+    def _run_parts(self, microbatch: Microbatch) -> dict[Part, Traced]:
+        """Run the parts in order. What a part sends counts for the one that it is sent to, if that keeps it."""
+        live, splits = self.live, self.shape.splits_backward
+        (block,) = (module for module in self.stage.modules() if isinstance(module, Block))
+        order = tuple(elements_of_parts(block))
+        parts, whole = Parts(tuple(Site(0, 0, part) for part in order)), StageRunner(self.stage, self.queue)
+        runners = dict(zip(order, part_runners(parts, 0, self.stage, whole, frees_weights=False).values(), strict=True))
+        part_of: dict[int | None, Part | None] = {}  # by the number of a tensor
+
+        def sent(state: Any, part: Part, to: Part | None) -> Any:
+            state = state.wait() if isinstance(state, Exchange) else state
+            part_of.update({number: part for number in live.alive() if number not in part_of})
+            for each in state if to is not None else ():
+                if isinstance(each, Tensor) and (number := live.number_of(each)) is not None:
+                    live.name([each], MESSAGES)
+                    part_of[number] = to
+            return state
+
+        def held() -> dict[Part, tuple[Kept, ...]]:
+            alive = live.alive().items()
+            return {part: tuple(kept for number, kept in alive if part_of.get(number) is part) for part in order}
+
+        behind, before = (dict(pairwise(each)) for each in (order, order[::-1]))
+        state: Any = sent((self._hidden(MESSAGES),), order[0], order[0])
+        for part, runner in runners.items():
+            state = sent(runner.forward(0, state, microbatch, None), part, behind.get(part))
+        del state
+        kept, levels = held(), {}
+        state = (self._hidden("gradient"),)
+        for part in order[::-1]:
+            run = runners[part].backward_input if splits and part not in NETWORK_PARTS else runners[part].backward
+            level = live.watch()
+            state = sent(run(0, state), part, before.get(part))
+            levels[part] = live.levels_over(level)
+        del state
+        waiting = held()
+        return {part: Traced(kept[part], waiting=total_bytes(waiting[part]), backward=levels[part]) for part in order}
+
+    def _make_keys(self, microbatch: Microbatch, keys: SliceKeys) -> None:
+        """Make the keys and values that the slices of a microbatch share, and their gradients, which others count."""
+        with torch.no_grad():
+            self._forward(self._hidden("keys"), microbatch)
+        self.live.name(keys.with_gradients(), "keys")
+
+    def _run(self, runner: StageRunner, microbatch: Microbatch, shared_masks: int, shared_rotary: int) -> Traced:
+        live = self.live
+        inputs = () if self.layers.has_embedding else (self._hidden(STEP),)
+        start = live.level - sum(each.nbytes for each in inputs)
+        live.watch()
+        runner.forward(0, inputs, microbatch, _loss if self.layers.has_head else None)
+        del inputs
+        kept, level = tuple(live.alive().values()), live.level
+        forward = live.levels_over(level)
+        masks, rotary = live.by_label["masks"], live.by_label["rotary"]
+        gradient = None if self.layers.has_head else self._hidden(MESSAGES)
+        live.watch()
+        waiting, weights = 0, tuple[int, ...]()
+        if self.shape.splits_backward:
+            runner.backward_input(0, (gradient,))
+            backward = live.levels_over(level)
+            del gradient  # it waits for W, too, where linears use it
+            waiting = live.level + live.by_label[MESSAGES] - start
+            level = live.watch()
+            runner.backward_weight(0)
+            weights = live.levels_over(level)
+        else:
+            runner.backward(0, (gradient,))
+            backward = live.levels_over(level)
+        return Traced(kept, masks, rotary, shared_masks, shared_rotary, waiting, forward, backward, weights)
+
+    def _forward(self, *inputs: Any) -> Any:
+        """Run the stage; the contexts of its layers are counted apart."""
+        *hidden, microbatch = inputs
+        stage = self.stage
+        stream = stage.embed(hidden[0] if hidden else None, microbatch)
+        contexts = self._contexts(microbatch, "masks", "rotary")
+        stream = stage.run_layers(stream, contexts)
+        return stream if stage.loss is None else stage.run_head(stream, microbatch, contexts)
+
+    def _contexts(self, microbatch: Microbatch, masks: str, rotary: str) -> dict[int, LayerContext]:
+        """Return the contexts of the layers, with what is made for them under these labels."""
+        self.live.label = masks
+        made = self.stage.make_context(microbatch, self.dtype)
+        tables = [table for context in made.values() for table in context.rotary or ()]
+        self.live.name((table for table in tables if self.live.label_of(table) == masks), rotary)
+        self.live.label = STEP
+        return made
+
+    def _stage(self, queue: WeightQueue) -> GPTStage:
+        shape = self.shape
+        is_local = shape.transformer_impl == "local"  # what a library keeps in 8 bits is not known
+        kernels = Kernels(
+            attention=None if shape.attention_impl == "sdpa" else LibraryAttention(),  # type: ignore[arg-type]
+            fp8=self.precision if is_local and self.precision.fp8_format is not None else None,
+            compiles=shape.compile_pointwise,
+            compiles_loss=shape.compile_loss,
+            splits_backward=shape.splits_backward,
+        )
+        groups = fake_process_groups(_topology(shape, self.model), 0, Traffic())
+        return GPTStage(
+            self.model,
+            self.layers,
+            groups.tp,
+            sequence_parallel=shape.sequence_parallel,
+            recompute=shape.recompute,
+            loss=TrainingConfig(cross_entropy_chunk_size=shape.loss_chunk),
+            weight_queue=queue,
+            kernels=kernels,
+            chunks=shape.chunks,
+            experts=ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp, groups.ep_places, groups.ep_nodes),
+            context=groups.context,
+            cp_comm_types=self.comm_types,
+            tables=SharedTables(),
+            configs=[layer.config for layer in self.each] or None,
+        )
+
+    @property
+    def _gradient_dtype(self) -> torch.dtype:
+        name = self.shape.gradient_dtype
+        return torch.promote_types(self.dtype, torch.float32) if name is None else _dtype(name)
+
+    def _hidden(self, label: str) -> Tensor:
+        """Return hidden states between stages, or their gradient."""
+        self.live.label = label
+        tokens = self.shape.own_tokens // self.shape.batch
+        made = torch.empty(tokens, self.shape.batch, self.model.hidden_size, dtype=self.dtype, device=META)
+        self.live.label = STEP
+        return made
+
+    def _microbatch(self) -> Microbatch:
+        shape, documents = self.shape, self.shape.documents
+
+        def tokens(length: int = shape.seq, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape.batch, length, dtype=dtype, device=META)
+
+        whole = shape.whole_seq
+        borders = None
+        if documents.borders:
+            borders = DocumentBorders(torch.zeros(shape.batch + 1, dtype=torch.int32, device=META), shape.seq)
+        made = Microbatch(
+            tokens(),
+            tokens(),
+            tokens(dtype=torch.float32) if documents.loss_mask else None,
+            tokens() if documents.position_ids else None,
+            tokens(whole) if documents.attention_mask else None,
+            DROPOUT_KEY,
+            borders=borders,
+            slice=None if shape.slice is None else MicrobatchSlice(shape.slice, SliceKeys(trains=True)),
+        )
+        ahead = self.model.mtp_num_layers or 0 if self.layers.has_head else 0
+        modules = (Microbatch(tokens(), tokens(), tokens(dtype=torch.float32)) for _ in range(ahead))
+        return replace(made, ahead=tuple(modules))
+
+
+def _loss(output: StageLoss, _: Microbatch) -> tuple[Tensor, None]:
+    """Return the scalar to differentiate."""
+    return output.loss_sum + sum(each.loss_sum for each in output.ahead), None
+
+
+def _give_weights(stage: GPTStage, dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
+    """Give the stage parameters of this dtype, and main gradients, to which everything is added."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in stage.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, name))
+    for old, held in places.items():
+        new = nn.Parameter(torch.empty(old.shape, dtype=dtype, device=META))
+        total = torch.empty(old.shape, dtype=gradient_dtype, device=META)
+        by_hand = [(module, name) for module, name in held if isinstance(getattr(module, "slots", None), dict)]
+        slot = GradientSlot(total, sum(getattr(module, "uses", 1) for module, _ in by_hand))
+        for module, name in held:
+            module._parameters[name] = new
+        for module, name in by_hand:
+            slots: Any = module.slots
+            slots[name] = slot
+        new.register_post_accumulate_grad_hook(partial(_add, total))
+    for router in stage.routers().values():
+        if router.expert_bias is not None:
+            router.expert_bias = router.expert_bias.to(META)
+
+
+def _add(total: Tensor, parameter: Tensor) -> None:
+    """Add the gradient that autograd left to the main gradient."""
+    if parameter.grad is not None:
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, DTYPES[name].torch_name)
+    return found
+
+
+def _precision(shape: RankShape, in_fp8: Sequence[bool]) -> PrecisionConfig:
+    """Return the settings of fp8. in_fp8: of each layer; those without come first or last."""
+    if not any(in_fp8):
+        return PrecisionConfig(dtype=shape.dtype)
+    first, end = in_fp8.index(True), len(in_fp8) - in_fp8[::-1].index(True)
+    return PrecisionConfig(
+        dtype=shape.dtype,
+        fp8_format="hybrid" if shape.fp8_block is None else "e4m3",
+        fp8_recipe=FP8_RECIPES[shape.fp8_block],
+        first_last_layers_bf16=not all(in_fp8),
+        num_layers_at_start_in_bf16=first,
+        num_layers_at_end_in_bf16=len(in_fp8) - end,
+    )
+
+
+def _topology(shape: RankShape, model: ResolvedModelConfig) -> Topology:
+    """Return the smallest grid whose groups have these sizes."""
+    cells, experts = shape.tp * shape.cp, shape.ep * shape.etp
+    dp = experts // math.gcd(cells, experts)
+    replicas = 1 if model.multi_latent_attention else max(1, shape.tp // model.num_query_groups)
+    return Topology(
+        shape.tp,
+        shape.cp,
+        dp=dp,
+        ranks_per_node=shape.ep_inner * shape.etp if shape.has_levels else None,
+        kv_replicas=replicas,
+        ep=shape.ep,
+        expert_tp=shape.etp,
+        cp_inner=shape.cp_inner,
+        divides_ep=shape.has_levels,
+        allow_tp_across_nodes=True,
+    )
