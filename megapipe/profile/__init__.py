@@ -2,7 +2,7 @@
 
 - `profile`:    what --profile-pipeline writes: start and end of every action of every rank, as versioned JSON;
   conversion of times between the clocks of different ranks, from round trips of messages
-- `difference`: predicted and measured bubble of a step, and the causes of the difference, by running the schedule again
-  with measured times; means over the steps of a profile, and the text printed at the end of --profile-pipeline
+- `comparison`: plan and measurement of a step; means over the steps of a profile as a table of planned beside measured,
+  and the text printed at the end of --profile-pipeline
 - `trace`:      Chrome traces of a profile and of a simulated timeline
 """

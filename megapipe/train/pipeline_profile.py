@@ -18,7 +18,7 @@ from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Event
 from megapipe.gpu.device_clock import EventClock
 from megapipe.monitor.process import available_cores, boot_id
-from megapipe.profile.difference import profile_text, summarize
+from megapipe.profile.comparison import profile_text, summarize
 from megapipe.profile.profile import (
     Clock,
     ClockOffset,

@@ -1,6 +1,6 @@
 """--profile-pipeline on real ranks.
 
-The profile holds the actions that ran, on one clock, and the parts of the difference add up.
+The profile holds the actions that ran, on one clock, and plan and measurement do the same work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megapipe.comm.trace import Tracer
 from megapipe.extras.report.comparison import comparison_svg
 from megapipe.gpu.device_clock import EventClock
 from megapipe.optimizer.optimizer import Optimizer
-from megapipe.profile.difference import profile_text, summarize, total_idle
+from megapipe.profile.comparison import profile_text, summarize
 from megapipe.profile.profile import RoundTrip, profiles_in, read_profile, reading, trace_path
 from megapipe.topology import Topology
 from megapipe.train import pipeline_profile
@@ -73,8 +73,6 @@ def test_every_action_of_every_rank_is_recorded_on_one_clock(rank_pools: Pools, 
     (link,) = profile.links
     assert link.pp_ranks == (0, 1) and 0 < link.latency_seconds < 1
     summary = summarize(profile)
-    for comparison in summary.comparisons:
-        assert total_idle(comparison.causes.values()) == pytest.approx(comparison.measured.idle, abs=1e-9)
     assert profile_text(profile, summary) in outcomes[0][0] and "profile of steps 2 to 3: interleaved" in outcomes[0][0]
     events = json.loads(trace_path(path).read_text())["traceEvents"]
     threads = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
@@ -97,7 +95,6 @@ def test_every_kind_of_schedule_is_profiled(schedule: str, pp: int, rank_pools: 
     profile = read_profile(profiles_in(tmp_path)[0])
     assert len(profile.links) == pp - 1
     (comparison,) = summarize(profile).comparisons
-    assert total_idle(comparison.causes.values()) == pytest.approx(comparison.measured.idle, abs=1e-9)
     # a DualPipe stage has one mean over the two ranks that hold it
     assert sum(comparison.plan.work_seconds) == pytest.approx(sum(comparison.measured.work_seconds), abs=1e-9)
     assert "plan ends" in comparison_svg(comparison, tuple(range(pp)))
@@ -144,7 +141,7 @@ def test_one_rank_is_profiled_too_and_a_run_that_ends_early_says_what_it_has(tmp
     assert code == 0, said
     assert "profile of step 2:" in said
     (path,) = profiles_in(tmp_path)
-    assert summarize(read_profile(path)).predicted_idle.barrier == pytest.approx(0.0, abs=1e-9)
+    assert summarize(read_profile(path)).planned_idle.barrier == pytest.approx(0.0, abs=1e-9)
     code, said = job(f"--train-iters 1 --profile-pipeline --metrics-file {tmp_path}/n.jsonl")
     assert code == 0 and "--profile-pipeline: nothing was recorded: the run did not reach step 10" in said
 

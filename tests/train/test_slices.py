@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.profile.difference import compare
+from megapipe.profile.comparison import compare
 from megapipe.profile.profile import profiles_in, read_profile
 from tests.harness import RankPool
 from tests.train.jobs import job_on_rank, lines_of

@@ -18,7 +18,7 @@ from megapipe.extras.report.live import ADDRESS, ReportServer
 from megapipe.extras.report.page import compare_page, compare_text, named, page
 from megapipe.monitor.diagnosis import doing, summary, table, waits_for
 from megapipe.monitor.roster import newest_run, read_folder
-from megapipe.profile.difference import summarize
+from megapipe.profile.comparison import summarize
 
 FILE_NAME = "report.html"
 PORT = 8020

@@ -2,7 +2,7 @@
 
 In the drawing each rank has two lanes: the planned one above the measured one. It brings its own style, comparison.css,
 which follows the reader's light or dark setting, so the report and a separate SVG file show the same. The section adds
-both bubbles and the causes of the difference.
+step time and bubbles, planned and measured, and the time of each stage.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,15 +23,12 @@ from megapipe.extras.report.drawing import (
     table_html,
     table_row,
     text,
-    tiles_html,
 )
 from megapipe.extras.report.timeline import LARGE, STYLES, fill, legend
 from megapipe.formatting import milliseconds
-from megapipe.profile.difference import (
-    PHASES_AFTER_ROW,
-    PREDICTED,
+from megapipe.profile.comparison import (
+    PHASES,
     Comparison,
-    Idle,
     Summary,
     clocks_text,
     oversubscription_text,
@@ -45,20 +41,10 @@ PLAN_LANE, MEASURED_LANE, INNER, BETWEEN = 17, 21, 2, 11  # px: lanes, gap withi
 LABELS, TOP, BOTTOM, RIGHT = 104, 30, 58, 24
 DIGITS = 6.2  # width in px of one digit of a microbatch number
 NARROWEST, WIDEST = 1184, 9000
-PHASES = {"gradient-reduce": "reduction", "optimizer": "optimizer"}  # phases after a rank's last action that are drawn
 WAIT_PATTERN = (
     '<defs><pattern id="mp-wait" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect width="5" height="5" fill="var(--lane)"/><rect width="1.6" height="5" fill="var(--wait)"/></pattern></defs>'
 )
-EXPLANATIONS = {  # cause -> text
-    "equal stages": "the bubble of the schedule itself: every op takes its mean over all stages, messages take no time",
-    "unequal stages": "an op takes longer on one stage than on another",
-    "messages": "latency and bandwidth as measured between idle ranks",
-    "noise": "imbalance between microbatches: the same op of the same stage takes longer for some than for others",
-    "engine": "time between actions",
-    "optimizer": "ranks that start late, launching reductions, waiting for parameters",
-    "communication": "posting messages, and waiting for them longer than the other causes explain",
-}
 OPS = {**{op: style.name for op, style in STYLES.items()}, Op.OVERLAP: "overlapped pair"}
 MOST_STAGES = 24
 
@@ -231,42 +217,23 @@ def _ends(drawing: _Drawing) -> Iterator[str]:
 
 
 def pipeline_html(profile: Profile, path: Path, num_profiles: int, is_served: bool) -> str:
-    """Return the section for one profile: figures, drawing, causes, times of the stages."""
+    """Return the section for one profile: drawing, planned and measured, times of the stages."""
     summary = summarize(profile)
     ranks = summary.pipeline.global_ranks
     drawn = comparison_svg(summary.typical, ranks, with_labels=False)
     is_wide = int(drawn.split('width="', 1)[1].split('"', 1)[0]) > NARROWEST
     parts = [
-        _tiles(summary),
         element("p", " ".join(_notes(profile, summary, path, num_profiles)), class_="soft"),
         trace_html(path, is_served),
         f'<div class="timeline"><div class="ranks">{labels(ranks)}</div>'
         f'<div class="scroll" tabindex="0">{drawn}</div></div>',
         f'<p class="soft{"" if is_wide else " cut"}">Scroll sideways to see the whole drawing.</p>',
         '<div class="two">',
-        f"<div><h3>Causes of the difference</h3>{_causes(summary)}</div>",
+        f"<div><h3>Planned and measured</h3>{_table(summary)}</div>",
         f"<div><h3>Time of each stage</h3>{_stages(summary)}</div>",
         "</div>",
     ]
     return "\n".join(filter(None, parts))
-
-
-def _tiles(summary: Summary) -> str:
-    predicted, measured, work = summary.predicted_share, summary.measured_share, summary.work_seconds
-    means = f"including {milliseconds(work)} of computation (mean over ranks)"
-    barrier = "idle / (idle + work), from the first action of any rank to the last of any"
-    chained = "of the rank with the most idle time, from its first to its last computation"
-    seconds, planned = (milliseconds(idle.barrier + work) for idle in (summary.measured_idle, summary.predicted_idle))
-    tiles: list[tuple[str, ...]] = [
-        ("bubble, barrier", f"{measured.barrier:.1%}", barrier, f"planned {predicted.barrier:.1%}"),
-        ("bubble, chained", f"{measured.chained:.1%}", chained, f"planned {predicted.chained:.1%}"),
-        ("pipeline time of a step", seconds, means, f"planned {planned}"),
-    ]
-    phases = summary.phases
-    if phases.get("step"):
-        after = [f"{PHASES[name]} {milliseconds(phases[name])}" for name in PHASES_AFTER_ROW if name in phases]
-        tiles.append(("whole step", milliseconds(phases["step"]), f"then {', '.join(after)}"))
-    return tiles_html(tiles)
 
 
 def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) -> Iterator[str]:
@@ -305,34 +272,13 @@ def trace_html(path: Path, is_served: bool) -> str:
     return f'<p>{button} <span class="soft" role="status"></span></p><p class="soft">{about}</p>'
 
 
-def _causes(summary: Summary) -> str:
-    """Return a waterfall chart: the bar of each cause begins where the previous one ends."""
-    sums = [0.0, *accumulate(idle.barrier for idle in summary.causes.values())]
-    low, high = min(sums), max(sums)
-    scale = 100.0 / ((high - low) or 1.0)
-    bars: list[tuple[str, str, float, Idle, str]] = []  # title, meaning, start, length, class
-    for (name, idle), start in zip(summary.causes.items(), sums, strict=False):
-        title = "optimizer and reduction" if name == "optimizer" else name
-        bars.append((title, EXPLANATIONS[name], start, idle, "add" if idle.barrier >= 0 else "take"))
-        if name == PREDICTED:
-            meaning = "simulated with the mean times of each stage"
-            bars.append(("predicted", meaning, 0.0, summary.predicted_idle, "sum"))
-    bars.append(("measured", "", 0.0, summary.measured_idle, "sum"))
-    rows = [table_row(["idle time per step", "", "barrier", "chained"], tag="th")]
-    for title, meaning, start, idle, kind in bars:
-        left, width = (start + min(idle.barrier, 0.0) - low) * scale, abs(idle.barrier) * scale
-        bar = element("div", "", class_=f"bar {kind}", style=f"left:{left:.2f}%;width:{max(width, 0.4):.2f}%")
-        explained = f"<small>{meaning}</small>" if meaning else ""
-        sign = "" if kind == "sum" else "+"
-        numbers = [f"{value * 1e3:{sign},.2f}".replace("-", "\N{MINUS SIGN}") for value in idle]
-        cells = [title + explained, element("td", bar, class_="track")]
-        rows.append(table_row([*cells, *(element("td", each, class_="n") for each in numbers)], kind))
-    foot = (
-        '<p class="soft">In milliseconds. The causes are added to the simulated step one by one, so they add up '
-        "exactly to the measured idle time. Barrier: mean over ranks; chained: the rank with the most idle time. "
-        "Plan and measurement do the same work.</p>"
-    )
-    return table_html(rows, "causes") + foot
+def _table(summary: Summary) -> str:
+    """Return the table of planned beside measured."""
+    rows = [table_row(["per step", "planned", "measured"], tag="th")]
+    for row in summary.table:
+        numbers = (element("td", each, class_="n") for each in (row.planned, row.measured))
+        rows.append(table_row([f"{row.name}<small>{row.meaning}</small>", *numbers]))
+    return table_html(rows, "planned") + '<p class="soft">Plan and measurement do the same work.</p>'
 
 
 def _stages(summary: Summary) -> str:

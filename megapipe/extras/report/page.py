@@ -171,8 +171,7 @@ def _pipeline(run: Run, is_served: bool) -> str:
         "<p>No step of this run was profiled. Profiling two steps is enough: "
         "add these flags to the command that starts or resumes the run.</p>"
         f"<pre>--profile-pipeline --profile-step-start {start} --profile-step-end {start + 2}</pre>"
-        '<p class="soft">This section then compares the planned and the measured timeline and their bubbles, '
-        "and lists the causes of the difference.</p>"
+        '<p class="soft">This section then compares the planned and the measured timeline and their bubbles.</p>'
     )
 
 

@@ -39,7 +39,7 @@ from megapipe.extras.report.folder import changed_settings, read_run
 from megapipe.extras.report.page import page
 from megapipe.formatting import bytes_text
 from megapipe.plan.expert_load import expected_load
-from megapipe.profile.difference import summarize
+from megapipe.profile.comparison import summarize
 from megapipe.profile.profile import profile_name, profiles_in, read_profile, write_profile
 from tests.profile.synthetic import lowered, profile_of, step_of
 
@@ -135,14 +135,8 @@ def test_the_profile_is_shown_with_its_sums(recorded: Path) -> None:
     ElementTree.parse(recorded / "drawing.svg")
     text = shown(recorded)
     summary = summarize(read_profile(profiles_in(recorded)[0]))
-    shares = (summary.measured_share, summary.predicted_share)
-    for share in [value for pair in shares for value in pair]:
-        assert f"{share:.1%}" in text
-    for idle in summary.causes.values():
-        assert f"{idle.barrier * 1e3:+,.2f}".replace("-", "\N{MINUS SIGN}") in text
-    assert (
-        f"{summary.measured_idle.barrier * 1e3:,.2f}" in text and f"{summary.predicted_idle.chained * 1e3:,.2f}" in text
-    )
+    for row in summary.table:
+        assert row.planned in text and row.measured in text
     for time in summary.op_times:
         assert f"{time.mean_seconds * 1e3:,.2f}" in text
 
@@ -301,7 +295,7 @@ def test_a_run_without_logged_steps_has_a_report(recorded: Path) -> None:
 )
 def test_the_drawing_names_every_microbatch_of_plan_and_measurement(name: str, p: int, m: int, v: int) -> None:
     schedule = lowered(name, p, m, v)
-    step = step_of(schedule, gap=lambda rank, action: 0.0005)
+    step = step_of(schedule, latency_seconds=0.0005)
     summary = summarize(profile_of(schedule, (step,)))
     drawn = comparison_svg(summary.typical, tuple(range(p)))
     found = ElementTree.fromstring(drawn)

@@ -1,22 +1,13 @@
-"""Predicted and measured bubble of a profiled step, and the causes of their difference.
+"""Plan and measurement of a profiled step, and the means over the steps of a profile.
 
-The prediction is simulate() on the schedule that was run, with the mean time that each op of each stage took in this
-step, and the latency and bandwidth of messages between idle ranks. Predicted and measured step do the same work, so
-their makespans differ by idle time alone. That time is split by adding one cause after another and simulating the step
-each time: the parts add up to the whole exactly, and the cost of a cause is what it adds to those before it.
-
-    equal stages     every op takes the mean over stages, messages take no time: the bubble of the formula
-    unequal stages   + each stage takes its own mean
-    messages         + latency and transfer between idle ranks                                    = predicted
-    noise            + each action takes its own time
-    engine           + the time between actions
-    optimizer        + ranks that start late, launching reductions, waiting for parameters
-    communication    + posting messages, and waiting for them longer than so far                  = measured
+The plan is simulate() on the schedule that was run, with the mean time that each op of each stage took in this step,
+and the latency and bandwidth of messages between idle ranks. Planned and measured step do the same work, so their
+makespans differ by idle time alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -24,25 +15,12 @@ from operator import add
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
-from megapipe.errors import ScheduleError
 from megapipe.formatting import milliseconds, range_text
 from megapipe.profile.profile import LinkTime, MeasuredStep, PipelineSteps, Profile
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, Action, Op
 from megapipe.schedule.costs import Costs
-from megapipe.schedule.machine import NEVER, ScheduleWalk
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, Times, chained_idle, simulate
-
-CAUSES = {
-    "equal stages": "equal stages, messages that take no time",
-    "unequal stages": "stages of unequal time",
-    "messages": "messages, at the latency and bandwidth between idle ranks",
-    "noise": "imbalance: an op takes longer for one microbatch than for another",
-    "engine": "engine: time between actions",
-    "optimizer": "optimizer and reduction: late starts, launching reductions, waiting for parameters",
-    "communication": "communication: posting messages and waiting for them",
-}
-PREDICTED = "messages"  # the last cause that the prediction includes
 
 OCCUPYING_OPS = BUSY_OPS | {Op.OVERLAP}  # ops that occupy their rank; an OVERLAP counts as its pair
 StageKey = tuple[int, ...]  # (stage,), or (forward's stage, backward's stage) of an overlapped pair
@@ -112,7 +90,8 @@ class MeasuredTimeline:
     @cached_property
     def makespan_seconds(self) -> float:
         """Time from the first action of any rank to the end of the last computation of any."""
-        return _makespan(self.schedule, self.ends)
+        actions = zip(chain.from_iterable(self.schedule.rows), chain.from_iterable(self.ends), strict=True)
+        return max((end for (_, op, _), end in actions if op in BUSY_OPS), default=0.0)
 
     @cached_property
     def chained_idle_seconds(self) -> tuple[float, ...]:
@@ -121,7 +100,7 @@ class MeasuredTimeline:
 
     @cached_property
     def idle(self) -> Idle:
-        return _idle(self.schedule, self.compute_starts, self.ends, self.work_seconds)
+        return Idle(self.makespan_seconds - fmean(self.work_seconds), max(self.chained_idle_seconds))
 
     def seconds(self, time_ns: int) -> float:
         """Return a time of the profile's clock on this axis."""
@@ -134,19 +113,11 @@ class Comparison:
 
     measured: MeasuredTimeline
     plan: Timeline
-    causes: Mapping[str, Idle]  # cause -> idle time that it adds, negative if it saves some; they sum to the measured
 
-
-def total_idle(idles: Iterable[Idle]) -> Idle:
-    """Return the sum of idle times."""
-    barrier, chained = zip(*idles, strict=True)
-    return Idle(sum(barrier), sum(chained))
-
-
-def predicted_idle(causes: Mapping[str, Idle]) -> Idle:
-    """Return the idle time of the plan: the sum of the causes that the prediction includes."""
-    names = list(causes)
-    return total_idle(causes[name] for name in names[: names.index(PREDICTED) + 1])
+    @property
+    def planned_idle(self) -> Idle:
+        idle = self.plan.barrier_idle_seconds
+        return Idle(sum(idle) / len(idle), max(self.plan.chained_idle_seconds))
 
 
 def compare(profile: Profile, step: MeasuredStep) -> Comparison:
@@ -155,73 +126,8 @@ def compare(profile: Profile, step: MeasuredStep) -> Comparison:
     schedule = measured.schedule
     messages = message_costs(schedule, profile.links)
     means = {key: fmean(values) for key, values in _samples(measured).items()}
-    alike: dict[tuple[int, Op], list[float]] = {}  # means of all stages; single ops and overlapped pairs apart
-    for (stages, op), mean in means.items():
-        alike.setdefault((len(stages), op), []).append(mean)
-    equal = {(stages, op): fmean(alike[len(stages), op]) for stages, op in means}
-    ideal = simulate(schedule, _costs(schedule, equal, Costs({})))
-    shares = _slice_shares(measured)
-    unequal = simulate(schedule, replace(_costs(schedule, means, Costs({})), slice_shares=shares))
-    plan = simulate(schedule, replace(_costs(schedule, means, messages), slice_shares=shares))
-    idles = [
-        Idle(sum(each.barrier_idle_seconds) / schedule.num_ranks, max(each.chained_idle_seconds))
-        for each in (ideal, unequal, plan)
-    ]
-    for with_engine, with_optimizer in ((False, False), (True, False), (True, True)):  # noise, engine, optimizer
-        seconds = tuple(_replayed_seconds(measured, rank, with_optimizer) for rank in range(schedule.num_ranks))
-        gaps = []  # time lost before each slot
-        for starts, ends in zip(measured.starts, measured.ends, strict=True):
-            slots = zip(starts[1:], ends, strict=False)
-            between = [max(0.0, start - end) if with_engine else 0.0 for start, end in slots]
-            gaps.append((starts[0] if with_optimizer and starts else 0.0, *between))
-        replayed = replay(schedule, seconds, tuple(gaps), messages)
-        idles.append(_idle(schedule, *replayed, measured.work_seconds))
-    idles.append(measured.idle)
-    causes = {
-        name: Idle(idle.barrier - before.barrier, idle.chained - before.chained)
-        for name, idle, before in zip(CAUSES, idles, [Idle(0.0, 0.0), *idles[:-1]], strict=True)
-    }
-    return Comparison(measured, plan, causes)
-
-
-def replay(schedule: Schedule, seconds: Times, gaps: Times, messages: Costs) -> tuple[Times, Times]:
-    """Run a lowered schedule again, or a pipeline of one rank, with its own time for every action and gap.
-
-    Returns (starts, ends) of every slot; a message leaves when its SEND ends.
-    seconds: how long each slot occupies its rank, without waits for messages; an overlapped pair has its time at the
-    OVERLAP. gaps: time that the rank loses before each slot. The rules are those of `simulate`, where an op of a stage
-    has one cost for all microbatches; a test compares the two. Raises ScheduleError for a schedule that deadlocks.
-    """
-    machine = _Replay(schedule, seconds, gaps, messages)
-    if not machine.run():
-        raise ScheduleError(f"schedule {schedule} deadlocks; validate(schedule) shows where")
-    return tuple(map(tuple, machine.starts)), tuple(map(tuple, machine.ends))
-
-
-class _Replay(ScheduleWalk):
-    """The walk of `replay`."""
-
-    def __init__(self, schedule: Schedule, seconds: Times, gaps: Times, messages: Costs) -> None:
-        super().__init__(schedule, messages)
-        self._seconds, self._gaps = seconds, gaps
-
-    def advance(self, rank: int) -> None:
-        row = self.schedule.rows[rank]
-        while self.positions[rank] < len(row):
-            slot = self.positions[rank]
-            size = 3 if row[slot].op is Op.OVERLAP else 1
-            actions = row[slot : slot + size]
-            works = [self.resolved(self.work, action) for action in actions if action.op in self.work]
-            start = self.ready_at(rank, works, self.clocks[rank] + self._gaps[rank][slot])
-            if start is None:
-                return
-            end = self.clocks[rank] = start + self._seconds[rank][slot]
-            self.starts[rank][slot : slot + size], self.ends[rank][slot : slot + size] = [start] * size, [end] * size
-            self.positions[rank] += size
-            self.finish(works, end)
-            if actions[0].op in self.hops:  # the slot keeps the end of its posting, not that of the message
-                hop, key = self.resolved(self.hops, actions[0])
-                self.meet(hop.message + key, hop.channel, hop.wire_seconds, (end, [NEVER], 0))
+    costs = replace(_costs(schedule, means, messages), slice_shares=_slice_shares(measured))
+    return Comparison(measured, simulate(schedule, costs))
 
 
 class OpTime(NamedTuple):
@@ -293,35 +199,21 @@ def _costs(schedule: Schedule, means: Mapping[tuple[StageKey, Op], float], messa
     return Costs(only_paired | seconds | dict(messages.seconds), messages.latency_seconds, pair_seconds=pairs)
 
 
-def _replayed_seconds(measured: MeasuredTimeline, rank: int, with_optimizer: bool) -> tuple[float, ...]:
-    """Return the times of a rank's computation; with_optimizer also of its reductions and waits for parameters."""
-    found = []
-    times = zip(measured.schedule.rows[rank], measured.own_seconds[rank], measured.parameter_waits[rank], strict=True)
-    for action, own, parameter_wait in times:
-        is_busy = action.op in OCCUPYING_OPS
-        if with_optimizer and (is_busy or action.op is Op.REDUCE_GRAD):
-            found.append(own + parameter_wait)
-        else:
-            found.append(own if is_busy else 0.0)
-    return tuple(found)
-
-
 def _halves(row: Sequence[Action]) -> set[int]:
     """Return the slots of the halves of overlapped pairs."""
     return {slot + half for slot, action in enumerate(row) if action.op is Op.OVERLAP for half in (1, 2)}
 
 
-def _idle(schedule: Schedule, starts: Times, ends: Times, work: Sequence[float]) -> Idle:
-    return Idle(_makespan(schedule, ends) - fmean(work), max(chained_idle(schedule, starts, ends, work)))
+class Row(NamedTuple):
+    """One line of the table of planned beside measured, as text."""
+
+    name: str
+    planned: str
+    measured: str
+    meaning: str
 
 
-def _makespan(schedule: Schedule, ends: Times) -> float:
-    """Return the end of the last computation of any rank."""
-    actions = zip(chain.from_iterable(schedule.rows), chain.from_iterable(ends), strict=True)
-    return max((end for (_, op, _), end in actions if op in BUSY_OPS), default=0.0)
-
-
-PHASES_AFTER_ROW = ("gradient-reduce", "optimizer")  # phases of a step after its last action
+PHASES = {"gradient-reduce": "reduction", "optimizer": "optimizer"}  # phases of a step after its last action
 
 
 @dataclass(frozen=True)
@@ -330,10 +222,9 @@ class Summary:
 
     pipeline: PipelineSteps
     comparisons: tuple[Comparison, ...]
-    causes: dict[str, Idle]  # by the names of CAUSES
-    predicted_idle: Idle  # the sum of the causes up to 'messages'
-    measured_idle: Idle  # the sum of all causes
-    predicted_share: Idle  # chained: with the work of the rank that has the most chained idle time
+    planned_idle: Idle
+    measured_idle: Idle
+    planned_share: Idle  # chained: with the work of the rank that has the most chained idle time
     measured_share: Idle
     work_seconds: float  # mean of the ranks
     phases: dict[str, float]  # of the rank where a phase took longest
@@ -346,16 +237,32 @@ class Summary:
         ordered = sorted(self.comparisons, key=lambda comparison: comparison.measured.makespan_seconds)
         return ordered[(len(ordered) - 1) // 2]
 
+    @property
+    def table(self) -> list[Row]:
+        """The table of planned beside measured."""
+        planned, measured, work = self.planned_idle, self.measured_idle, self.work_seconds
+        meanings = ("first action of any rank to last of any", "first to last action of the idlest rank")
+        idles = zip(Idle._fields, planned, measured, self.planned_share, self.measured_share, meanings, strict=True)
+        first, second = (milliseconds(idle.barrier + work) for idle in (planned, measured))
+        rows = [Row("pipeline time of a step", first, second, f"computation {milliseconds(work)} (mean of the ranks)")]
+        for name, plan, found, plan_share, found_share, meaning in idles:
+            rows.append(Row(f"idle time, {name}", milliseconds(plan), milliseconds(found), meaning))
+            rows.append(Row(f"bubble, {name}", f"{plan_share:.1%}", f"{found_share:.1%}", "idle / (idle + work)"))
+        if self.phases.get("step"):
+            after = [
+                f"{text} {milliseconds(self.phases[name])}" for name, text in PHASES.items() if name in self.phases
+            ]
+            last = f"after the last action: {', '.join(after) or 'nothing'}"
+            rows.append(Row("whole step", "", milliseconds(self.phases["step"]), last))
+        return rows
+
 
 def summarize(profile: Profile) -> Summary:
     """Return the summary of the first pipeline of the profile."""
     pipeline = profile.pipelines[0]
     comparisons = tuple(compare(profile, step) for step in pipeline.steps)
-    causes = {}
-    for name in CAUSES:
-        barrier, chained = zip(*(comparison.causes[name] for comparison in comparisons), strict=True)
-        causes[name] = Idle(fmean(barrier), fmean(chained))
-    planned, measured = predicted_idle(causes), total_idle(causes.values())
+    planned = Idle(*map(fmean, zip(*(each.planned_idle for each in comparisons), strict=True)))
+    measured = Idle(*map(fmean, zip(*(each.measured.idle for each in comparisons), strict=True)))
     work = fmean(fmean(each.measured.work_seconds) for each in comparisons)
     planned_work = fmean(_work_of_idlest(each.plan) for each in comparisons)
     measured_work = fmean(_work_of_idlest(each.measured) for each in comparisons)
@@ -367,10 +274,9 @@ def summarize(profile: Profile) -> Summary:
     return Summary(
         pipeline=pipeline,
         comparisons=comparisons,
-        causes=causes,
-        predicted_idle=planned,
+        planned_idle=planned,
         measured_idle=measured,
-        predicted_share=Idle(_share(planned.barrier, work), _share(planned.chained, planned_work)),
+        planned_share=Idle(_share(planned.barrier, work), _share(planned.chained, planned_work)),
         measured_share=Idle(_share(measured.barrier, work), _share(measured.chained, measured_work)),
         work_seconds=work,
         phases=_phases(pipeline),
@@ -384,31 +290,14 @@ def profile_text(profile: Profile, summary: Summary) -> str:
     steps = [step.step for step in summary.pipeline.steps]
     schedule = summary.typical.measured.schedule
     ranks = " ".join(map(str, summary.pipeline.global_ranks))
-    planned, measured, work = summary.predicted_idle, summary.measured_idle, summary.work_seconds
-    planned_share, measured_share = summary.predicted_share, summary.measured_share
     note = oversubscription_text(profile)
     lines = [
         f"profile of {'step' if len(steps) == 1 else 'steps'} {range_text(steps)}: {schedule}, ranks {ranks}; "
         f"{clocks_text(profile)}",
         *([f"  {note}"] if note else []),
-        f"  step time {milliseconds(measured.barrier + work)}, predicted {milliseconds(planned.barrier + work)}; "
-        f"computation {milliseconds(work)} (mean of the ranks)",
-        "  bubble, idle / (idle + work)  predicted  measured",
-        f"    {'barrier':<25} {planned_share.barrier:>10.1%} {measured_share.barrier:>9.1%}   "
-        "first action of any rank to last of any",
-        f"    {'chained':<25} {planned_share.chained:>10.1%} {measured_share.chained:>9.1%}   "
-        "first to last action of the idlest rank",
-        "  idle per step, ms      barrier    chained",
+        f"  {'':<25} {'planned':>10} {'measured':>10}",
+        *(f"  {row.name:<25} {row.planned:>10} {row.measured:>10}   {row.meaning}" for row in summary.table),
     ]
-    for name, idle in summary.causes.items():
-        lines.append(_cause_line("+" if name != "equal stages" else " ", CAUSES[name], idle))
-        if name == PREDICTED:
-            lines.append(_cause_line("=", "predicted", planned))
-    lines.append(_cause_line("=", "measured", measured))
-    if summary.phases:
-        after = [f"{name} {milliseconds(s)}" for name, s in summary.phases.items() if name in PHASES_AFTER_ROW]
-        whole = milliseconds(summary.phases.get("step", 0.0))
-        lines.append(f"  after the last action: {', '.join(after) or 'nothing'}; the whole step {whole}")
     if len(summary.all_shares) > 1:
         low, high = min(summary.all_shares), max(summary.all_shares)
         lines.append(
@@ -437,10 +326,6 @@ def oversubscription_text(profile: Profile) -> str:
     if profile.about.get("device") != "cpu" or ranks <= cores:
         return ""
     return f"{ranks} ranks share {cores} cores: times include waiting for a core"
-
-
-def _cause_line(sign: str, text: str, idle: Idle) -> str:
-    return f"  {sign} {idle.barrier * 1e3:>20.2f} {idle.chained * 1e3:>10.2f}   {text}"
 
 
 def _share(idle: float, work: float) -> float:
