@@ -1,7 +1,9 @@
 """A chat template in a separate process: whatever it computes, its time and memory are bounded.
 
-Jinja's sandbox keeps a template from files and attributes, not from looping or from making a text of gigabytes, and
-nothing inside a process can stop an operation of the interpreter. `chat` uses `Template`; its process runs `serve`.
+Jinja's sandbox keeps a template from files and attributes, and can refuse a loop, a call or a product that is too
+large. It has no hook for comparisons: two lists, each the list before it twice, 60 levels deep, take years to compare
+in one operation, which neither a limit of steps nor a timer inside the process can stop. `chat` uses `Template`; its
+process runs `serve`.
 """
 
 from __future__ import annotations

@@ -145,7 +145,6 @@ BAD_TEMPLATES = {
     ),
     "dropping": ("{% for m in messages %}{{ m.content.split('thanks')[0] }}{% endfor %}", "does not write the content"),
     "raising": ("{{ raise_exception('roles must alternate') }}", "refuses the conversation: roles must alternate"),
-    "attacking": ("{{ ''.__class__.__mro__ }}", "refuses the conversation: .*unsafe"),
     "looking": ("{{ messages[9].content }}", "refuses the conversation"),
 }
 
@@ -197,22 +196,36 @@ def test_a_named_format_is_saved_with_the_tokenizer(make: Make, tmp_path: Path) 
     assert (tmp_path / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ 1 // (messages | length - 5) }}", "refuses the conversation: ZeroDivisionError"),
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "takes more than 3 s for"),
-        ("{{ 'a' * 3000000000 }}", "needs more than 1 GiB for one conversation"),  # as the template is compiled
-        ("{{ messages[0].content * 3000000000 }}", "needs more than 1 GiB for one conversation"),
-        ("{{ messages[0].content * 10000000 }}", "writes more than 1,0.* characters"),
-        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
-        ("{% for message in messages %}{{ message.content }}", "is not valid Jinja: line 1: "),
-    ],
-    ids=["zero", "loops", "constant", "memory", "text", "recursion", "syntax"],
+DOUBLED = (
+    "{% set n = namespace(a=[], b=[]) %}"
+    "{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% set n.b = [n.b, n.b] %}{% endfor %}"
 )
-def test_a_template_that_computes_too_much_ends_with_one_message(
-    make: Make, template: str, message: str, monkeypatch: pytest.MonkeyPatch
+ATTACKS = {  # name -> (template, a word of the answer)
+    "zero": ("{{ 1 // (messages | length - 5) }}", "ZeroDivisionError"),
+    "syntax": ("{% for message in messages %}{{ message.content }}", "line 1: "),
+    "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
+    "comparison": (DOUBLED + "{{ n.a == n.b }}", "more than 1 s"),  # one operation, without a hook of Jinja's
+    "power": ("{{ 9 ** (9 ** 9) }}", "more than 1 s"),  # as the template is compiled
+    "range": ("{% for a in range(1000000000) %}{% endfor %}", "OverflowError"),
+    "recursion": ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+    "constant": ("{{ 'a' * 3000000000 }}", "1 GiB"),  # as the template is compiled
+    "memory": ("{{ messages[0].content * 3000000000 }}", "1 GiB"),
+    "doubled text": (DOUBLED.replace("[n.a, n.a]", "n.a ~ n.a").replace("a=[]", "a='ab'"), "1 GiB"),
+    "padding": ("{{ messages[0].content.ljust(3000000000) }}", "1 GiB"),
+    "format": ("{{ '%3000000000d' | format(1) }}", "1 GiB"),
+    "indent": ("{{ '\n' | indent(3000000000, true, true) }}", "1 GiB"),
+    "text": ("{{ messages[0].content * 10000000 }}", "characters"),
+    "attribute": ("{{ ''.__class__.__mro__ }}", "unsafe"),
+    "filter of attributes": ("{{ ('' | attr('__class__')).mro() }}", "unsafe"),
+    "format of attributes": ("{{ '{0.__class__.__mro__}'.format('') }}", "unsafe"),
+    "change": ("{{ messages.append(1) }}", "unsafe"),
+}
+
+
+@pytest.mark.parametrize(("template", "word"), ATTACKS.values(), ids=ATTACKS)
+def test_a_template_that_attacks_ends_with_one_message(
+    make: Make, template: str, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendering, "MOST_SECONDS", 3)
-    with pytest.raises((ConfigError, DataError), match=message):
+    monkeypatch.setattr(rendering, "MOST_SECONDS", 1)
+    with pytest.raises((ConfigError, DataError), match=word):
         make(template).render(CHAT)
