@@ -34,7 +34,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import step_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.train.step import StepBatch, StepResult, train_step
+from megapipe.train.step import train_step
 from tests.extras.dry_run.grids import read_for
 from tests.harness import RankFailure, RankPool
 from tests.ledger import BY_NAME, SIZES, SMALL_SIZES, Combination
@@ -167,26 +167,17 @@ def rounded_steps(
     whole = resolve(in_one_process(config), 1)  # the same samples on each grid
     batches = random_batches(whole.config, 1, [whole.batch.num_microbatches] * steps, plan.config.training.seed)
     taken: list[tuple[float, float]] = []
-
-    def settle(_: StepBatch, result: StepResult) -> bool:
-        taken.append((result.loss, result.update.grad_norm))
-        return True
-
     # an update of Muon is large whatever the gradient
     step, rates = train_step(runtime), Rates(3e-3 if config.optimizer.optimizer == "muon" else 1e-2, 0.1)
     for number, batch in enumerate(batches):
-        part = StepBatch(
-            number + 1, 0, len(batch), share_of(runtime, batch, number), rates, needs_result=number == steps - 1
-        )
-        result = step.take(part, settle)
-        if result is not None:
-            settle(part, result)
+        result = step.run(share_of(runtime, batch, number), rates)
+        taken.append((result.loss, result.update.grad_norm))
     runtime.finish_parameters()
     return taken
 
 
 def in_one_process(config: Config) -> Config:
     """Return the configuration without a grid, recomputation or offload."""
-    optimizer = dataclasses.replace(config.optimizer, optimizer_cpu_offload=False, optimizer_post_validation=False)
+    optimizer = dataclasses.replace(config.optimizer, optimizer_cpu_offload=False)
     plain = {"parallel": ParallelConfig(), "recompute": RecomputeConfig(), "offload": OffloadConfig()}
     return dataclasses.replace(config, optimizer=optimizer, **plain)  # type: ignore[arg-type]

@@ -297,8 +297,6 @@ optimizer.muon_no_split_qkv | --muon-no-split-qkv | records | --optimizer muon
 optimizer.muon_tp_mode | --muon-tp-mode blockwise | outcome | --optimizer muon
 optimizer.muon_fp32_matmul_prec | --muon-fp32-matmul-prec highest | said fp32 on GPUs: highest | --optimizer muon
 optimizer.optimizer_options | --optimizer-options beta2=0.5 | records | {EXTEND}update_rule.py --optimizer lion
-optimizer.optimizer_post_validation | --optimizer-post-validation | ranks events | \
-{PP} --untie-embeddings-and-output-weights | 2
 optimizer.optimizer_cpu_offload | --optimizer-cpu-offload | plan memory
 optimizer.use_precision_aware_optimizer | --use-precision-aware-optimizer | plan memory | --bf16
 optimizer.main_grads_dtype | --main-grads-dtype bf16 | plan memory | {NARROW}

@@ -24,7 +24,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RECORD = REPOSITORY / "tests" / "ledger.tsv"
 PARTS = 20
 NUM_SETS, SEED = 200, 1
-RETIRED = ("p2p fp8",)  # names of features that are gone, so that sets without them are drawn as before
+# names of features that are gone, so that sets without them are drawn as before
+RETIRED = ("p2p fp8", "post validation")
 MIN_FEATURES, MAX_FEATURES = 4, 7
 MAX_WORLD = 8
 MICROBATCHES = 4  # a dp rank
@@ -54,7 +55,7 @@ SETS = (
 )
 CRASH, MEMORY, REFUSED, EQUAL = "crash", "memory", "refused", "equal"
 # refused pair -> (verdict without its row of the table, words of what happens). REFUSED: nothing could order it; EQUAL:
-# three steps show nothing, since one of the two has no effect, or what is wrong comes with a rollback (test_ledger.py)
+# three steps show nothing, since one of the two has no effect, or what is wrong comes later
 ENDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("dualpipe-v", "slices2"): (REFUSED, "has no order for 2 slices"),
     ("slices2", "moe overlap"): (REFUSED, "has no order for 2 slices"),
@@ -64,7 +65,6 @@ ENDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("muon", "precision-aware"): (MEMORY, "planned"),
     ("recompute sel", "recompute budget"): (EQUAL, ""),
     ("recompute full", "recompute budget"): (EQUAL, ""),
-    ("fp8 local", "post validation"): (EQUAL, ""),
 }
 
 

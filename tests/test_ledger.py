@@ -122,10 +122,10 @@ def test_every_case_is_in_one_part_and_parts_are_alike_in_size() -> None:
 
 
 def test_pairs_recipes_and_sets_are_cases() -> None:
-    assert len(FEATURES) == 42 and len(BY_NAME) == 42 + len(RECIPES) and not BY_NAME.keys() & set(RETIRED)
+    assert len(FEATURES) == 41 and len(BY_NAME) == 41 + len(RECIPES) and not BY_NAME.keys() & set(RETIRED)
     assert (
         len(cases()) == len(list(ledger.pairs())) + len(ledger.SETS) + len(RECIPES) + NUM_SETS
-        and len(list(ledger.pairs())) > 840
+        and len(list(ledger.pairs())) > 800
     )
     sets = [case for case in cases() if case.name.startswith("set ")]
     assert all(MIN_FEATURES <= len(each.features) <= MAX_FEATURES for each in sets)
@@ -196,17 +196,6 @@ def trained(pools: Pools, *features: str, rows: Collection[Refusal] = ()) -> Any
     with without(rows):
         arguments = [*combination.arguments(SMALL_SIZES, needs_gpu), "--device", "cpu", "--clip-grad", "0.3"]
     return lifted(pools, rows, combination.world_size).run(rounded_steps, combination, arguments)[0]
-
-
-@pytest.mark.parametrize("other", ["slices2", "opt offload", "mtp", "recompute full"])
-def test_steps_without_a_barrier_have_the_same_bits(rank_pools: Pools, other: str) -> None:
-    assert trained(rank_pools, "post validation", other) == trained(rank_pools, "zb-h1", "zero1", other)
-
-
-def test_steps_without_a_barrier_would_train_with_stale_casts_in_fp8(rank_pools: Pools) -> None:
-    plain = trained(rank_pools, "zb-h1", "zero1", "fp8 local")
-    found = trained(rank_pools, "post validation", "fp8 local", rows=refused_rows(("fp8 local", "post validation")))
-    assert found[0] == plain[0] and found[1] != plain[1]
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])

@@ -103,7 +103,6 @@ def drawn_grid(draw: random.Random) -> tuple[int, list[str]]:
         "--optimizer sgd",
         "--calculate-per-token-loss",
         "--label-smoothing 0.1",
-        "--optimizer-post-validation",
         "--attn-logit-softcapping 20",
         "--rampup-batch-size 4 4 8",
     ]

@@ -296,9 +296,6 @@ class Options(TypedDict, total=False):
     muon_tp_mode: Literal["duplicated", "distributed", "blockwise"] | None
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"]
     optimizer_options: Sequence[str | PathLike[str]] | None
-    optimizer_post_validation: bool
-    no_optimizer_post_validation: bool
-    enable_optimizer_post_validation: bool
     optimizer_cpu_offload: bool
     no_optimizer_cpu_offload: bool
     use_precision_aware_optimizer: bool

@@ -317,7 +317,6 @@ class TrainingRuntime(InferenceRuntime):
             self.tracer,
             self._stage_streams if Op.OVERLAP in schedule.ops else None,
             self.updates,
-            plan.head_start(num_microbatches)[pp_rank],
             self.groups.world.heartbeat,
             self.marks,
             self.offload,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, NamedTuple, Protocol
@@ -62,13 +61,3 @@ class Tracer:
     def of_kind(self, *kinds: str) -> list[Event]:
         """Return the events of these kinds, sorted by start."""
         return sorted((event for event in self.events if event.kind in kinds), key=lambda event: event.start_ns)
-
-    @contextmanager
-    def aside(self, first: int) -> Iterator[list[Event]]:
-        """Remove the events from number `first` on inside the block, which gets them; append them again after it."""
-        later = self.events[first:]
-        del self.events[first:]
-        try:
-            yield later
-        finally:
-            self.events.extend(later)

@@ -112,7 +112,7 @@ TABLE = {
             check_for_nan_in_loss_and_grad check_weight_hash_across_dp_replicas_interval extension device
         """,
         "optimizer": """
-            muon_tp_mode optimizer_post_validation optimizer_cpu_offload use_precision_aware_optimizer
+            muon_tp_mode optimizer_cpu_offload use_precision_aware_optimizer
             override_opt_param_scheduler use_checkpoint_opt_param_scheduler
         """,
         "precision": "initial_loss_scale",  # the scale itself is in the checkpoint

@@ -87,7 +87,6 @@ FEATURES = (
     Feature("sinks", "--softmax-type learnable"),
     Feature("chunked loss", "--cross-entropy-chunk-size 64"),
     Feature("moe overlap", f"{PP2} --pipeline-schedule dualpipe-v {EXPERTS} --overlap-moe-expert-parallel-comm"),
-    Feature("post validation", f"{PP2} --pipeline-schedule zb-h1 --optimizer-post-validation {ZERO1}", ROUNDED),
     Feature("layer pattern", "--window-size 16 --window-attn-skip-freq 2"),
     Feature("balance auto", f"{PP2} --pipeline-balance auto"),
 )

@@ -279,13 +279,6 @@ class OptimizerConfig:
         needs=MUON,
     )
     optimizer_options: tuple[str, ...] = option((), "NAME=NUMBER for each option of an extension's update rule")
-    optimizer_post_validation: bool = option(
-        False,
-        "pipelines: no barrier between steps; each rank updates at once, and rolls the update back and repeats it, "
-        "with bit-identical results, if gradients turn out to need clipping or to have overflowed. Keeps a copy of "
-        "gradients, master weights and moments of each rank's shards",
-        more_flags=(Flag("--enable-optimizer-post-validation", True, help="same, as in Megatron's zero-bubble fork"),),
-    )
     optimizer_cpu_offload: bool = option(
         False,
         "keep master weights and moments in host memory and update them on the CPU; in each step gradients are "

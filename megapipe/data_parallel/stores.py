@@ -178,11 +178,6 @@ class Stores:
         for store in self._in_shards(stage):
             store.reshard()
 
-    def clear(self) -> None:
-        """Free all weights that are gathered, for a row that begins again."""
-        for stage in sorted(self._whole):
-            self.reshard(stage)
-
     @contextmanager
     def whole(self, stages: Iterable[int]) -> Iterator[None]:
         """Hold the weights of these stages inside the block, between rows: a collective of those that share them."""

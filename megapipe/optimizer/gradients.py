@@ -16,6 +16,7 @@ from torch import Tensor
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.config.model import PrecisionConfig
+from megapipe.gpu.streams import HostCopy
 from megapipe.sharding.state_dtypes import NORM_CHUNK
 
 # fp32 sums of more elements than this drift: 40 million squares in one accumulator have an error of 2e-3
@@ -48,23 +49,11 @@ def count_zeros(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-class ModelSum:
-    """Scalars summed over the world, in one message that may still be in flight."""
-
-    def __init__(self, values: Sequence[Tensor], world: Group, beside: Tensor | None = None) -> None:
-        """beside: [n] fp64, further numbers to sum, which follow the values."""
-        summed = torch.stack(list(values))
-        self._summed = summed if beside is None else torch.cat([summed, beside])
-        self._work = all_reduce(self._summed, world, async_op=True)
-
-    def tensor(self) -> Tensor:
-        """Return the sums, fp64, after which the current stream is ordered (on a CPU: once they are complete)."""
-        self._work.wait()
-        return self._summed
-
-    def wait(self) -> list[float]:
-        """Return the sums once they are complete."""
-        return [float(value) for value in self.tensor().tolist()]
+def sums_over_world(values: Sequence[Tensor], world: Group, beside: Tensor | None = None) -> list[float]:
+    """Sum fp64 scalars over the world in one message. beside: [n] fp64, further numbers to sum, which follow them."""
+    summed = torch.stack(list(values))
+    summed = summed if beside is None else torch.cat([summed, beside])
+    return HostCopy(summed, all_reduce(summed, world, async_op=True)).values()
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

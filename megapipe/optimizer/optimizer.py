@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,18 +16,15 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OPTIMIZERS, OptimizerConfig
 from megapipe.data_parallel.copies import raw_bytes
 from megapipe.data_parallel.stores import Stores
-from megapipe.optimizer.gradients import LossScaler, ModelSum, clip_coefficient, count_zeros, sum_of_squares
+from megapipe.optimizer.gradients import LossScaler, clip_coefficient, count_zeros, sum_of_squares, sums_over_world
 from megapipe.optimizer.muon import Muon
 from megapipe.optimizer.narrow import Scales
 from megapipe.optimizer.registered import RegisteredRule
 from megapipe.optimizer.schedule import Rates
-from megapipe.optimizer.shards import Chunk, Shard, ShardSnapshot
+from megapipe.optimizer.shards import Chunk, Shard
 from megapipe.optimizer.update_rule import AdamLibrary, CompiledAdam, NarrowAdam, UpdateRule
 from megapipe.sharding.boxes import Piece
 from megapipe.sharding.state_dtypes import MASTER, state_dtypes
-
-# undoing an update costs about as much as waiting for the norm: from every second step on, early updates do not pay
-WINDOW, STOP_AT, RESUME_AT = 8, 4, 1
 
 
 @dataclass(frozen=True)
@@ -40,10 +36,7 @@ class StepReport:
     skipped: bool  # nothing was updated, because of an overflow
     loss_scale: float  # of this step's losses
     num_zeros: int | None  # elements of the gradient that are exactly zero; None unless requested
-    # the update was made before the norm was known and then undone (and repeated with clipping unless skipped); the
-    # weights are those of an update after the norm
-    rolled_back: bool = False
-    remark: str = ""  # a note for the log
+    beside: tuple[float, ...] = ()  # sums of the numbers that were given beside those of the gradients
 
 
 @dataclass(frozen=True)
@@ -73,18 +66,6 @@ class StatePiece:
             yield chunk, values[chunk.start - self.part.start : chunk.stop - self.part.start]
 
 
-@dataclass(frozen=True)
-class _StartedStep:
-    """A step between `start` and `settle`. gradient_factor: as in `start`."""
-
-    sums: ModelSum
-    num_zeros: int  # numbers of zeros among the sums: 0 or 1
-    gradient_factor: float | None
-    loss_scale: float
-    rates: Rates
-    is_updated: bool
-
-
 class Optimizer:
     """AdamW or SGD over the shards of this rank's stages, with loss scale, global-norm clipping and master weights.
 
@@ -92,11 +73,6 @@ class Optimizer:
     groups: replicas, tp and world are used. library: provides Adam; None for torch's. compiler: compiles AdamW instead
     (`CompiledAdam`).
     shards: of every bucket of the stages.
-
-    A step has two halves: `start` needs no other pipeline rank, `settle` waits for the global norm, which decides on
-    clipping and on skipping the step. With --optimizer-post-validation `start` already updates, assuming neither
-    is needed (Qi et al. 2023, arXiv:2401.10241, section 4); otherwise `settle` updates. Between the two, saving and
-    measuring raise RuntimeError.
     """
 
     def __init__(
@@ -139,9 +115,6 @@ class Optimizer:
         else:
             self.rule = UpdateRule(config, self.shards, library)
         self._raw_factor = 1.0  # of the last update, where gradients keep their raw sums
-        self._snapshot = ShardSnapshot(self.shards, self._scales) if config.optimizer_post_validation else None
-        self._policy = EarlyUpdatePolicy()
-        self._started: _StartedStep | None = None
         if MASTER in dtypes.scaled:
             self.parameters_to_masters()
 
@@ -150,95 +123,51 @@ class Optimizer:
         """The scale of the losses of the next backward."""
         return self.scaler.scale
 
-    @property
-    def is_ahead(self) -> bool:
-        """True if an update was made before the norm was known and may still be undone."""
-        return self._started is not None and self._started.is_updated
-
     @torch.no_grad()
-    def start(
+    def step(
         self,
-        gradient_factor: float | None,
+        gradient_factor: float | Callable[[Sequence[float]], float],
         rates: Rates,
         count_zero_gradients: bool = False,
         beside: Tensor | None = None,
-    ) -> None:
-        """Begin a step: launch the sum of the norm, and update if updates need not wait for it.
+    ) -> StepReport:
+        """Update the parameters once the global norm is known, which decides on clipping and on skipping the step.
 
-        The reduced gradients are raw sums over microbatches and replicas of loss x loss_scale.
-        gradient_factor: 1 / (microbatches x dp), or 1 / tokens of the global batch; the loss scale is divided out here.
-        None: given to `settle`, where no update is made before. beside: [n] fp64, numbers to sum over the world in the
-        same message.
+        The reduced gradients are raw sums over microbatches and replicas of loss x loss_scale; afterwards they are the
+        clipped averages (their raw sums with `CompiledAdam`). An infinite or NaN norm skips the update; the caller
+        decides whether training continues.
+        gradient_factor: 1 / (microbatches x dp), or 1 / tokens of the global batch, or a function that returns it for
+        the sums of `beside`; the loss scale is divided out here. beside: [n] fp64, numbers to sum over the world in the
+        message of the norm.
         """
-        self._check_settled()
         self._stores.finish_weights()
-        loss_scale, is_updated = self.scaler.scale, False
-        sums = self._sum_gradients(count_zero_gradients, beside)
-        if self._snapshot is not None and self._policy.allows:
-            assert gradient_factor is not None, "a rule refuses early updates that divide by the number of tokens"
-            is_updated = True
-            self._snapshot.take()
-            self._update(gradient_factor / loss_scale, rates)
-        self._started = _StartedStep(sums, int(count_zero_gradients), gradient_factor, loss_scale, rates, is_updated)
-
-    def sums(self) -> Tensor:
-        """Return the sums that decide on the started step, then those `beside` them, on the device and ordered in its
-        stream; see `settle`."""
-        if self._started is None:
-            raise RuntimeError("no step was started: call start first")
-        return self._started.sums.tensor()
-
-    @torch.no_grad()
-    def settle(self, sums: Sequence[float] | None = None, gradient_factor: float | None = None) -> StepReport:
-        """End a step: wait for the norm, then update the parameters, or correct an update that did not wait.
-
-        sums: the values of `sums`, if the caller has read them. gradient_factor: if `start` was given None.
-        Afterwards the gradients hold the clipped averages (their raw sums with `CompiledAdam`). An infinite or NaN norm
-        skips the update; the caller decides whether training continues. Raises RuntimeError if no step was started.
-        """
-        started, self._started = self._started, None
-        if started is None:
-            raise RuntimeError("no step was started: call start first")
-        given = started.gradient_factor if gradient_factor is None else gradient_factor
-        assert given is not None
-        factor, numbers = given / started.loss_scale, started.sums.wait() if sums is None else sums
-        zeros = numbers[1 : 1 + started.num_zeros]
-        norm = factor * math.sqrt(numbers[0])
-        coefficient = clip_coefficient(norm, self._clip_grad)
-        skipped = not math.isfinite(norm)
-        is_plain = not skipped and coefficient == 1.0  # neither clipped nor skipped
-        rolled_back = started.is_updated and not is_plain
-        if rolled_back:  # undo the update, except in the parameters, which are written next
-            assert self._snapshot is not None
-            self._stores.finish_weights()  # it writes parameters, which may be the master weights
-            self._snapshot.restore()
-            self.rule.set_num_steps(self.rule.num_steps - 1)
-        if not skipped and not (started.is_updated and is_plain):
-            self._update(factor * coefficient, started.rates)
-        elif rolled_back:
-            self.masters_to_parameters()
+        square, *others = self._sum_gradients(count_zero_gradients, beside)
+        num_zeros = int(others.pop(0)) if count_zero_gradients else None
+        factor = (gradient_factor(others) if callable(gradient_factor) else gradient_factor) / self.scaler.scale
+        norm = factor * math.sqrt(square)
+        coefficient, skipped = clip_coefficient(norm, self._clip_grad), not math.isfinite(norm)
+        report = StepReport(norm, coefficient, skipped, self.scaler.scale, num_zeros, tuple(others))
+        if not skipped:
+            self._update(factor * coefficient, rates)
         self.scaler.update(skipped)
-        remark = "" if self._snapshot is None else self._policy.add(is_plain)
-        num_zeros = int(zeros[0]) if zeros else None
-        return StepReport(norm, coefficient, skipped, started.loss_scale, num_zeros, rolled_back, remark)
+        return report
 
     @torch.no_grad()
     def update(self, gradient_factor: float, rates: Rates) -> None:
         """Update the newest version of the parameters on this rank alone, without norm, clipping or a check for NaN.
 
-        For asynchronous schedules, whose ranks update at different times. Arguments and gradients as in `start`.
+        For asynchronous schedules, whose ranks update at different times. Arguments and gradients as in `step`.
         """
         self._stores.finish_weights()
         self._update(gradient_factor / self.scaler.scale, rates)
 
     @torch.no_grad()
-    def last_update(self, count_zero_gradients: bool, beside: Tensor) -> tuple[StepReport, list[float]]:
-        """Return the report of the gradients that the last `update` left, and the sums of the numbers beside it; called
-        by all ranks. beside: as in `start`.
-        """
-        square, *others = self._sum_gradients(count_zero_gradients, beside).wait()
+    def last_update(self, count_zero_gradients: bool, beside: Tensor) -> StepReport:
+        """Return the report of the gradients that the last `update` left; called by all ranks. beside: as in `step`."""
+        square, *others = self._sum_gradients(count_zero_gradients, beside)
         num_zeros = int(others.pop(0)) if count_zero_gradients else None
-        return StepReport(self._raw_factor * math.sqrt(square), 1.0, False, self.scaler.scale, num_zeros), others
+        norm = self._raw_factor * math.sqrt(square)
+        return StepReport(norm, 1.0, False, self.scaler.scale, num_zeros, tuple(others))
 
     @torch.no_grad()
     def masters_to_parameters(self) -> None:
@@ -254,7 +183,6 @@ class Optimizer:
 
         A collective. Masters stored with a scale are rounded, and the parameters then follow them.
         """
-        self._check_settled()
         self._stores.finish_weights()
         for shard in self.shards:
             if shard.has_own_master:
@@ -286,14 +214,13 @@ class Optimizer:
     @torch.no_grad()
     def parameters_norm(self) -> float:
         """Return the global norm of the master weights, without vocabulary padding."""
-        self._check_settled()
         owned = (
             values
             for shard in self.shards
             for low, high in shard.exact_ranges
             for values in shard.wide_values(MASTER, low, high)
         )
-        return math.sqrt(ModelSum([sum_of_squares(owned, self._device)], self._groups.world).wait()[0])
+        return math.sqrt(sums_over_world([sum_of_squares(owned, self._device)], self._groups.world)[0])
 
     @torch.no_grad()
     def nonfinite_gradients(self) -> list[str]:
@@ -309,7 +236,6 @@ class Optimizer:
     @torch.no_grad()
     def stale_parameters(self) -> list[str]:
         """Return the names of parameters whose memory was corrupted: they differ from the rounded master weights."""
-        self._check_settled()
         names: dict[str, None] = {}
         for shard in self.shards:
             if not shard.has_own_master or shard.has_remainders:  # a remainder belongs to any parameter
@@ -327,7 +253,6 @@ class Optimizer:
 
         Loading writes into `values` and ends with load_state().
         """
-        self._check_settled()
         for shard in self.shards:
             for key in shard.states:
                 for part, piece in shard.pieces():
@@ -335,33 +260,30 @@ class Optimizer:
                     yield StatePiece(key, shard.stage, piece, primary, shard, part)
 
     def held(self) -> dict[str, list[Tensor]]:
-        """Return the tensors that it keeps, by item of the memory plan: 'optimizer' and 'rollback' are on the device,
-        'host' is not.
-        """
+        """Return the tensors that it keeps, by item of the memory plan: 'optimizer' is on the device, 'host' is not."""
         state = [] if self._scales is None else [self._scales.current]
         for shard in self.shards:
             state += [tensor for name, tensor in shard.states.items() if name != MASTER or shard.has_own_master]
         if self._on_host:
-            return {"optimizer": [], "rollback": [], "host": [*state, *(t for s in self.shards for t in s.host_copies)]}
-        return {"optimizer": state, "rollback": [] if self._snapshot is None else self._snapshot.copies}
+            return {"optimizer": [], "host": [*state, *(t for s in self.shards for t in s.host_copies)]}
+        return {"optimizer": state}
 
     def plain_state(self) -> dict[str, Any]:
         """Return the state that is not a tensor: number of updates, loss scaler."""
-        self._check_settled()
         return {"num_steps": self.rule.num_steps, "loss_scaler": self.scaler.state()}
 
     def load_plain_state(self, state: Mapping[str, Any]) -> None:
         self.rule.set_num_steps(int(state["num_steps"]))
         self.scaler.load_state(state["loss_scaler"])
 
-    def _sum_gradients(self, count_zero_gradients: bool, beside: Tensor | None) -> ModelSum:
-        """Launch the sum of the squares of all raw gradients, and of the number of zeros among them."""
+    def _sum_gradients(self, count_zero_gradients: bool, beside: Tensor | None) -> list[float]:
+        """Sum the squares of all raw gradients over the model, the number of zeros among them, and what is beside."""
         merged = (shard.gradient[low:high] for shard in self.shards for low, high in shard.merged_ranges)
         values = [sum_of_squares(merged, self._device)]
         if count_zero_gradients:
             exact = (shard.gradient[low:high] for shard in self.shards for low, high in shard.exact_ranges)
             values.append(count_zeros(exact, self._device))
-        return ModelSum(values, self._groups.world, beside)
+        return sums_over_world(values, self._groups.world, beside)
 
     def _store(self, pieces: Callable[[], Iterable[tuple[Shard, str, Chunk, Tensor]]]) -> None:
         """Store elements of narrow states, with scales that fit. pieces: (shard, state, chunk, its values)."""
@@ -389,32 +311,3 @@ class Optimizer:
             self._stores.start_gather()
         else:
             self.masters_to_parameters()
-
-    def _check_settled(self) -> None:
-        if self._started is not None:
-            raise RuntimeError("a step was started and its global norm is not known yet: call settle first")
-
-
-class EarlyUpdatePolicy:
-    """Decides whether the next update is made before the norm is known; the same on all ranks, as norms are.
-
-    Early updates stop when 4 of the last 8 steps were clipped or skipped (whether or not an update had to be undone),
-    and resume once at most 1 of the last 8 was.
-    """
-
-    def __init__(self) -> None:
-        self.allows = True
-        self._recent: deque[bool] = deque(maxlen=WINDOW)  # True for a step that was clipped or skipped
-
-    def add(self, is_plain: bool) -> str:
-        """Add a step, plain if neither clipped nor skipped. Return a note for the log if the decision changes."""
-        self._recent.append(not is_plain)
-        count = sum(self._recent)
-        found = f"{count} of the last {len(self._recent)} steps had their gradients clipped or skipped"
-        if self.allows and count >= STOP_AT:
-            self.allows = False
-            return f"{found}: waiting for the norm before each update, until at most {RESUME_AT} of {WINDOW} do"
-        if not self.allows and len(self._recent) == WINDOW and count <= RESUME_AT:
-            self.allows = True
-            return f"{found}: updating before the norm is known again"
-        return ""

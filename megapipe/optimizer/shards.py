@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -224,35 +224,6 @@ class Shard:
                 _append(self.exact_ranges, part.start, true_stop, across_gaps=False)
                 _append(self.merged_ranges, part.start, part.stop, across_gaps=not follows_foreign)
             follows_foreign = not piece.owned
-
-
-class ShardSnapshot:
-    """A copy of all that an update changes in this rank's shards: master weights, moments and raw gradients; parameters
-    whose master weights are remainders; scales.
-
-    With it, updates made before the gradient norm is known (--optimizer-post-validation) are undone. Qi et al. 2023
-    (arXiv:2401.10241, section 4 and appendix) undo AdamW by arithmetic; here the old values are kept, so that an update
-    that is undone and repeated gives the bits of one that waited. Gradients are included because the update kernels
-    scale them in place.
-    """
-
-    def __init__(self, shards: Sequence[Shard], scales: Scales | None) -> None:
-        self._live = [] if scales is None else [scales.current]
-        for shard in shards:
-            self._live += [shard.gradient, *(state.detach() for state in shard.states.values())]
-            if shard.has_remainders:
-                self._live.append(shard.parameter.detach())
-        self.copies = [torch.empty_like(live) for live in self._live]
-
-    def take(self) -> None:
-        """Copy the current values."""
-        for live, copy in zip(self._live, self.copies, strict=True):
-            copy.copy_(live)
-
-    def restore(self) -> None:
-        """Write the values of the last `take` back. Parameters that are not master weights are left to the caller."""
-        for live, copy in zip(self._live, self.copies, strict=True):
-            live.copy_(copy)
 
 
 def _append(ranges: list[tuple[int, int]], low: int, high: int, across_gaps: bool) -> None:

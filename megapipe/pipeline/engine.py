@@ -73,8 +73,8 @@ class Sharded(Protocol):
 
 
 @dataclass
-class BegunRun:
-    """The state of a running row: the values in flight. Created by `Engine.begin`, consumed by `Engine.finish`."""
+class Run:
+    """The state of a running row: the values in flight."""
 
     step: Step
     messages: Mapping[ChannelKey, Sequence[tuple[MessageSpec, ...]]]  # of channels that end on this rank, by slice
@@ -85,7 +85,7 @@ class BegunRun:
     reports: dict[int, Any] = field(default_factory=dict)
 
 
-Act = Callable[[BegunRun], None]  # one action of the row
+Act = Callable[[Run], None]  # one action of the row
 
 
 class Engine:
@@ -99,7 +99,6 @@ class Engine:
     tracer: records start and end of every action, of every wait for a message, and of the whole row.
     streams: CUDA streams on which the two halves of an OVERLAP run concurrently; without them they run in sequence.
     weights: needed by schedules with UPDATE.
-    head_start: the number of first actions that `begin` runs; they are closed under messages (schedule.lower).
     heartbeat: notified of every action as it begins.
     marks: context managers opened around every action under its text form, for profilers.
     offload, moves: what moves activations to the host and back during the row, and the plan of that.
@@ -120,7 +119,6 @@ class Engine:
         tracer: Tracer | None = None,
         streams: StageStreams | None = None,
         weights: StageWeights | None = None,
-        head_start: int = 0,
         heartbeat: Heartbeat | None = None,
         marks: Callable[[str], AbstractContextManager[Any]] | None = None,
         offload: Offload | None = None,
@@ -150,7 +148,6 @@ class Engine:
         self._reduce_gradients = reduce_gradients or (lambda stage: None)
         self._tracer = tracer
         self._streams = streams
-        self._head_start = head_start
         self._heartbeat = heartbeat
         self._offload, self._moves = offload, moves
         self._parts, self._deliveries, self._sharded = parts, deliveries, sharded
@@ -222,31 +219,25 @@ class Engine:
         Raises ValueError for another number of microbatches than the schedule's. Exceptions of a stage propagate; the
         stages are then cleared, and peers that wait for messages time out.
         """
-        return self.finish(self.begin(step))
-
-    def begin(self, step: Step) -> BegunRun:
-        """Run the head start of the row; `finish` runs the rest."""
         if len(step.microbatches) != self.num_units:
             what = "microbatches" if self.num_slices == 1 else "slices of microbatches"
             raise ValueError(f"the schedule runs {self.num_units} {what}, {len(step.microbatches)} were given")
         ends = [key for key, channel in self._channels.items() if not channel.sends]
         slices = [()] if self.num_slices == 1 else [(number,) for number in range(self.num_slices)]
-        run = BegunRun(step, {key: [_contents(step.message(key[0], *each), key[1]) for each in slices] for key in ends})
+        run = Run(step, {key: [_contents(step.message(key[0], *each), key[1]) for each in slices] for key in ends})
         for runner in self._stages.values():
             runner.begin_row(self.is_training)
         if self._offload is not None:
             self._offload.begin(self._moves)
-        if self._head_start:
-            self._act(run, slice(self._head_start), run_ends=False)
-        return run
-
-    def finish(self, run: BegunRun) -> list[Any]:
-        """Run the rest of the row and return the reports, as `run` does."""
-        self._act(run, slice(self._head_start, None), run_ends=True)
+        try:
+            self._act(run)
+        except BaseException:
+            self._clear()
+            raise
         return [run.reports[m] for m in sorted(run.reports)]
 
-    def discard(self) -> None:
-        """Discard a begun run. If all ranks of the pipeline do so, each may begin again, with other weights."""
+    def _clear(self) -> None:
+        """Give up what is in flight."""
         if self._deliveries is not None:
             self._deliveries.cancel()
         for runner in self._stages.values():
@@ -254,31 +245,27 @@ class Engine:
         if self._offload is not None:
             self._offload.clear()
 
-    def _act(self, run: BegunRun, part: slice, run_ends: bool) -> None:
+    def _act(self, run: Run) -> None:
+        """Run all actions of the row."""
         heartbeat, tracer, streams = self._heartbeat, self._tracer, self._streams
         row_start = 0 if tracer is None else tracer.now()
-        try:
-            with torch.set_grad_enabled(self.is_training):
-                for act, action, word in zip(self._acts[part], self.row[part], self._words[part], strict=True):
-                    if heartbeat is not None:
-                        heartbeat.act(word)
-                    if tracer is None:
-                        act(run)
-                        continue
-                    start = tracer.now()
+        with torch.set_grad_enabled(self.is_training):
+            for act, action, word in zip(self._acts, self.row, self._words, strict=True):
+                if heartbeat is not None:
+                    heartbeat.act(word)
+                if tracer is None:
                     act(run)
-                    # each half of a pair ends on its own stream; the current stream waits for both
-                    own_stream = streams.of(action.stage) if streams and action.op in COMPUTE_OPS else None
-                    ended = tracer.now(own_stream)
-                    tracer.event(word.decode(), "action", start, ended)
-            if run_ends:
-                if self._deliveries is not None:
-                    self._deliveries.finish()
-                for channel in self._channels.values():
-                    channel.drain()
-        except BaseException:
-            self.discard()
-            raise
+                    continue
+                start = tracer.now()
+                act(run)
+                # each half of a pair ends on its own stream; the current stream waits for both
+                own_stream = streams.of(action.stage) if streams and action.op in COMPUTE_OPS else None
+                ended = tracer.now(own_stream)
+                tracer.event(word.decode(), "action", start, ended)
+        if self._deliveries is not None:
+            self._deliveries.finish()
+        for channel in self._channels.values():
+            channel.drain()
         if heartbeat is not None:
             heartbeat.act(b"")
         if tracer is not None:
@@ -290,7 +277,7 @@ class Engine:
         stage, microbatch = key = action.stage, _number(action)
         runner, inputs, is_last = self._stages[stage], self._inputs(action), stage == self.last_stage
 
-        def act(run: BegunRun) -> None:
+        def act(run: Run) -> None:
             step = run.step
             payload = step.microbatches[microbatch]
             if is_last:
@@ -305,7 +292,7 @@ class Engine:
         stage, microbatch = key = action.stage, _number(action)
         runner, gradients, is_full = self._stages[stage], self._inputs(action), action.op is Op.B
 
-        def act(run: BegunRun) -> None:
+        def act(run: Run) -> None:
             backward = runner.backward if is_full else runner.backward_input
             input_gradients = backward(microbatch, gradients(run))
             if stage:
@@ -320,7 +307,7 @@ class Engine:
         send = self._channels[self._stage_of(boundary), kind, microbatch % self._num_directions].send
         deliveries = self._deliveries
 
-        def act(run: BegunRun) -> None:
+        def act(run: Run) -> None:
             message = (run.outputs if is_output else run.input_gradients).pop(key)
             if isinstance(message, tuple):
                 send(message)
@@ -359,12 +346,12 @@ class Engine:
         channel = self._stage_of(boundary), kind, _number(action) % self._num_directions
         post, of_slice = self._channels[channel].post_receive, _number(action) % self.num_slices
 
-        def act(run: BegunRun) -> None:
+        def act(run: Run) -> None:
             run.receives[action] = post(run.messages[channel][of_slice])
 
         return act
 
-    def _inputs(self, action: Action) -> Callable[[BegunRun], Any]:
+    def _inputs(self, action: Action) -> Callable[[Run], Any]:
         """Return the function that gives a computation its input, from another stage of this rank or a message."""
         stage, microbatch, is_forward = action.stage, _number(action), action.op is Op.F
         tracer, streams = self._tracer, self._streams
@@ -374,7 +361,7 @@ class Engine:
         made, receive = (maker, microbatch), Action(stage, Op.RECV_F if is_forward else Op.RECV_B, microbatch)
         is_local, name = (boundary, microbatch % self._num_directions) in self._local, self._text(receive)
 
-        def inputs(run: BegunRun) -> Tensors:
+        def inputs(run: Run) -> Tensors:
             found = (run.outputs if is_forward else run.input_gradients).pop(made) if is_local else None
             if isinstance(found, tuple):
                 tensors = found
@@ -401,7 +388,7 @@ def _number(action: Action) -> int:
 
 
 def _after(first: Callable[[], Any], act: Act) -> Act:
-    def both(run: BegunRun) -> None:
+    def both(run: Run) -> None:
         first()
         act(run)
 
@@ -409,7 +396,7 @@ def _after(first: Callable[[], Any], act: Act) -> Act:
 
 
 def _within(context: Callable[[], AbstractContextManager[Any]], act: Act) -> Act:
-    def enclosed(run: BegunRun) -> None:
+    def enclosed(run: Run) -> None:
         with context():
             act(run)
 

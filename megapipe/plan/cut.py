@@ -31,7 +31,7 @@ MOST_RETRIES = 3
 # items of `memory.rank_memory`: in proportion to the parameters, and hardly dependent on the cut
 STATE = (
     *("weights", "gradients", "gathered weights", "whole gradients"),
-    *("optimizer", "fp8 weights", "rollback", "reduction"),
+    *("optimizer", "fp8 weights", "reduction"),
 )
 FIXED = ("graphs", "messages", "microbatches")
 Numbers = TypeVar("Numbers", bound=tuple[int, ...])
@@ -67,7 +67,7 @@ def step_of_costs(plan: RunPlan, costs: LayerCosts, cut: Partition) -> float:
     full, pp = plan.batch.num_microbatches, plan.topology.pp
     few = full if full <= 4 * pp else 3 * pp + full % pp
     timeline = simulate(plan.schedule(few), stage_costs(costs, cut, plan.rank_speeds))
-    return plan.step_seconds(timeline) + (full - few) * max(timeline.work_seconds) / few
+    return timeline.makespan_seconds + (full - few) * max(timeline.work_seconds) / few
 
 
 def _stage_cost(costs: LayerCosts, num_stages: int, splits_backward: bool) -> StageCost:

@@ -144,8 +144,6 @@ def least_of_rank(plan: RunPlan, hardware: Hardware, rank: int, more: int) -> fl
     before = sum(seconds[site, Op.F] for site in range(row[0].stage))
     after = sum(seconds[site, Op.B if site in parts.network else Op.I] for site in range(last))
     longest = max(*free_at, backwards[last][-1] + after / max(speeds)) + before / max(speeds)
-    if plan.config.optimizer.optimizer_post_validation:  # no rank waits for the first forward of another
-        longest = max(free_at)
     return longest + more * _apart(schedule, max(backwards.values(), key=len), max(free_at))
 
 

@@ -7,7 +7,6 @@
                   (--data-parallel-sharding-strategy optim_grads, optim_grads_params; plan.sharded)
     optimizer     moments of this rank's shard, and masters where the weights are narrower or have several versions;
                   none with --optimizer-cpu-offload, which keeps them in host memory
-    rollback      copies of gradients, masters and moments of this rank's shard (--optimizer-post-validation)
     fp8 weights   two 8-bit copies of each weight of the fp8 linears, from the first forward of a step to the next step
     activations   tensors kept from forward to backward, at the step's peak, each (stage, microbatch) with its stage's
                   bytes; with --pipe-sp-splits each (stage, slice), with the keys and values that the slices of a
@@ -238,7 +237,7 @@ def _step_peak(
 
 
 def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
-    """Return the bytes of weights, gradients, masters and moments of this rank's shard, rollback and 8-bit copies."""
+    """Return the bytes of weights, gradients, masters and moments of this rank's shard, and 8-bit copies."""
     stages, num_versions = plan.placement.stages_of(pp_rank), plan.num_weight_versions(pp_rank)
     element, dtypes = plan.shape.element, plan.state_dtypes(pp_rank)
     elements, shard = plan.num_elements(stages), plan.shard_elements(stages)
@@ -246,8 +245,6 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     if plan.sharding is not None:  # of both, or of gradients only shards are kept
         gradients = sum(shard.values())
         weights = gradients if plan.sharding.gathers else elements
-    undoes = plan.config.optimizer.optimizer_post_validation
-    undo = sum(count * dtypes.undo_bytes(element, kind) for kind, count in shard.items()) if undoes else 0
     num_parameters = sum(len(layout.slots) for stage in stages for layout in plan.buffers(stage, 0))
     scales = SCALE_BYTES * num_parameters * len(dtypes.scaled)
     slack = sum(len(plan.buffers(stage, 0)) for stage in stages) * BUFFER_ALIGNMENT_BYTES
@@ -260,7 +257,6 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
         "weights": num_versions * (weights * element + slack),
         "gradients": gradients * dtypes.gradient_bytes + slack,
         "optimizer": sum(count * dtypes.state_bytes(kind) for kind, count in shard.items()) + scales,
-        "rollback": undo + (scales if undo else 0),
         "fp8 weights": copies,
     }
 

@@ -436,9 +436,7 @@ def _bubble(plan: RunPlan) -> Iterator[str]:
     if plan.topology.pp == 1:
         return
     bubble = expected_bubble(plan, plan.batch.num_microbatches)
-    ahead = plan.config.optimizer.optimizer_post_validation
-    span = "in steps that follow without a barrier" if ahead else "from the first action of any rank to the last"
     yield (
-        f"  bubble   {bubble.share:.1%} of the ranks' time expected idle, {span} (stages weighed by FLOPs, "
-        "messages free)"
+        f"  bubble   {bubble.share:.1%} of the ranks' time expected idle, from the first action of any rank to the "
+        "last (stages weighed by FLOPs, messages free)"
     )

@@ -36,13 +36,13 @@ from megapipe.schedule.lifetimes import (
     plan_moves,
     weight_versions,
 )
-from megapipe.schedule.lower import give_head_start, lower
+from megapipe.schedule.lower import lower
 from megapipe.schedule.partition import Partition, StageLayers
 from megapipe.schedule.parts import Parts, expand, pair_up, parts_of, prove
 from megapipe.schedule.placement import Placement, v_shape
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.sharding import ShardingPolicy, carry, head_start_of, joined_units, shard, split_stages
-from megapipe.schedule.simulate import Timeline, unhindered_send_depth
+from megapipe.schedule.sharding import ShardingPolicy, carry, joined_units, shard, split_stages
+from megapipe.schedule.simulate import unhindered_send_depth
 from megapipe.schedule.validate import validate
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
 from megapipe.sharding.sequence import SequenceSlice
@@ -58,7 +58,6 @@ class LoweredSchedule:
     """The schedule of one number of microbatches."""
 
     schedule: Schedule
-    head_start: tuple[int, ...]  # of each row, as in `RunPlan.head_start`
 
     @cached_property
     def send_depth(self) -> int:
@@ -319,25 +318,9 @@ class RunPlan:
         """Return the lowered schedule of `parts` of a step: that of `schedule`, with the parts of pairs merged."""
         return self._in_parts(num_microbatches).schedule
 
-    def head_start(self, num_microbatches: int) -> tuple[int, ...]:
-        """Return for each row of `schedule` the number of first actions that need no verdict on the step before
-        (--optimizer-post-validation).
-        """
-        return self._training(num_microbatches).head_start
-
     def forward_schedule(self, num_microbatches: int, num_slices: int = 1) -> Schedule:
         """Return the lowered forward-only schedule of an evaluation batch."""
         return self._forward_only(num_microbatches, num_slices).schedule
-
-    def step_seconds(self, timeline: Timeline) -> float:
-        """Return the time from one step to the next in a simulation of this plan's steps.
-
-        With the barrier of the norm a step lasts from the first action of any rank to the last of any; with
-        --optimizer-post-validation as long as the rank that takes longest from its own first action to its last.
-        """
-        if not self.config.optimizer.optimizer_post_validation:
-            return timeline.makespan_seconds
-        return max(idle + busy for idle, busy in zip(timeline.chained_idle_seconds, timeline.work_seconds, strict=True))
 
     @property
     def is_synchronous(self) -> bool:
@@ -445,7 +428,6 @@ class RunPlan:
             num_microbatches,
             parallel.microbatch_group_size_per_virtual_pipeline_stage,
             self._receive_depth,
-            not self.config.optimizer.optimizer_post_validation,
             None if limit is None else (self.layer_costs, self.whole_stages().partition, self.rank_speeds, limit),
             parallel.overlap_moe_expert_parallel_comm,
             self.num_slices,
@@ -480,7 +462,6 @@ def _training_schedule(
     num_microbatches: int,
     group_size: int | None,
     receive_depth: int,
-    has_barrier: bool,  # a step ends with a norm over all ranks
     searched: tuple[LayerCosts, Partition, tuple[float, ...], int] | None,  # costs, cut, speeds, memory limit (zb-auto)
     has_pairs: bool,  # each backward is merged with the forward after it
     num_slices: int,  # of each microbatch
@@ -492,20 +473,16 @@ def _training_schedule(
     goal = None
     if searched is not None:
         costs, partition, rank_speeds, limit = searched
-        goal = AutoGoal(stage_costs(costs, partition, rank_speeds), limit, has_barrier=has_barrier)
+        goal = AutoGoal(stage_costs(costs, partition, rank_speeds), limit)
     if has_pairs and name == "1f1b":  # its own warm-up is too short: each pair would wait for that of the next rank
         name = "interleaved"
     planned = build_schedule(name, pp, num_chunks, num_microbatches, group_size, goal, num_slices)
     planned = pair_up(planned) if has_pairs else planned
     schedule = lower(split_stages(planned, num_units) if num_units else planned, receive_depth)
-    lengths = (0,) * pp
-    if not has_barrier:
-        schedule, lengths = give_head_start(schedule)
     if policy is not None:
         schedule = shard(replace(schedule, reading_in_w=reading_in_w), policy)
-        lengths = tuple(map(head_start_of, schedule.rows, lengths))
     validate(schedule)
-    return LoweredSchedule(schedule, lengths)
+    return LoweredSchedule(schedule)
 
 
 @lru_cache(maxsize=SCHEDULES_CACHED)
@@ -514,7 +491,7 @@ def _part_schedule(stages: Schedule, parts: Parts, receive_depth: int, delay_wei
     ahead, planned = receive_depth * max(map(len, parts.of_stage)), expand(stages, parts, delay_weights)
     schedule = carry(planned, lower(planned.compute_only(), ahead))
     prove(schedule, stages, parts)
-    return LoweredSchedule(schedule, (0,) * stages.num_ranks)
+    return LoweredSchedule(schedule)
 
 
 @lru_cache(maxsize=SCHEDULES_CACHED)
@@ -525,7 +502,7 @@ def _forward_only_schedule(
     if policy is not None:
         schedule = shard(schedule, policy)
         validate(schedule)
-    return LoweredSchedule(schedule, (0,) * placement.num_ranks)
+    return LoweredSchedule(schedule)
 
 
 @lru_cache(maxsize=64 * SCHEDULES_CACHED)

@@ -43,7 +43,7 @@ def expected_bubble(plan: RunPlan, num_microbatches: int) -> Bubble:
     timeline = simulate(plan.schedule(num_microbatches), plan.stage_costs)
     work = timeline.work_seconds
     mean = sum(work) / len(work)
-    return Bubble(plan.step_seconds(timeline) - mean, mean)
+    return Bubble(timeline.makespan_seconds - mean, mean)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,8 @@ def update_bytes(dtypes: StateDtypes, element: int, is_compiled: bool = False, o
             copied = 2 * wide * (len(states) - len(read)) + (widened or 2 * wide)
             update += sum(read.values()) + copied + kernel + wide * len(dtypes.scaled)
         return widened + wide + update
-    read_and_written = dtypes.undo_bytes(element, of_matrix) - gradient  # an update reads what it changes
+    # an update reads what it changes: the weight itself only where it is its own master
+    read_and_written = dtypes.state_bytes(of_matrix) + (0 if MASTER in dtypes.states else element)
     master = BYTES[dtypes.states[MASTER]] if MASTER in dtypes.states else 0
     of_weight = master and element + (0 if is_compiled else master)
     return 2 * gradient + (0 if is_compiled else gradient) + 2 * read_and_written + of_weight
@@ -276,19 +277,16 @@ def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) 
 
     Each rank reduces its stages one after the other. With --overlap-grad-reduce a bucket is reduced once the last
     backward of its stage has passed it, so that at least one comes after; without, all come after all backwards of the
-    rank. In a step without a barrier (--optimizer-post-validation) time runs from a rank's own first action.
+    rank.
     """
-    posted = plan.config.optimizer.optimizer_post_validation
     computed = reduced = 0.0
     for rank in range(plan.topology.pp):
-        starts, ends = timeline.starts[rank], timeline.ends[rank]
-        first = starts[0] if posted else 0.0
-        last = max(ends, default=0.0)
+        last = max(timeline.ends[rank], default=0.0)
         if plan.config.parallel.overlap_grad_reduce:
             free = _reduced_by_buckets(plan, hardware, timeline, rank)
         else:
             free = last + sum(reduction_seconds(plan, hardware, stage) for stage in plan.placement.stages_of(rank))
-        computed, reduced = max(computed, last - first), max(reduced, free - first)
+        computed, reduced = max(computed, last), max(reduced, free)
     return computed, max(0.0, reduced - computed)
 
 
@@ -312,18 +310,17 @@ def _exposed_in_row(plan: RunPlan, timeline: Timeline, span: float) -> tuple[flo
     Where gathers (or reductions) do not overlap, their ranks wait for them all.
     """
     parallel, rows = plan.config.parallel, timeline.schedule.rows
-    posted = plan.config.optimizer.optimizer_post_validation
     computed = reduced = 0.0
     blocking = {Op.UNSHARD: 0.0, Op.REDUCE_GRAD: 0.0}  # of the rank that waits longest
     for row, starts, ends in zip(rows, timeline.starts, timeline.ends, strict=True):
         of_row = dict.fromkeys(blocking, 0.0)
-        first, last = starts[0] if posted else 0.0, 0.0
+        last = 0.0
         for (_, op, _), start, end in zip(row, starts, ends, strict=True):
             if op in COMPUTE_OPS:
                 last = end
             elif op in blocking:
                 of_row[op] += end - start
-        computed, reduced = max(computed, last - first), max(reduced, max(ends, default=0.0) - first)
+        computed, reduced = max(computed, last), max(reduced, max(ends, default=0.0))
         blocking = {op: max(seconds, of_row[op]) for op, seconds in blocking.items()}
     waits = max(0.0, computed - span) if parallel.overlap_param_gather else blocking[Op.UNSHARD]
     return waits, max(0.0, reduced - computed) if parallel.overlap_grad_reduce else blocking[Op.REDUCE_GRAD]

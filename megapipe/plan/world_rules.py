@@ -63,7 +63,6 @@ def world_rules(world_size: int, ranks_per_node: int | None = None) -> tuple[Rul
         _rule(_kv_replicas, of_model.shape, of_model.attention, of_model.layers_that_differ),
         _rule(grid_of, of_model.axes),
         _rule(check_batch, of_training.batch, of_model.axes, of_model.chunks),
-        _rule(check_post_validation, of_training.post_validation, of_model.chunks),
         _rule(_ruled_out, of_model.chunks),
     )
 
@@ -214,18 +213,6 @@ def check_counts(config: Config, schedule_name: str, topology: Topology, batch: 
                 f"--pipeline-schedule {schedule_name} {trouble}; {batch.flag_of(size)} {size}, {count} microbatch(es) "
                 f"of {config.training.micro_batch_size} x dp {topology.dp}: use {ways} instead"
             )
-
-
-def check_post_validation(config: Config) -> None:
-    """Raise ConfigError if the schedule rules out steps without a barrier."""
-    if not config.optimizer.optimizer_post_validation:
-        return
-    name, placement = schedule_of(config), placement_of(config)
-    if placement.is_mirrored or not SCHEDULES[name].is_synchronous:
-        raise ConfigError(
-            "--optimizer-post-validation removes the barrier between synchronous steps of a pipeline with one "
-            f"direction, which --pipeline-schedule {name} is not; leave the flag out, or choose zb-h2 or zb-v"
-        )
 
 
 def _ruled_out(config: Config) -> Iterator[str]:

@@ -80,7 +80,6 @@ class AutoGoal:
     costs: Costs  # seconds of F, I, W and of messages, by stage
     max_microbatches: float  # the most that any rank may keep alive at once
     kept_for_weights: float = 1.0  # the part of the activations kept from I to W; 1: all, as peak_live_chunks counts
-    has_barrier: bool = False  # minimize the makespan; otherwise the time of the slowest rank, which chained steps take
     tries: int | None = None  # rules tried beyond the coarse grid; None: as many as take a few seconds
 
 

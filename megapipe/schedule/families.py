@@ -106,7 +106,7 @@ _FAMILIES = (
         is_candidate=True,
         takes_slices=True,
     ),
-    _Split("zb-h2", split.zb_h2, "backward split, no bubble between steps where F = I = W; about twice the memory"),
+    _Split("zb-h2", split.zb_h2, "backward split; faster than zb-h1 where W is shorter than F; about twice the memory"),
     _ZeroBubbleV(
         "zb-v",
         on_v.zb_v,

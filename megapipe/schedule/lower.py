@@ -1,13 +1,9 @@
-"""Lowering: from a compute-only schedule to the one that the engine runs, with messages and gradient reductions.
-
-Also the head start, which lets a lowered step begin before the previous one has ended.
-"""
+"""Lowering: from a compute-only schedule to the one that the engine runs, with messages and gradient reductions."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
-from itertools import takewhile
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.schedule.action import COMPLETES_OPS, COMPUTE_OPS, PLANNED_OPS, Action, Op
@@ -165,53 +161,3 @@ def _plan_reductions(schedule: Schedule, rank: int) -> dict[int, list[Action]]:
             index = not_before = max(not_before, index)
         plan.setdefault(index, []).append(Action(stage, Op.REDUCE_GRAD, None))
     return plan
-
-
-# The head start: the forwards of a step that run before the norm and overflow check of the previous step is known.
-#
-# Without a barrier between steps rank 0 begins while the last rank still works on the previous step: with equal stages
-# rank r starts p - 1 - r forwards earlier. These forwards, F of stage s and microbatch k with s + k < p - 1, are the
-# triangle that ZB-H2 and ZB-V keep busy (Qi et al. 2023, arXiv:2401.10241, figures 3 and 9). If the check changes the
-# weights they run again, so none of their messages may be in flight at that moment: a message that would leave the head
-# start is sent or posted after it.
-
-
-def give_head_start(schedule: Schedule) -> tuple[Schedule, tuple[int, ...]]:
-    """Move the messages of a valid lowered schedule so that the head starts of all ranks are closed.
-
-    Closed means that a message sent in one head start is received and used in another. A send to a later forward and a
-    receive posted ahead for a later action move to right after the head start; computation and the order of every
-    channel stay. Returns also the number of actions of each rank's head start.
-    """
-    # the largest set of forwards of the triangle that come first in their rows and whose inputs are made in the set
-    border = schedule.num_ranks - 1
-    forwards: set[tuple[int, int | None]] = {
-        (stage, microbatch)
-        for stage in range(border)
-        for microbatch in range(min(border - stage, schedule.num_microbatches))
-    }
-
-    def goes_on(action: Action) -> bool:
-        """Return False for the first computation that is not one of `forwards`."""
-        stage, op, microbatch = action
-        return op not in PLANNED_OPS or (op is Op.F and (stage, microbatch) in forwards)
-
-    while True:
-        heads = [tuple(takewhile(goes_on, row)) for row in schedule.rows]
-        leading = {(stage, microbatch) for head in heads for stage, op, microbatch in head if op is Op.F}
-        closed = {(stage, m) for stage, m in leading if stage == 0 or (stage - 1, m) in leading}
-        if closed == forwards:
-            break
-        forwards = closed
-
-    def is_closed(action: Action) -> bool:
-        stage, op, microbatch = action
-        user = stage + 1 if op is Op.SEND_F else stage
-        return op in (Op.F, Op.RECV_F, Op.SEND_F) and (user, microbatch) in forwards
-
-    rows, lengths = [], []
-    for row, head in zip(schedule.rows, heads, strict=True):
-        first = [action for action in head if is_closed(action)]
-        rows.append((*first, *(action for action in head if not is_closed(action)), *row[len(head) :]))
-        lengths.append(len(first))
-    return replace(schedule, rows=tuple(rows)), tuple(lengths)

@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megapipe.errors import ConfigError, ScheduleError
-from megapipe.schedule.action import COMPLETES_OPS, PLANNED_OPS, SEND_OPS, SHARDING_OPS, Action, Op
+from megapipe.schedule.action import COMPLETES_OPS, PLANNED_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.partition import Partition, from_counts
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Row, Schedule, gc_paused
@@ -294,13 +294,3 @@ def joined_units(placement: Placement, partition: Partition, num_units: Sequence
     counts = partition.layer_counts
     layers = [sum(counts[start : start + count]) for start, count in zip(starts, num_units, strict=True)]
     return Placement(placement.num_ranks, *ranks), from_counts(layers, partition.num_layers)
-
-
-def head_start_of(row: Row, length: int) -> int:
-    """Return the length of a row's head start (`lower.give_head_start`) once `shard` has added actions to the row."""
-    added = 0
-    for slot, (_, op, _) in enumerate(row):
-        if slot - added == length:
-            return slot
-        added += op in SHARDING_OPS
-    return len(row)

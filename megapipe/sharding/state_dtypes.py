@@ -43,11 +43,6 @@ class StateDtypes:
         """Bytes of master weight and moments of one parameter."""
         return sum(BYTES[dtype] for dtype in (self.matrix_states if of_matrix else self.states).values())
 
-    def undo_bytes(self, parameter_bytes: int, of_matrix: bool = False) -> int:
-        """Bytes of a copy of all that an update changes: the parameter only where no whole master weight exists."""
-        has_whole_master = self.states.get(MASTER, REMAINDER) != REMAINDER
-        return self.gradient_bytes + self.state_bytes(of_matrix) + (0 if has_whole_master else parameter_bytes)
-
     @property
     def update_bytes(self) -> int:
         """Bytes that an update makes and frees for each element of a chunk: copies in fp32 of what is narrow, or of

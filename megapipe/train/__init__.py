@@ -1,9 +1,8 @@
 """The training loop and everything around a step.
 
 - `run`:     from a plan to a finished run, with the `facts` that ranks compare before it
-- `loop`:    `Training`: data, step, settle, evaluate, save, leave
-- `step`:    `TrainStep`, its variants without a barrier between steps and asynchronous; average of the loss,
-  loads of experts
+- `loop`:    `Training`: data, step, evaluate, save, leave
+- `step`:    `TrainStep` and its asynchronous variant; average of the loss, loads of experts
 - `state`:   the position of a run, its learning rates and weight decay, its extensions
 - `loading`, `saving`: state and tensors from and to checkpoints, and the way back to one after a loss spike
 - `journal`, `metrics`: run.jsonl, console and writers; what a step reports; what the caller of `pretrain` can follow

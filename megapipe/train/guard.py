@@ -146,11 +146,6 @@ class Decision:
     save_ready: bool = False  # the asynchronous save can proceed without waiting for any rank
     health: StepHealth = StepHealth.FINE
 
-    @property
-    def is_next_step(self) -> bool:
-        """True if the next step comes before anything else."""
-        return self.stop_reason is None and not self.save_due and self.health is StepHealth.FINE
-
 
 class SpikeWatch:
     """A detector of spikes from plain numbers, the same on all ranks.
@@ -223,7 +218,6 @@ class Guard:
         self._started = time.monotonic()
         self.copies = CopiesCheck(runtime)
         self._outputs = OutputWatch(runtime) if training.check_for_nan_in_loss_and_grad else None
-        self._sums: dict[int, Sums] = {}  # of the outputs of steps whose results are not known yet, by step
         self._spikes = None
         if training.spike_rollback is not None and loader is not None:
             self._spikes = SpikeWatch(training)
@@ -235,14 +229,9 @@ class Guard:
         self._asked: HostCopy | None = None  # after the last step; on GPUs
         self._has_saved = False  # since then: what it says of saves is out of date
 
-    def has_run(self, batch: StepBatch) -> None:
-        """Take note of the outputs of a step that has run, whether or not its result is known."""
-        if self._outputs is not None:
-            self._sums[batch.step] = self._outputs.take()
-
     def judge(self, batch: StepBatch, result: StepResult) -> StepHealth:
-        """Judge a step whose result is known, and take note of it. Only rank 0 judges spikes."""
-        sums, update = self._sums.pop(batch.step, None), result.update
+        """Judge the step that has run, and take note of it. Only rank 0 judges spikes."""
+        sums, update = None if self._outputs is None else self._outputs.take(), result.update
         # an overflow belongs to the search for a loss scale, until the scale cannot fall any further
         lowest = self._runtime.plan.config.precision.min_loss_scale
         is_searching = self._runtime.optimizer.scaler.is_dynamic and update.loss_scale > lowest

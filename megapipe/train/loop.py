@@ -69,14 +69,12 @@ class Training:
         self._guard = Guard(runtime, state, data.train, saving, journal, stop, observer)
         self._files = DataCheck(runtime, data.files, journal.say)
         self._stop = stop
-        self._decision = Decision()  # what follows the last step whose result is known
         self._garbage = GarbageCollection(self._training)
         self._losses: dict[str, float] = {}  # the last one of 'train', 'validation' and 'test'
         splits = {"validation": data.valid, "test": data.test}
         self._clock = EvaluationClock(
             self._training, tuple(name for name, loader in splits.items() if loader is not None), journal.progress
         )
-        self._rolled_back = 0  # updates that --optimizer-post-validation has taken back
 
     def run(self) -> TrainingResult:
         """Train, save, then evaluate on validation and test data. Raises TrainingError at a NaN or infinity."""
@@ -110,20 +108,13 @@ class Training:
             self._saving.saved_step = first  # nothing was trained since
             return Ending(stopped, early=True)
         while state.step < train_iters:
-            self._decision = Decision()
             batch = self._next_batch()
             # the first step compiles kernels and makes connections, and may take long
             with self.runtime.heartbeat.phase("", PATIENCE) if batch.step == first + 1 else nullcontext():
-                result = self._step.take(batch, self._settle)  # forward-backward, reduce, update
-                if self._decision.is_next_step:  # else the step was given up for what the step before asks for
-                    self._guard.has_run(batch)
-                    self._profiling.after(batch.step, len(batch.microbatches))
-                    if result is not None:
-                        self._settle(batch, result)  # judge, log, agree
+                result = self._step.run(batch.microbatches, batch.rates)  # forward-backward, reduce, update
+                self._profiling.after(batch.step, len(batch.microbatches))
+                decision = self._finish_step(batch, result)  # judge, log, agree
             self._garbage.after_step(batch.step)
-            if self._step.unsettled is not None:
-                continue  # its result comes with the next step
-            decision = self._decision
             if self._is_due(self._guard.copies.interval) and decision.health is StepHealth.FINE:
                 self._guard.copies.compare(state.step)
             is_spike = decision.health is StepHealth.SPIKE and decision.stop_reason is None
@@ -146,33 +137,22 @@ class Training:
     def _next_batch(self) -> StepBatch:
         """Begin the next step: its samples, which are read when the engine asks for them, and its rates."""
         assert self.data.train is not None and self._schedules is not None
-        state, training, before = self.state, self._training, self._step.unsettled
-        step = state.step + 1 if before is None else before.step + 1
-        consumed = state.consumed_samples if before is None else before.first_sample + before.num_samples
+        step, consumed = self.state.step + 1, self.state.consumed_samples
         self._profiling.before(step)
         count = self.runtime.plan.batch.num_microbatches_at(consumed)
         microbatches = read_microbatches(self.runtime, self.data.train, consumed, count, step - 1)
         rates, num_samples = self._schedules.rates(consumed), self.runtime.plan.batch.size_at(consumed)
-        # what follows these steps needs their results first
-        evaluations = training.eval_interval if training.eval_iters else None
-        saves, checks = self._config.checkpoint.save_interval, self._guard.copies.interval
-        intervals = (training.train_iters, evaluations, saves, training.exit_interval, checks)
-        needs_result = any(interval and step % interval == 0 for interval in intervals)
-        return StepBatch(step, consumed, num_samples, microbatches, rates, needs_result)
+        return StepBatch(step, consumed, num_samples, microbatches, rates)
 
-    def _settle(self, batch: StepBatch, result: StepResult) -> bool:
-        """Count, judge and log a step, and agree with all ranks on what follows. Returns True if the next step does."""
+    def _finish_step(self, batch: StepBatch, result: StepResult) -> Decision:
+        """Count, judge and log a step, and agree with all ranks on what follows."""
         state, guard, count = self.state, self._guard, len(batch.microbatches)
         state.advance(batch.num_samples, batch.num_samples * self.runtime.plan.config.model.seq_length)
         health = guard.judge(batch, result)
         if health is StepHealth.NONFINITE:
-            self._decision = guard.decide(health)
-            return False
+            return guard.decide(health)
         state.skipped_steps += result.update.skipped
-        self._rolled_back += result.update.rolled_back
         self._profiling.count(count, batch.num_samples)
-        if result.update.remark:
-            self._journal.say(f"step {state.step}: {result.update.remark}")
         if self._is_due(self._config.logging.log_interval) or state.step == self._training.train_iters:
             self._files.look()
             self._journal.write(self._metrics(batch, result))
@@ -181,10 +161,10 @@ class Training:
         consumed = state.consumed_samples, state.consumed_tokens
         numbers = result.loss, batch.rates.lr, result.update.grad_norm, result.update.skipped
         self._observer.on_step_end(StepSummary(state.step, *numbers, *consumed))
-        self._decision = guard.decide(health)
-        if self._decision.save_ready:
+        decision = guard.decide(health)
+        if decision.save_ready:
             self._saving.advance()
-        return self._decision.is_next_step
+        return decision
 
     def _metrics(self, batch: StepBatch, result: StepResult) -> StepMetrics:
         state, update, train_iters = self.state, result.update, self._training.train_iters
@@ -201,7 +181,6 @@ class Training:
             grad_norm=update.grad_norm,
             weight_decay=batch.rates.weight_decay,
             loss_scale=update.loss_scale,
-            rolled_back_steps=self._rolled_back if self._config.optimizer.optimizer_post_validation else None,
             params_norm=norm,
             num_zeros=update.num_zeros,
             spike_rollbacks=state.account.rollbacks,

@@ -26,7 +26,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk that may have room again is n
 WANDB_TIMEOUT_SECONDS = 20.0  # an unreachable server otherwise blocks for 100 s
 TRAIN_SCALARS = (
     "loss lr grad_norm weight_decay loss_scale skipped_steps consumed_samples consumed_tokens global_batch_size "
-    "rolled_back_steps params_norm num_zeros"
+    "params_norm num_zeros"
 ).split()
 # of a row in metrics.jsonl, only with experts
 OF_EXPERTS = ("expert_imbalance", "dropped_share", "router_losses", "expert_load", "router_losses_by_layer")
@@ -61,7 +61,6 @@ class StepMetrics:
     memory_bytes: int | None = None  # the largest over all ranks
     params_norm: float | None = None
     num_zeros: int | None = None
-    rolled_back_steps: int | None = None  # updates that --optimizer-post-validation took back, None without it
     spike_rollbacks: int = 0  # how often the run went back to a checkpoint
     skipped_samples: int = 0  # samples before this position that are left out
     discarded_tokens: int = 0  # trained on, then taken back
@@ -106,7 +105,6 @@ class StepMetrics:
             (self.bubble, "bubble {:.1%}" + planned),
             (self.loss_scale if self.loss_scale != 1.0 else None, "loss scale {:g}"),
             (self.skipped_steps or None, "skipped {}"),
-            (self.rolled_back_steps or None, "rolled back {}"),
             (self.spike_rollbacks or None, "spike rollbacks {}"),
             (self.params_norm, "params norm {:.3f}"),
             (self.num_zeros, "zeros {:,}"),

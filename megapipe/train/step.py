@@ -21,7 +21,6 @@ from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import InferenceRuntime, TrainingRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group, ProcessGroups
-from megapipe.comm.trace import Tracer
 from megapipe.config.layers import expert_layers
 from megapipe.data.batch import Batch
 from megapipe.data.loader import Loader
@@ -31,7 +30,7 @@ from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.monitor.heartbeat import READING
 from megapipe.optimizer.optimizer import StepReport
 from megapipe.optimizer.schedule import Rates
-from megapipe.pipeline.engine import BegunRun, Step
+from megapipe.pipeline.engine import Step
 from megapipe.plan.run_plan import RunPlan
 
 
@@ -60,11 +59,11 @@ class PendingLoss:
     @property
     def denominator(self) -> float:
         """The divisor of the raw gradient sums. If that is the number of tokens, a collective, which is waited for."""
-        return self.denominator_of(self._summed.num_tokens if self.per_token else 0.0)
+        return self._denominator(self._summed.num_tokens if self.per_token else 0.0)
 
-    def denominator_of(self, num_tokens: float) -> float:
-        """Return the divisor of the raw gradient sums. num_tokens: of the global batch, for those over tokens."""
-        return max(num_tokens, 1.0) if self.per_token else self.num_microbatches
+    def gradient_factor(self, totals: Sequence[float]) -> float:
+        """Return the factor that makes the average of the raw gradient sums. totals: the values of the summed ones."""
+        return 1.0 / self._denominator(self.of(totals).num_tokens)
 
     def sum(self) -> StepLoss:
         """Sum the totals over the world, wait and return the loss. A collective."""
@@ -83,6 +82,9 @@ class PendingLoss:
         loss = loss_sum / max(num_tokens, 1.0) if is_over_tokens else means / self.num_microbatches
         pairs = zip(ahead[::2], ahead[1::2], strict=True)
         return StepLoss(loss, num_tokens, tuple(each / max(tokens, 1.0) for each, tokens in pairs))
+
+    def _denominator(self, num_tokens: float) -> float:
+        return max(num_tokens, 1.0) if self.per_token else self.num_microbatches
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,12 @@ class StepResult:
     update: StepReport
     ahead: tuple[float, ...] = ()
 
+    @classmethod
+    def of(cls, pending: PendingLoss, update: StepReport) -> StepResult:
+        """Return the result of an update that was reported with the sums of `pending.totals` beside the norm."""
+        loss = pending.of(update.beside)
+        return cls(loss.loss, loss.num_tokens, update, loss.ahead)
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -180,10 +188,6 @@ class StepBatch:
     num_samples: int  # over all ranks
     microbatches: Microbatches  # of this rank
     rates: Rates
-    needs_result: bool = False  # before the next step begins, as evaluating, saving or leaving follows
-
-
-Settle = Callable[[StepBatch, StepResult], bool]
 
 
 def read_microbatches(
@@ -216,7 +220,6 @@ class TrainStep:
         self, runtime: TrainingRuntime, count_zero_gradients: bool = False, timers: Timers | None = None
     ) -> None:
         self.runtime = runtime
-        self.unsettled: StepBatch | None = None  # the last step, where its result is not known yet
         self._timers = timers or Timers(0, torch.device("cpu"))
         self._average = LossAverage.of(runtime.plan)
         self.expert_loads = ExpertLoads(runtime)
@@ -224,48 +227,21 @@ class TrainStep:
 
     def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
         """Run one whole step. Raises nothing for a NaN: `update.skipped` and the loss show it."""
-        return self.finish(self.start(microbatches, rates))
-
-    def take(self, batch: StepBatch, settle: Settle) -> StepResult | None:
-        """Run the step of `batch`. Returns None if it was given up, or if its result is not known yet (`unsettled`).
-
-        settle: takes the result of the step before, where that becomes known only now; it returns False, on all ranks,
-        to give up this step. Only `PostValidationStep` makes use of it.
-        """
-        return self.run(batch.microbatches, batch.rates)
-
-    def start(self, microbatches: Sequence[Microbatch], rates: Rates, begun: BegunRun | None = None) -> PendingLoss:
-        """Run forward, backward and reduction and start the update, without synchronising with the GPU."""
-        loss, optimizer = self.gradients(microbatches, begun), self.runtime.optimizer
+        pending, optimizer = self.gradients(microbatches), self.runtime.optimizer
         with self._timers.phase("optimizer"):
-            factor = None if loss.per_token else 1.0 / loss.denominator  # the number of tokens is summed with the norm
-            optimizer.start(factor, rates, self._count_zero_gradients, loss.totals)
-            self.expert_loads.start(optimizer.is_ahead)
-        return loss
-
-    def finish(self, loss: PendingLoss) -> StepResult:
-        """Wait for the loss and the global norm; from here on the weights are final."""
-        optimizer = self.runtime.optimizer
-        with self._timers.phase("verdict" if optimizer.is_ahead else "optimizer"):
             # loss and norm in one message and one copy: the host waits for the device once per step
-            numbers = HostCopy(optimizer.sums()).values()
-            found = loss.of(numbers[-len(loss.totals) :])
-            update = optimizer.settle(numbers, 1.0 / loss.denominator_of(found.num_tokens))
-            self.expert_loads.settle(update.skipped)
-        return StepResult(found.loss, found.num_tokens, update, found.ahead)
+            update = optimizer.step(pending.gradient_factor, rates, self._count_zero_gradients, pending.totals)
+            self.expert_loads.finish_step(update.skipped)
+        return StepResult.of(pending, update)
 
-    def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:
-        """Run forward and backward and leave the reduced raw gradients in the buffers.
-
-        begun: a row whose head start has run.
-        """
+    def gradients(self, microbatches: Sequence[Microbatch]) -> PendingLoss:
+        """Run forward and backward and leave the reduced raw gradients in the buffers."""
         runtime, count = self.runtime, len(microbatches)
         engine, step = runtime.engine(count), self._engine_step(microbatches)
-        if begun is None:
-            self.expert_loads.clear()
+        self.expert_loads.clear()
         with self._timers.phase("forward-backward"):
             runtime.stores.begin_step(len(step.microbatches))  # with slices, each has gradients of its own
-            reports = engine.run(step) if begun is None else engine.finish(begun)
+            reports = engine.run(step)
         with self._timers.phase("gradient-reduce"):
             runtime.stores.finish_gradients()
         if runtime.graphs is not None:
@@ -276,8 +252,6 @@ class TrainStep:
     def evaluate(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         """Return the loss of one global batch, by forwards without dropout."""
         runtime, count = self.runtime, len(microbatches)
-        if runtime.optimizer.is_ahead:
-            raise RuntimeError("a step was started and its global norm is not known yet: settle it first")
         runtime.stores.finish_weights()
         step = runtime.step(microbatches, self._average.objective(lambda: 1.0), trains=False)
         reports = runtime.forward_engine(count, runtime.plan.num_slices).run(step)
@@ -286,44 +260,6 @@ class TrainStep:
     def _engine_step(self, microbatches: Sequence[Microbatch]) -> Step:
         runtime = self.runtime
         return runtime.step(microbatches, self._average.objective(lambda: runtime.optimizer.loss_scale), trains=True)
-
-
-class PostValidationStep(TrainStep):
-    """A step that updates before the global norm is known (--optimizer-post-validation): no barrier between steps.
-
-    The update is made without waiting for other pipeline ranks; the verdict on it (clip or skip) comes in the middle of
-    the next step, after that one's first forwards (schedule.lower). If the verdict takes the update back, those
-    forwards are run again.
-    """
-
-    _loss: PendingLoss  # of the unsettled step
-
-    def take(self, batch: StepBatch, settle: Settle) -> StepResult | None:
-        """Run the step of `batch`; its result comes with the next step unless `batch.needs_result`."""
-        begun = None
-        if self.unsettled is not None:
-            # run this step's head start and settle the step before
-            tracer, engine = self.runtime.tracer or Tracer(), self.runtime.engine(len(batch.microbatches))
-            mark = len(tracer.events)
-            with self._timers.phase("forward-backward"):
-                begun = engine.begin(self._engine_step(batch.microbatches))
-            with tracer.aside(mark) as head_start_events:
-                previous, result = self.unsettled, self.finish(self._loss)
-                self.unsettled = None
-                is_next = settle(previous, result)
-                if not is_next or result.update.rolled_back:
-                    engine.discard()
-                    self.runtime.stores.clear()
-                    head_start_events.clear()  # the forwards were in vain: they count as idle time
-                    begun = None
-            if not is_next:
-                return None
-        loss = self.start(batch.microbatches, batch.rates, begun)
-        # after many clipped steps the optimizer waits for the norm again, and the result is known at once
-        if self.runtime.optimizer.is_ahead and not batch.needs_result:
-            self.unsettled, self._loss = batch, loss
-            return None
-        return self.finish(loss)
 
 
 class AsynchronousStep(TrainStep):
@@ -345,18 +281,13 @@ class AsynchronousStep(TrainStep):
             reports = runtime.engine(count).run(self._engine_step(microbatches))
         updates.finish()
         pending = self._average.pending(reports, runtime.groups, runtime.device, count)
-        update, totals = runtime.optimizer.last_update(self._count_zero_gradients, pending.totals)
-        loss = pending.of(totals)
-        return StepResult(loss.loss, loss.num_tokens, update, loss.ahead)
+        update = runtime.optimizer.last_update(self._count_zero_gradients, pending.totals)
+        return StepResult.of(pending, update)
 
 
 def train_step(runtime: TrainingRuntime, count_zero_gradients: bool = False, timers: Timers | None = None) -> TrainStep:
     """Build the kind of step that the plan asks for."""
-    kind = TrainStep
-    if runtime.updates is not None:
-        kind = AsynchronousStep
-    elif runtime.plan.config.optimizer.optimizer_post_validation:
-        kind = PostValidationStep
+    kind = TrainStep if runtime.updates is None else AsynchronousStep
     return kind(runtime, count_zero_gradients, timers)
 
 
@@ -393,36 +324,24 @@ class ExpertLoads:
         self._rate = model.moe_router_bias_update_rate
         self._runtime = runtime
         self._kept: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []  # of the last step: loads, dropped, losses
-        self._before: list[Tensor] | None = None  # biases before an update that may be undone
 
     def clear(self) -> None:
         """Forget the loads of forwards that belong to no step."""
         for router in self._routers:
             router.clear()
 
-    def start(self, is_ahead: bool) -> None:
-        """Sum the loads of the step's forwards. is_ahead: the next forwards precede `settle`, so update now."""
+    def finish_step(self, skipped: bool) -> None:
+        """Take the loads of the step's forwards, and update the biases unless the step is skipped."""
         self._kept = [router.take() for router in self._routers]
-        if not self._updates or not self._routers:
+        if skipped or not self._updates or not self._routers:
             return
-        self._loads = torch.stack([loads for loads, _, _ in self._kept])  # [layers, experts]
+        loads = torch.stack([loads for loads, _, _ in self._kept])  # [layers, experts]
         for group in self._groups:
-            all_reduce(self._loads, group)
-        if is_ahead:
-            self._update()
-
-    def settle(self, skipped: bool) -> None:
-        """Update the biases once it is known that the step is not skipped, or undo an update of a skipped one."""
-        if not self._updates or not self._routers:
-            return
-        before, self._before = self._before, None
-        if before is None and not skipped:
-            self._update()
-            self._before = None
-        elif before is not None and skipped:
-            for router, bias in zip(self._routers, before, strict=True):
-                assert router.expert_bias is not None
-                router.expert_bias.copy_(bias)
+            all_reduce(loads, group)
+        excess = loads * loads.shape[1] - loads.sum(1, keepdim=True)  # exact: int64
+        biases = [router.expert_bias for router in self._routers if router.expert_bias is not None]
+        for bias, sign in zip(biases, excess.sign().to(torch.float32), strict=True):
+            bias.sub_(sign, alpha=self._rate)
 
     def report(self, num_microbatches: int) -> ExpertReport | None:
         """Return what all ranks' routers did in the last step; None without experts. A collective of the world.
@@ -451,10 +370,3 @@ class ExpertLoads:
             [row[experts] / total for row, total in zip(rows, totals, strict=True)],
             {name: [row[place] / num_microbatches for row in rows] for place, name in enumerate(names, experts + 1)},
         )
-
-    def _update(self) -> None:
-        excess = self._loads * self._loads.shape[1] - self._loads.sum(1, keepdim=True)  # exact: int64
-        biases = [router.expert_bias for router in self._routers if router.expert_bias is not None]
-        self._before = [bias.clone() for bias in biases]
-        for bias, sign in zip(biases, excess.sign().to(torch.float32), strict=True):
-            bias.sub_(sign, alpha=self._rate)

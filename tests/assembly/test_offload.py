@@ -82,7 +82,6 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "dualpipe": PP2 | {"pipeline_schedule": "dualpipe"},
     "tp2_sequence_parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "num_layers": 6},
     "pipedream": PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0},
-    "post_validation": PP2 | {"optimizer_post_validation": True},
 }
 
 
@@ -132,7 +131,7 @@ def test_one_rank_trains_to_the_same_bits_in_the_planned_host_memory(name: str) 
     assert {("out", "copies", ""), ("in", "copies", ""), ("compute", "waits for", "in")} <= set(log)
 
 
-SLOW = ("1f1b", "interleaved", "pipedream", "post_validation")
+SLOW = ("1f1b", "interleaved", "pipedream")
 
 
 @pytest.mark.parametrize(

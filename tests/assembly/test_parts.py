@@ -97,7 +97,6 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "full recompute": (2, {"ep": 2} | FULL, "--recompute-granularity full yet: parts of a layer"),
     "zero bubble": (4, PP2 | {"pipeline_schedule": "zb-h1"}, "zb-h1 has no such pairs; use 1f1b, interleaved"),
     "gpipe": (4, PP2 | {"pipeline_schedule": "gpipe"}, "gpipe has no such pairs"),
-    "no barrier": (4, PP2 | {"optimizer_post_validation": True}, "does not work with --optimizer-post-validation yet"),
     "profile": (2, {"ep": 2, "profile_pipeline": True, "save": "x"}, "does not work with --profile-pipeline yet"),
     "no layer": (4, PP2 | {"pipeline_model_parallel_layout": "E|tttt,L"}, "stage 0 of 2 would have no layer"),
 }

@@ -104,23 +104,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
             "use_distributed_optimizer": True,
         },
     ),
-    "pp2_zero1_post_validation": (
-        4,
-        {
-            "pipeline_model_parallel_size": 2,
-            "use_distributed_optimizer": True,
-            "optimizer_post_validation": True,
-        },
-    ),
-    "narrow_state_pp2_zero1_post_validation": (
-        4,
-        NARROW
-        | {
-            "pipeline_model_parallel_size": 2,
-            "use_distributed_optimizer": True,
-            "optimizer_post_validation": True,
-        },
-    ),
+    "narrow_state_pp2_zero1": (4, NARROW | {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}),
     "pp2_zero2": (4, {"pipeline_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads"}),
     "pp2_units_of_zero3_in_instances": (
         8,
@@ -222,7 +206,6 @@ def measured(rank: int, world_size: int, dtype: str, changes: dict[str, Any]) ->
         "weights": _bytes([kept for buffer in buffers for kept in buffer.kept_parameters]),
         "gradients": _bytes([buffer.kept_gradients for buffer in buffers]),
         "optimizer": _bytes(held["optimizer"]),
-        "rollback": _bytes(held["rollback"]),
         "activations": peak.most,
     }
 
@@ -244,7 +227,7 @@ def test_a_step_takes_the_bytes_in_the_plan(name: str, dtype: str, rank_pools: C
         schedule = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
         # peak of activations alone
         peak = peak_of_row(schedule.rows[pp_rank], pp_rank, plan.placement, [SliceBytes(kept, kept, {}, 0)], 2)
-        assert real == {what: planned[what] for what in ("weights", "gradients", "optimizer", "rollback")} | {
+        assert real == {what: planned[what] for what in ("weights", "gradients", "optimizer")} | {
             "activations": peak.activation_bytes
         }
         coming_and_going = sum(planned[item] for item in ("activations", "messages", "recompute", "temporaries"))

@@ -38,7 +38,6 @@ V2 = {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4}
 OVERLAPPED = ZERO1 | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 OFFLOAD = {"cpu_offloading_num_layers": 4, "min_offloaded_tensor_size": 1, "num_layers": 4}
 GRAPHS = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 1}
-POST = {"optimizer_post_validation": True}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 EXPERTS = {
     "num_experts": 4,
@@ -76,7 +75,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         PP2 | V2 | schedule("dualpipe-v", untie_embeddings_and_output_weights=False, pipeline_receive_depth=2),
     ),
     "pipedream_2bw": (2, PP2 | schedule("pipedream-2bw", clip_grad=0.0)),
-    "post_validation_undone": (2, PP2 | POST | {"clip_grad": 1e-4}),
     "offload": (1, OFFLOAD),
     "offload_pp2": (2, OFFLOAD | PP2),
     "graphs": (1, GRAPHS),

@@ -73,8 +73,7 @@ def train(
             module(tokens_of(step, microbatch * world + rank)).backward()
         stores.reduce(0)
         stores.finish_gradients()
-        optimizer.start(1 / 12, Rates(0.01, 0.1, 0.003))
-        norms.append(optimizer.settle().grad_norm)
+        norms.append(optimizer.step(1 / 12, Rates(0.01, 0.1, 0.003)).grad_norm)
     stores.finish_weights()
     state = {
         (piece.key, piece.piece.spec.name, piece.piece.box): piece.values
@@ -142,8 +141,7 @@ def train_one_vector(rank: int, world: int) -> tuple[Tensor, dict]:
     stages[0].main_grad("bias").copy_(torch.tensor([1.0, 2.0, 2.0]))
     stores = Stores(stages, groups)
     optimizer = Optimizer(stores, groups, SGD, PrecisionConfig(dtype="fp64"))
-    optimizer.start(1.0, Rates(0.1, 0.0))
-    assert optimizer.settle().grad_norm == 3.0
+    assert optimizer.step(1.0, Rates(0.1, 0.0)).grad_norm == 3.0
     stores.finish_weights()
     return stages[0].parameter("bias").clone(), optimizer.plain_state()
 
@@ -208,8 +206,7 @@ def measure(
         if piece.key == "master" and piece.primary:
             saved[piece.piece.spec.name] = saved.get(piece.piece.spec.name, 0) + piece.values.numel()
     params_norm = optimizer.parameters_norm()
-    optimizer.start(1.0, Rates(0.0, 0.0), count_zero_gradients=True)
-    report = optimizer.settle()
+    report = optimizer.step(1.0, Rates(0.0, 0.0), count_zero_gradients=True)
     return report.grad_norm, params_norm, report.num_zeros, saved
 
 

@@ -141,8 +141,7 @@ def sent_and_held(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[
         mock.patch.object(muon, "orthogonalized", counted_product),
         mock.patch.object(muon, "_exchange", counted_exchange),
     ):
-        runtime.optimizer.start(1.0, Rates(1e-2, 0.0))
-        runtime.optimizer.settle()
+        runtime.optimizer.step(1.0, Rates(1e-2, 0.0))
         runtime.stores.finish_weights()
     return dict(sends), sum(flops)
 

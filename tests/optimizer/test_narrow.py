@@ -113,8 +113,7 @@ def test_each_step_is_the_formula_with_one_rounding_of_each_state(
         gradients = {name: trainer.buffers.main_grad(name).double().flatten() for name in specs}
         assert all(trainer.buffers.main_grad(name).dtype == DTYPES[gradient] for name in specs)
         factor = 0.5 / optimizer.loss_scale
-        optimizer.start(0.5, RATES)
-        factor *= optimizer.settle().clip_coefficient
+        factor *= optimizer.step(0.5, RATES).clip_coefficient
         after = decoded(optimizer)
         for name, spec in specs.items():
             lr = 0.003 if spec.decoupled_lr else 0.01
@@ -182,8 +181,7 @@ def test_masters_of_remainders_are_those_of_whole_fp32_masters() -> None:
             for place, spec in enumerate(toy_specs()):
                 generator = torch.Generator().manual_seed(100 * step + place)
                 trainer.buffers.main_grad(spec.name).copy_(torch.randn(spec.shape, generator=generator))
-            trainer.optimizer.start(1.0, RATES)
-            trainer.optimizer.settle()
+            trainer.optimizer.step(1.0, RATES)
     one, other = decoded(whole.optimizer), decoded(halves.optimizer)
     for state, parameters in one.items():
         for name, values in parameters.items():
@@ -228,20 +226,6 @@ def test_narrow_state_on_the_host_trains_the_same_to_the_bit(dtypes: dict[str, s
         for name, values in parameters.items():
             if state != "master" or dtypes.get("main_params_dtype") == "fp16":
                 assert torch.equal(decoded(there.optimizer)[state][name], values)
-
-
-@pytest.mark.parametrize("dtypes", [{}, NARROWEST, {"main_params_dtype": "fp16"}], ids=["remainders", "all", "fp16"])
-def test_update_that_is_rolled_back_and_repeated_gives_the_bits_of_one_that_waited(dtypes: dict[str, str]) -> None:
-    config = narrow_adam(**dtypes)
-    waits = Trainer(config, BF16)
-    early = Trainer(dataclasses.replace(config, optimizer_post_validation=True), BF16)
-    reports = [(waits.step(number), early.step(number)) for number in range(3)]
-    assert any(report.rolled_back for _, report in reports)
-    assert [one.grad_norm for one, _ in reports] == [two.grad_norm for _, two in reports]
-    assert all(torch.equal(early.weights()[name], value) for name, value in waits.weights().items())
-    for state, parameters in decoded(waits.optimizer).items():
-        for name, values in parameters.items():
-            assert torch.equal(decoded(early.optimizer)[state][name], values), (state, name)
 
 
 def test_overflow_leaves_narrow_state_as_it_was() -> None:
@@ -308,8 +292,7 @@ def train(
                     drawn = torch.randint(-16, 17, spec.shape, generator=generator) / 8
                     buffers.main_grad(spec.name).add_(drawn)
         stores.finish_gradients()
-        optimizer.start(1 / 2, RATES)
-        optimizer.settle()
+        optimizer.step(1 / 2, RATES)
     stores.finish_weights()
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     state = {(p.key, p.piece.spec.name, p.piece.box): p.values.clone() for p in optimizer.state() if p.primary}

@@ -50,8 +50,7 @@ class Trainer:
         for microbatch in range(num_microbatches):
             (self.module(tokens_of(step, microbatch)) * (scale * self.optimizer.loss_scale)).backward()
         self.stores.finish_gradients()
-        self.optimizer.start(1 / num_microbatches, Rates(lr, 0.1, 0.3 * lr))
-        return self.optimizer.settle()
+        return self.optimizer.step(1 / num_microbatches, Rates(lr, 0.1, 0.3 * lr))
 
     def weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.module.named_parameters()}
@@ -173,8 +172,7 @@ def test_nan_gradient_updates_nothing_and_is_named() -> None:
     trainer = Trainer(ADAM)
     before = trainer.weights()
     trainer.buffers.main_grad("up.bias")[3] = math.nan
-    trainer.optimizer.start(1.0, Rates(0.01, 0.1))
-    report = trainer.optimizer.settle()
+    report = trainer.optimizer.step(1.0, Rates(0.01, 0.1))
     assert math.isnan(report.grad_norm)
     assert report.skipped
     assert trainer.optimizer.nonfinite_gradients() == ["up.bias"]
@@ -189,8 +187,7 @@ def test_zeros_and_norms_leave_padding_out() -> None:
     optimizer = Optimizer(Stores({0: buffers}, alone), alone, OptimizerConfig(lr=0.0001), PrecisionConfig(dtype="fp64"))
     assert optimizer.parameters_norm() == pytest.approx(math.sqrt(33 * 4.0))
     buffers.main_grad("bias").copy_(torch.tensor([3.0, 0.0, 4.0]))
-    optimizer.start(1.0, Rates(0.0, 0.0), count_zero_gradients=True)
-    report = optimizer.settle()
+    report = optimizer.step(1.0, Rates(0.0, 0.0), count_zero_gradients=True)
     assert report.grad_norm == pytest.approx(5.0)
     assert report.num_zeros == 31
 

@@ -130,10 +130,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "cp 2 pp 2 pipedream": (4, {"cp": 2, "pp": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0} | LLAMA | UNTIED),
     "cp 2, a2a, keeps attention": (2, {"cp": 2, "recompute_keep_attention": True} | A2A | FULL | LLAMA),
-    "cp 2 pp 2 without a barrier": (
-        4,
-        {"cp": 2, "pp": 2, "pipeline_schedule": "zb-h2", "optimizer_post_validation": True} | UNTIED | ZERO,
-    ),
+    "cp 2 pp 2 zb-h2": (4, {"cp": 2, "pp": 2, "pipeline_schedule": "zb-h2"} | UNTIED | ZERO),
     "cp 2, offloaded": (2, {"cp": 2, "cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1} | DOCUMENTS),
 }
 EXPERTS: dict[str, Any] = {

@@ -138,14 +138,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "zb-v", "add_bias_linear": True} | PADS | again("moe"),
     ),
-    "experts again, ep 2 pp 2 without a barrier": (
-        4,
-        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h2", "optimizer_post_validation": True}
-        | {"untie_embeddings_and_output_weights": True}
-        | BIAS
-        | ZERO
-        | again("moe"),
-    ),
     "activation and shared experts again, ep 2 pp 2 dualpipe-v": (
         4,
         {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"}
@@ -206,13 +198,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "global loss, one rank": (1, GLOBAL | PER_TOKEN),
     "global loss, ep 2 of tp 2 dp 2, full recompute": (4, {"tp": 2, "ep": 2, "etp": 1} | GLOBAL | FULL | ZERO),
     "global loss, dp 2 pp 2 dualpipe-v": (4, {"pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"} | GLOBAL),
-    "global loss, dp 2 pp 2 without a barrier": (
-        4,
-        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h2", "optimizer_post_validation": True}
-        | {"untie_embeddings_and_output_weights": True}
-        | GLOBAL
-        | ZERO,
-    ),
     "every loss, ep 2 etp 2 of tp 2 dp 2 pp 2 interleaved": (
         8,
         {"tp": 2, "ep": 2, "pp": 2, "chunks": 2} | EVERY_LOSS | PER_TOKEN,
@@ -243,13 +228,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "pipeline_schedule": "zb-h1"} | BIAS | ZERO,
     ),
     "bias, dp 2 pp 2 dualpipe": (4, {"pp": 2, "pipeline_schedule": "dualpipe"} | BIAS),
-    "bias, ep 2 pp 2 without a barrier": (
-        4,
-        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h2", "optimizer_post_validation": True}
-        | {"untie_embeddings_and_output_weights": True}
-        | BIAS
-        | ZERO,
-    ),
+    "bias, ep 2 pp 2 zb-h2": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h2"} | BIAS | ZERO),
     "sharded weights in units, ep 2 of dp 4": (4, {"ep": 2, "data_parallel_sharding_units": 2} | ZERO3 | BIAS | SHARED),
     "sharded weights, ep 2 etp 2 of dp 8, experts again": (8, {"ep": 2, "etp": 2} | ZERO3 | SIGMOID | again("moe")),
     "sharded weights, one copy of the experts, ep 4 of tp 2 dp 2": (
@@ -308,12 +287,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "ep 4 etp 1 of tp 2 dp 4, norms around": (
         8,
         {"tp": 2, "ep": 4, "etp": 1, "norm_position": "around", "activation": "squared_relu", "hidden_dropout": 0.2},
-    ),
-    "ep 2 pp 2 without a barrier": (
-        4,
-        {"ep": 2, "pp": 2, "pipeline_schedule": "zb-h2", "optimizer_post_validation": True}
-        | {"untie_embeddings_and_output_weights": True}
-        | ZERO,
     ),
 }
 

@@ -120,8 +120,7 @@ def of_megapipe(rank: int, plan: RunPlan, batch: list[Batch]) -> tuple[Pieces, C
         (f"gradient {held.piece.spec.name}", held.piece.box.slices, (held.values * factor).view(held.piece.box.shape))
         for held in gradient_pieces(runtime)
     ]
-    runtime.optimizer.start(factor, Rates(LR, DECAY), False, pending.totals)
-    runtime.optimizer.settle()
+    runtime.optimizer.step(factor, Rates(LR, DECAY), False, pending.totals)
     for is_first, box in runtime.held_weights("weight"):
         assert is_first  # nobody else has this shard
         found.append((box.name.replace("/", " ", 1), box.box.slices, box.values.view(box.box.shape).clone()))

@@ -90,7 +90,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 2, zero bubble, tied, tp 2": (4, schedule("zb-h2") | SP | FULL | {"embedding_scale": 3.0}),
     "pp 2, interleaved, untied": (4, schedule("interleaved") | V | UNTIED | ZERO),
     "pp 2, zb-v, untied": (4, schedule("zb-v") | V | UNTIED | TWO | ZERO | {"ddp_bucket_size": 300}),
-    "pp 2, zb-v, tied, without a barrier": (4, schedule("zb-v", optimizer_post_validation=True) | V | ZERO),
+    "pp 2, zb-v, tied": (4, schedule("zb-v") | V | ZERO),
     "pp 2, dualpipe, untied": (4, schedule("dualpipe") | UNTIED | ZERO),
     "pp 2, dualpipe-v, tied": (4, schedule("dualpipe-v") | V | TWO | DROPOUT),
     "cp 2, p2p, documents, two modules": (2, {"context_parallel_size": 2, "seq_length": 24} | TWO | DOCUMENTS | LLAMA),

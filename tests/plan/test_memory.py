@@ -351,21 +351,6 @@ def test_training_state_has_the_bytes_of_its_dtypes(
     assert (host.items["optimizer"], host.host["optimizer"]) == (0, items["optimizer"] + copies)
 
 
-def test_undoing_an_update_of_remainders_needs_a_copy_of_the_weights() -> None:
-    grid = {
-        "dtype": "bf16",
-        "pipeline_model_parallel_size": 2,
-        "optimizer_post_validation": True,
-        "untie_embeddings_and_output_weights": True,
-    }
-    sizes = {}
-    for name, changes in (("whole", {}), ("remainders", narrow()), ("masters", narrow(main_params_dtype="fp16"))):
-        plan = resolve(small_config(**grid, **changes), 2)
-        scales = 4 * len(plan.state_dtypes(0).scaled) * len(plan.stage_specs[0])
-        sizes[name] = (rank_memory(plan, 0).items["rollback"] - scales) / plan.num_elements([0])
-    assert sizes == {"whole": 4 + 12, "remainders": 4 + 10 + 2, "masters": 4 + 10}
-
-
 def test_chunks_of_an_update_count_where_a_step_has_a_lower_peak() -> None:
     shape = {"hidden_size": 512, "seq_length": 8, "micro_batch_size": 1, "num_layers": 1, "global_batch_size": 1}
     large, small = narrow(exp_avg_dtype="bf16"), narrow(exp_avg_dtype="bf16", optimizer_cpu_offload=True)

@@ -86,18 +86,11 @@ DUAL = {"pipeline_schedule": "dualpipe", "pipeline_model_parallel_size": 2}
             2,
             r"gpipe runs one chunk",
         ),
-        (
-            {"optimizer_post_validation": True, "pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipe",
-            "global_batch_size": 8},
-            2,
-            r"--pipeline-schedule dualpipe is not",
-        ),
     ],
     ids=[
         "heads", "no_pair", "odd_pairs", "few_microbatches", "odd_microbatches", "odd_ramp",
         "world", "batch", "even_layers", "few_layers", "sequence", "layout_layers", "layout_stages", "vocabulary",
         "cp", "chunks",
-        "post_validation_dualpipe",
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_before_anything_starts(
@@ -105,19 +98,6 @@ def test_what_cannot_run_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(small_config(**changes), world)
-
-
-def test_the_ends_of_a_v_are_tied_on_one_rank_without_communication() -> None:
-    plan = resolve(
-        small_config(
-            optimizer_post_validation=True,
-            pipeline_model_parallel_size=2,
-            pipeline_schedule="zb-v",
-            global_batch_size=8,
-        ),
-        2,
-    )
-    assert plan.head_start(4) == (1, 0)  # 0F0; the message that it sends comes after the head start
 
 
 @pytest.mark.parametrize("pp", [2, 4, 6, 8])

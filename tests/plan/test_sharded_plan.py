@@ -108,14 +108,6 @@ def test_a_varied_plan_keeps_its_units() -> None:
     assert vary(resolve(config, 4), other) == resolve(other, 4)
 
 
-def test_the_head_start_of_sharded_weights_begins_with_their_gather() -> None:
-    flags = "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h2 --optimizer-post-validation"
-    plan = planned(f"{ZERO_3} {flags} --global-batch-size 16")
-    row, length = plan.schedule(16).rows[0], plan.head_start(16)[0]
-    forwards = [action for action in row[:length] if action.op is Op.F]
-    assert row[0].op is Op.UNSHARD and len(forwards) == 3 and row[length - 1].op in (Op.F, Op.SEND_F)
-
-
 def state(plan: RunPlan) -> dict[str, int]:
     items = rank_memory(plan, 0).items
     slack = BUFFER_ALIGNMENT_BYTES * len([each for s in plan.placement.stages_of(0) for each in plan.buffers(s, 0)])

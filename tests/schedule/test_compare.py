@@ -46,7 +46,7 @@ def test_zb_auto_keeps_its_limit_and_is_no_slower_than_handmade():
     for limit, handmade in ((4, "zb-h1"), (8, "zb-h2")):
         auto = rows[f"zb-auto {limit}"]
         assert auto.peak_microbatches <= limit
-        assert auto.chained_share <= rows[handmade].chained_share
+        assert auto.barrier_share <= rows[handmade].barrier_share
 
 
 def test_impossible_schedules_are_in_the_table_with_the_reason():

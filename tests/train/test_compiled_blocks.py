@@ -103,7 +103,6 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "zb-v, dropout": PP | DROPOUT | {"pipeline_schedule": "zb-v", "num_layers": 4},
     "dualpipe": PP | LLAMA | {"pipeline_schedule": "dualpipe", "num_layers": 4},
     "interleaved": PP | LLAMA | {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4},
-    "zb-h1, post-validation": PP | LLAMA | {"pipeline_schedule": "zb-h1", "optimizer_post_validation": True},
     "pipedream": PP | LLAMA | {"pipeline_schedule": "pipedream", "clip_grad": 0.0},
     "pipedream-2bw": PP
     | DROPOUT

@@ -155,15 +155,8 @@ def test_a_flipped_bit_is_found_and_named(
         (4, "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --qk-layernorm"),
         (2, "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipe"),
         (8, f"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel {ZERO3} --bf16"),
-        (
-            2,
-            (
-                "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --optimizer-post-validation "
-                "--untie-embeddings-and-output-weights"
-            ),
-        ),
     ],
-    ids=["zero_bf16", "tp_sp", "dualpipe", "zero3_tied_bf16", "post_validation"],
+    ids=["zero_bf16", "tp_sp", "dualpipe", "zero3_tied_bf16"],
 )
 def test_a_healthy_run_is_not_disturbed(rank_pools: Pools, tmp_path: Path, world: int, grid: str) -> None:
     for name, extra in (("with", f"{FLAG} 2"), ("without", "")):

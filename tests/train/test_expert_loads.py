@@ -100,19 +100,6 @@ def test_a_skipped_step_leaves_the_biases(monkeypatch: pytest.MonkeyPatch) -> No
     assert biases(runtime).abs().max() == pytest.approx(0.05)
 
 
-def test_an_update_ahead_of_the_verdict_is_undone_by_a_skip() -> None:
-    runtime = built({})
-    trainer = TrainStep(runtime)
-    (batch,) = batches_of(runtime, 1)
-    loads = trainer.expert_loads
-    for skipped, largest in ((True, 0.0), (False, 0.05)):
-        trainer.gradients(share_of(runtime, batch, 0))
-        loads.start(is_ahead=True)
-        assert biases(runtime).abs().max() == pytest.approx(0.05)
-        loads.settle(skipped)
-        assert biases(runtime).abs().max() == pytest.approx(largest)
-
-
 def after_two_steps(rank: int, world_size: int, options: dict[str, Any]) -> list[list[float]]:
     runtime = built(options, rank, world_size)
     trainer = TrainStep(runtime)

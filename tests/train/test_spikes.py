@@ -99,12 +99,6 @@ GRIDS = [
         id="tp2_dp2_zero",
         marks=pytest.mark.slow,
     ),
-    pytest.param(
-        2,
-        "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --optimizer-post-validation",
-        id="pp2_no_barrier",
-        marks=pytest.mark.slow,
-    ),
 ]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from megapipe.comm.trace import Tracer
 from megapipe.optimizer.schedule import Rates
-from megapipe.train.step import StepBatch, train_step
+from megapipe.train.step import train_step
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches
 from tests.train.runs import tiny
@@ -22,7 +22,6 @@ from tests.train.runs import tiny
 PP2 = {"pipeline_model_parallel_size": 2}
 TP2 = {"tensor_model_parallel_size": 2}
 UNTIED = {"untie_embeddings_and_output_weights": True}
-EARLY = {"optimizer_post_validation": True}
 PER_TOKEN = {"calculate_per_token_loss": True}
 GRIDS: dict[str, dict[str, Any]] = {
     "pp2_dp2": PP2,
@@ -30,7 +29,7 @@ GRIDS: dict[str, dict[str, Any]] = {
     "tp2_dp2_per_token": TP2 | PER_TOKEN,
     "pp2_dp2_dualpipe": PP2 | {"pipeline_schedule": "dualpipe"},
     "pp2_dp2_pipedream": PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0},
-    "pp2_tp2_early": PP2 | TP2 | EARLY,
+    "pp2_tp2": PP2 | TP2,
 }
 
 
@@ -41,11 +40,10 @@ def sums_of_a_step(rank: int, world_size: int, changes: dict[str, Any]) -> tuple
     step, results = train_step(runtime, count_zero_gradients=True), []
     for number in range(2):
         tracer.events.clear()
-        batch = StepBatch(number + 1, 0, 16, step_microbatches(runtime, rows, number), Rates(1e-2, 0.0), True)
-        results.append(step.take(batch, lambda batch, result: True))
+        results.append(step.run(step_microbatches(runtime, rows, number), Rates(1e-2, 0.0)))
         runtime.finish_parameters()
     result = results[-1]
-    assert result is not None and result.update.num_zeros is not None
+    assert result.update.num_zeros is not None
     found = Counter(event.name for event in tracer.events if event.kind == "collective" and "all_reduce" in event.name)
     return dict(found), result.loss, result.update.grad_norm, result.update.num_zeros
 

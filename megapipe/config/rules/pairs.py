@@ -144,7 +144,6 @@ OPTIONS: dict[str, Option] = {
         and c.data.reset_attention_mask
         and "--attention-impl flash with --reset-attention-mask"
     ),
-    "fp8": lambda c: c.precision.fp8_format is not None and f"--fp8-format {c.precision.fp8_format}",
     "CUDA graphs": lambda c: c.gpu.cuda_graph_impl == "local" and "--cuda-graph-impl local",
     "compiled pointwise": lambda c: c.kernels.compile_pointwise and "--compile-pointwise",
     "activation offload": lambda c: (
@@ -164,7 +163,6 @@ OPTIONS: dict[str, Option] = {
     "recompute of experts": _selects("moe"),
     "recompute of activations": _selects("activation"),
     "recompute of norms": _selects("layernorm"),
-    "post validation": lambda c: c.optimizer.optimizer_post_validation and "--optimizer-post-validation",
     "overlapped tp": lambda c: bool(c.parallel.tp_comm_overlap) and "--tp-comm-overlap",
     "memory by rank": lambda c: c.parallel.pipeline_rank_memory is not None and "--pipeline-rank-memory",
     "measured layers": lambda c: c.parallel.pipeline_layer_times is not None and "--pipeline-layer-times",
@@ -213,7 +211,7 @@ REFUSED: tuple[Refusal, ...] = (
         IN_PARTS,
         f"use --recompute-modules moe_act, or {EITHER}",
     ),
-    Refusal("overlapped all-to-alls", ("post validation", "pipeline profile"), NOT_BUILT, "these run whole layers"),
+    Refusal("overlapped all-to-alls", ("pipeline profile",), NOT_BUILT, "it runs whole layers"),
     Refusal(
         "latent attention",
         ("biases of q, k and v", "gated attention", "sinks", "norm of the projection", "attention of an extension"),
@@ -229,7 +227,6 @@ REFUSED: tuple[Refusal, ...] = (
         NOT_BUILT,
         "heads made from latents have no such kernels",
     ),
-    Refusal("fp8", ("post validation",), NOT_BUILT, "weights are cast once a step, but may be rolled back within it"),
     Refusal(
         "CUDA graphs",
         ("attention of Transformer Engine",),
@@ -250,12 +247,6 @@ REFUSED: tuple[Refusal, ...] = (
         NOT_BUILT,
         "every microbatch has documents of other numbers and lengths",
         "use --attention-impl sdpa, which then has a mask",
-    ),
-    Refusal(
-        "CUDA graphs",
-        ("post validation",),
-        NOT_BUILT,
-        "forwards may run twice while their first messages are in flight",
     ),
     Refusal("memory budget", ("recompute by hand",), CONTRADICTION, "the budget chooses what each layer recomputes"),
     Refusal("narrow moments", ("another optimizer than Adam",), CONTRADICTION, "it is for the moments of Adam"),

@@ -116,20 +116,6 @@ def weight_decay(config: Config) -> Iterator[str]:
         yield f"--start-weight-decay {start:g} is above --end-weight-decay {end:g}; the ramp must rise"
 
 
-def post_validation(config: Config) -> Iterator[str]:
-    """Yield what rules out steps without a barrier."""
-    if not config.optimizer.optimizer_post_validation:
-        return
-    if config.parallel.pipeline_model_parallel_size == 1:
-        rule = "removes the barrier between the steps of a pipeline, but --pipeline-model-parallel-size is 1"
-        yield f"--optimizer-post-validation {rule}; leave it out"
-    elif config.training.calculate_per_token_loss:
-        flag = "--sft, with --calculate-per-token-loss," if config.data.sft else "--calculate-per-token-loss"
-        rule = f"{flag} divides the gradient by the number of tokens of all last stages"
-        way = "leave one of the two out"
-        yield f"--optimizer-post-validation updates before the other ranks have answered, but {rule}; {way}"
-
-
 def loss_scale_and_profile(config: Config) -> Iterator[str]:
     """Check the range of the dynamic loss scale, and the profiled span of steps."""
     precision, logging = config.precision, config.logging
@@ -266,7 +252,6 @@ RULES = (
     length,
     rates,
     weight_decay,
-    post_validation,
     loss_scale_and_profile,
     checkpoints,
     sources,

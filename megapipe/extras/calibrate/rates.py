@@ -354,7 +354,6 @@ def one_pipeline_rank(config: Config, world_size: int, layer: LayerConfig | None
         model=model,
         parallel=replace(config.parallel, **defaults),
         training=config.training.with_batch(sequences),
-        optimizer=replace(config.optimizer, optimizer_post_validation=False),
         offload=OffloadConfig(),  # its copies overlap with other layers
     )
 

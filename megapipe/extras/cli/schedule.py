@@ -308,7 +308,7 @@ _COLUMNS: dict[str, Callable[[Measures], str]] = {
 _SHARDING_LEGEND = """
 gathers, reductions: of the rank with the most; gathered: stages of a rank whose weights are there at once, at most"""
 _LEGEND = """
-barrier, chained: idle share of the step, with a barrier after each step, and in consecutive steps without one
+barrier, chained: idle share of the step, with the barrier after each step that runs have, and as if there were none
 peak: microbatches alive until W (to I: until I) on the worst rank, each 1/p of the model; inputs: received, waiting
 depth: sends that a channel must be able to have in flight without a posted receive"""
 _NOT_SYNCHRONOUS = "NOT synchronous: weights change while microbatches are in flight"

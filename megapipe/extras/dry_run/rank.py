@@ -140,7 +140,7 @@ def microbatches_to_run(plan: RunPlan, pp_rank: int) -> int:
 
 
 META = torch.device("meta")
-STATE = ("weights", "gradients", "gathered weights", "whole gradients", "optimizer", "rollback")
+STATE = ("weights", "gradients", "gathered weights", "whole gradients", "optimizer")
 # groups in which every microbatch sends the same; the others communicate once a step, unless gradients are sharded
 PER_MICROBATCH = ("tp", "pp", "cp", "cp_a2a", "cp_p2p", "kv", "ep", "ep_nodes", "ep_places", "etp")
 RATES = Rates(1e-3, 0.1)  # arbitrary: there are no values

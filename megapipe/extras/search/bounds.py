@@ -232,8 +232,6 @@ class Bounds:
         """Return the least seconds until the last backward ends."""
         count = microbatches / directions
         is_split = SCHEDULES[layout.schedule].splits_backward
-        # without a barrier between steps no rank waits for the first microbatch and the last gradient of another
-        waits = not self._config.optimizer.optimizer_post_validation
         longest, head = 0.0, times.head
         for rank in ranks:
             forward = _over(rank.layers, times.layers, "forward") + rank.heads * head.forward
@@ -244,10 +242,10 @@ class Bounds:
             if is_split:  # the weight gradients may run last, while input gradients continue on other ranks
                 short = forward + _over(rank.layers, times.layers, "inputs") + rank.heads * head.inputs
                 both_ways = first + _over(rank.layers_before, times.first, "inputs") + 2 * hops
-                longest = max(longest, waits * (first + hops) + count * work, waits * both_ways + count * short)
+                longest = max(longest, first + hops + count * work, both_ways + count * short)
             else:
                 both_ways = first + _over(rank.layers_before, times.first, "both") + 2 * hops
-                longest = max(longest, waits * both_ways + count * work)
+                longest = max(longest, both_ways + count * work)
         return longest
 
     def _bytes(

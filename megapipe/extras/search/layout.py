@@ -3,8 +3,8 @@
 Not varied:
 - overlaps (--overlap-grad-reduce, --overlap-param-gather, --overlap-p2p-communication) are on: they cost no memory, and
   in the model of `step_time` they never slow a step
-- gpipe, breadth-first and zb-h2 take as long as 1f1b, interleaved and zb-h1 where steps end with a barrier, and use
-  more memory; only with sharded weights breadth-first is one
+- gpipe, breadth-first and zb-h2 take as long as 1f1b, interleaved and zb-h1, and use more memory; only with sharded
+  weights breadth-first is one
 - weights are sharded with the schedules for which that is made: breadth-first, which gathers each chunk twice a step,
   1f1b in units of one layer, which gathers them for every microbatch, and interleaved between the two; with layers
   divided by cost. So are gradients alone

@@ -34,7 +34,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 from megapipe.topology import GROUP_NAMES
-from megapipe.train.step import StepBatch, train_step
+from megapipe.train.step import train_step
 
 RATES = Rates(1e-3, 0.1)  # arbitrary: there are no values
 
@@ -122,14 +122,13 @@ def recorded(
 
 def _run(runtime: TrainingRuntime, read: Callable[[int, int], Batch], num_steps: int, recorder: Recorder) -> None:
     plan, step, place = runtime.plan, train_step(runtime), runtime.coordinates.dp_rank
-    count, size = plan.batch.num_microbatches, plan.config.training.global_batch_size
+    count = plan.batch.num_microbatches
     parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
     for number in range(num_steps):
         recorder.last_step = len(recorder.log)
         keys = Keys(1, number, place, plan.topology.dp)
         batch = Microbatches(count, partial(read, place), keys, DEVICE, *parts)
-        is_last = number == num_steps - 1
-        step.take(StepBatch(number + 1, number * size, size, batch, RATES, is_last), lambda *_: True)
+        step.run(batch, RATES)
         del batch
     runtime.finish_parameters()
 

@@ -44,7 +44,6 @@ from megapipe.extras.verify.shrink import Shrunk, shrink
 from megapipe.layers.model import model_states
 from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
-from megapipe.pipeline.engine import BegunRun
 from megapipe.plan.run_plan import RunPlan
 from megapipe.train.facts import facts_of
 from megapipe.train.gpu_setup import check_deterministic, deterministic_algorithms
@@ -152,8 +151,8 @@ class RecordingStep(TrainStep):
 
     averaged: list[HeldPiece]  # of the last step, in fp64, before clipping
 
-    def gradients(self, microbatches: Sequence[Microbatch], begun: BegunRun | None = None) -> PendingLoss:
-        loss = super().gradients(microbatches, begun)
+    def gradients(self, microbatches: Sequence[Microbatch]) -> PendingLoss:
+        loss = super().gradients(microbatches)
         self.averaged = _copies(self.runtime, 1.0 / (loss.denominator * self.runtime.optimizer.loss_scale))
         return loss
 

@@ -69,7 +69,7 @@ def automatic(shape: Shape) -> tuple[Row, ...]:
     def score(rows: tuple[Row, ...]) -> tuple[float, float]:
         timeline = simulate(Schedule("candidate", loop(shape.num_ranks, 1), shape.num_microbatches, rows), goal.costs)
         own = max(work + idle for work, idle in zip(timeline.work_seconds, timeline.chained_idle_seconds, strict=True))
-        return _ordered(own, timeline.makespan_seconds, goal)
+        return timeline.makespan_seconds, own
 
     found = _search(shape._replace(num_microbatches=min(shape.num_microbatches, 4 * shape.num_ranks)), goal)
     kept = {Held.ACTIVATIONS: 1.0, Held.DEFERRED: goal.kept_for_weights}
@@ -140,11 +140,6 @@ def _neighbour(rule: _Rule, random: Random, goal: AutoGoal, fill: float) -> _Rul
     return rule._replace(in_flight=tuple(changed))
 
 
-def _ordered(own_seconds: float, makespan_seconds: float, goal: AutoGoal) -> tuple[float, float]:
-    """Return the score of a schedule, less is better: the seconds that the goal minimizes first."""
-    return (makespan_seconds, own_seconds) if goal.has_barrier else (own_seconds, makespan_seconds)
-
-
 class _Rank:
     """The state of one rank: the F, I and W done, clock, microbatches held, and when its next inputs arrive."""
 
@@ -179,7 +174,7 @@ class _Rank:
 
 
 def _follow(rule: _Rule, shape: Shape, goal: AutoGoal) -> tuple[tuple[Row, ...], tuple[float, float]]:
-    """Return the rows of ranks that follow `rule`, and their score."""
+    """Return the rows of ranks that follow `rule`, and their score: the makespan, then the time of the slowest rank."""
     p, count, costs = shape.num_ranks, shape.num_microbatches, goal.costs
     ranks = [_Rank(stage, count, costs) for stage in range(p)]
     kept = {Op.F: 1.0, Op.I: goal.kept_for_weights - 1.0, Op.W: -goal.kept_for_weights}
@@ -219,4 +214,4 @@ def _follow(rule: _Rule, shape: Shape, goal: AutoGoal) -> tuple[tuple[Row, ...],
             arrives_at[microbatch] = arrival
             wake(peer, max(arrival, peer.clock))
     own_seconds = max(sum(rank.seconds.values()) * count + rank.idle for rank in ranks)
-    return tuple(tuple(rank.row) for rank in ranks), _ordered(own_seconds, max(rank.clock for rank in ranks), goal)
+    return tuple(tuple(rank.row) for rank in ranks), (max(rank.clock for rank in ranks), own_seconds)

@@ -169,7 +169,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "breadth_first": (2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_schedule": "breadth-first"}),
     "zb_h1": (4, PP4 | {"pipeline_schedule": "zb-h1"}),
     "zb_h1_bf16_sp2": (4, PP2 | SP2 | {"pipeline_schedule": "zb-h1", "dtype": "bf16"}),
-    "zb_h2_post_validation": (4, PP4 | {"pipeline_schedule": "zb-h2", "optimizer_post_validation": True}),
+    "zb_h2": (4, PP4 | {"pipeline_schedule": "zb-h2"}),
     "zb_v": (4, PP4 | {"pipeline_schedule": "zb-v"}),
     "zb_h1_recompute": (2, PP2 | selective("layernorm", "activation") | {"pipeline_schedule": "zb-h1"}),
     "zb_h1_full": (2, PP2 | FULL | {"pipeline_schedule": "zb-h1"}),
@@ -186,7 +186,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "update_of_remainders": (1, SHORT | {"dtype": "bf16", "use_precision_aware_optimizer": True}),
     "narrow_state_dp2_zero1": (2, NARROW | ZERO1 | {"grad_reduce_in_bf16": True}),
     "narrow_state_fp32_tp2": (2, NARROW | TP2 | {"dtype": "fp32", "exp_avg_sq_dtype": "fp32"}),
-    "narrow_state_post_validation": (2, NARROW | PP2 | {"optimizer_post_validation": True}),
     "narrow_masters_pipedream": (
         2,
         NARROW | PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0, "main_params_dtype": "fp16"},

@@ -60,7 +60,6 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         UNLIKE["latent"] | FULL | {"context_parallel_size": 2, "recompute_keep_attention": True},
     ),
-    "post_validation_zero1": (4, PP2 | ZERO1 | {"optimizer_post_validation": True}),
 }
 
 

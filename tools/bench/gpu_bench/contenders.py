@@ -130,8 +130,7 @@ class Job:
 
     def update(self) -> float:
         """Update as the training step does, after `gradients`."""
-        self.runtime.optimizer.start(1.0 / self._count, Rates(LR, WEIGHT_DECAY))
-        return self.runtime.optimizer.settle().grad_norm
+        return self.runtime.optimizer.step(1.0 / self._count, Rates(LR, WEIGHT_DECAY)).grad_norm
 
     def _microbatches(self) -> Microbatches:
         def read(k: int) -> Batch:
