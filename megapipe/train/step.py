@@ -59,11 +59,15 @@ class PendingLoss:
     @property
     def denominator(self) -> float:
         """The divisor of the raw gradient sums. If that is the number of tokens, a collective, which is waited for."""
-        return self._denominator(self._summed.num_tokens if self.per_token else 0.0)
+        return self.denominator_of(self._summed.num_tokens if self.per_token else 0.0)
+
+    def denominator_of(self, num_tokens: float) -> float:
+        """Return the divisor of the raw gradient sums. num_tokens: of the global batch, for those over tokens."""
+        return max(num_tokens, 1.0) if self.per_token else self.num_microbatches
 
     def gradient_factor(self, totals: Sequence[float]) -> float:
         """Return the factor that makes the average of the raw gradient sums. totals: the values of the summed ones."""
-        return 1.0 / self._denominator(self.of(totals).num_tokens)
+        return 1.0 / self.denominator_of(self.of(totals).num_tokens)
 
     def sum(self) -> StepLoss:
         """Sum the totals over the world, wait and return the loss. A collective."""
@@ -82,9 +86,6 @@ class PendingLoss:
         loss = loss_sum / max(num_tokens, 1.0) if is_over_tokens else means / self.num_microbatches
         pairs = zip(ahead[::2], ahead[1::2], strict=True)
         return StepLoss(loss, num_tokens, tuple(each / max(tokens, 1.0) for each, tokens in pairs))
-
-    def _denominator(self, num_tokens: float) -> float:
-        return max(num_tokens, 1.0) if self.per_token else self.num_microbatches
 
 
 @dataclass(frozen=True)
