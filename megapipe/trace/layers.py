@@ -1,6 +1,7 @@
-"""`trace_layers`, `trace_embedding`, `trace_head`, `trace_parts`: layers of a stage, an end of the model, or the parts of
-one layer run forward and backward once on the meta device, with the code of training, and every tensor that they keep,
-make and free is counted.
+"""`trace_layers`, `trace_embedding`, `trace_head` and `trace_parts`.
+
+Layers of a stage, an end of the model, or the parts of one layer run forward and backward once on the meta device, with
+the code of training, and every tensor that they keep, make and free is counted.
 """
 
 from __future__ import annotations
