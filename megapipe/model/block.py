@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.model.attention import SelfAttention
 from megapipe.model.context import LayerContext
-from megapipe.model.dispatch import KeptRouting
 from megapipe.model.latent_attention import LatentAttention
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import MLP
 from megapipe.model.moe import MoE
 from megapipe.model.norm import norm_element
 from megapipe.model.recompute import KeptAttention, KeptResults, KeptTogether, RecomputedSegment
+from megapipe.model.routing import KeptRouting
 from megapipe.model.segments import Compiler, Element, Elements, Segment, run
 from megapipe.tensor_parallel.random import dropped, keyed_mask
 

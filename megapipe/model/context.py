@@ -29,9 +29,9 @@ from megapipe.config.model import ATTENTIONS
 from megapipe.errors import ConfigError
 from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.block_attention import MaskedBlock
-from megapipe.model.dispatch import KeptRouting
 from megapipe.model.microbatch import KVCache, Microbatch, MicrobatchSlice
 from megapipe.model.recompute import KeptAttention
+from megapipe.model.routing import KeptRouting
 from megapipe.model.segments import Compiler
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart, SequenceSlice, Visibility
 from megapipe.tensor_parallel.gemms import at_least_fp32

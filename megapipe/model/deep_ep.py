@@ -1,8 +1,8 @@
-"""An adapter of DeepEP (DeepSeek's kernels, github.com/deepseek-ai/DeepEP), which sends a token once to each rank.
+"""`DeepDispatch`: an adapter of DeepEP, which sends a token once to each rank.
 
-`--moe-flex-dispatcher-backend deepep` uses it where it can. Tokens are copied for their experts where they arrive, and
-results are added there and on the way back: equal to those of all-to-alls up to rounding. Written against versions
-1.2.1 and 2.1.0 of its `Buffer`; it has not run on a GPU.
+DeepEP is DeepSeek's library (github.com/deepseek-ai/DeepEP); `--moe-flex-dispatcher-backend deepep` uses it where it
+can. Tokens are copied for their experts where they arrive, and results are added there and on the way back: equal to
+those of all-to-alls up to rounding. Written against versions 1.2.1 and 2.1.0 of its `Buffer`; it has not run on a GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ from torch.autograd.function import once_differentiable
 from megapipe.comm.collectives import WithAdjoint
 from megapipe.comm.groups import ExpertGroups, Group
 from megapipe.config.config import Config
-from megapipe.model.dispatch import ExpertRows, ends_of
-from megapipe.tensor_parallel.gemms import at_least_fp32
+from megapipe.config.layers import LayerConfig
+from megapipe.model.context import LayerContext
+from megapipe.model.dispatch import ends_of
+from megapipe.model.permutation import Permutation
+from megapipe.model.routing import ROWS, SENT, ExpertRows, Routing
+from megapipe.model.segments import Elements, Operator
 from megapipe.topology import Topology
 
 LIBRARY = "deep_ep"
@@ -63,55 +67,63 @@ class DeepEP:
 
 @dataclass(frozen=True, eq=False)
 class DeepRoutes(ExpertRows):
-    """The rows that the experts of this rank take from the tokens sent to it; known once they have arrived (`send`).
+    """The numbers of rows of this rank's experts, known once tokens have arrived.
 
-    rows: [n] int64, entry i is arrived token x k + j of row i, expert by expert, in the order of tokens. slots:
-    [arrived tokens, k], the row of each choice, or n if its expert is on another rank. chosen: [t, k], experts of this
-    rank's tokens, -1 for a row that is dropped. handle: DeepEP's, of what was sent.
+    chosen: [t, k], experts of this rank's tokens, -1 for a row that is dropped. handle: DeepEP's, of what was sent.
     """
 
     TENSORS: ClassVar[tuple[str, ...]] = ("chosen",)
 
-    rows: Tensor
-    slots: Tensor
     chosen: Tensor
     library: DeepEP
     num_experts: int
     handle: Any = None
 
-    @classmethod
-    def unsent(cls, chosen: Tensor, num_experts: int, groups: ExpertGroups) -> DeepRoutes:
-        """Return the routes before anything is sent."""
-        none, library = chosen.new_empty(0), groups.deep_ep
-        return cls(groups, (), none, none, none, chosen.to(library.index), library, num_experts)
-
-    def send(self, weights: Tensor, tokens: Tensor) -> tuple[DeepRoutes, Tensor, Tensor]:
-        """Return the routes, and the weights and rows of this rank's experts. Waits for the device.
-
-        weights: [t, k] fp32, tokens: [t, h] bf16, both this rank's.
-        """
-        received, scales, experts, counts, handle = _Sent.apply(tokens, weights, self)
-        expert = torch.where(experts >= 0, experts, len(counts)).flatten()
-        rows = expert.argsort(stable=True)[: sum(counts)].clone()
-        slots = torch.full_like(expert, len(rows))
-        slots[rows] = torch.arange(len(rows), device=rows.device, dtype=slots.dtype)
-        slots = slots.view_as(experts)
-        routes = replace(
-            self, expert_rows=tuple(counts), ends=ends_of(tuple(counts), rows), rows=rows, slots=slots, handle=handle
-        )
-        own = Select.apply(scales.reshape(-1, 1), rows, slots.view(-1, 1))
-        return routes, own.view(-1), Select.apply(received, rows, slots)
-
-    def combine(self, results: Tensor) -> Tensor:
-        """Return the sums [t, h] of the results of this rank's tokens: on the experts' ranks, then by DeepEP."""
-        sums = Sums.apply(results, self.rows, self.slots)
-        return WithAdjoint.apply(sums, self._back, self._there)  # type: ignore[no-any-return]
-
-    def _back(self, sums: Tensor) -> Tensor:
+    def back(self, sums: Tensor) -> Tensor:
+        """Return the sums over the ranks of what they hold for this rank's tokens."""
         return self.library.buffer.combine(sums.contiguous(), self.handle)[0]  # type: ignore[no-any-return]
 
-    def _there(self, grad: Tensor) -> Tensor:
+    def there(self, grad: Tensor) -> Tensor:
+        """Send once more to where the tokens went."""
         return self.library.buffer.dispatch(grad.contiguous(), handle=self.handle)[0]  # type: ignore[no-any-return]
+
+
+class DeepDispatch:
+    """The `Dispatcher` by DeepEP: a token is copied for the experts of the rank that it is sent to."""
+
+    def __init__(self, model: LayerConfig, groups: ExpertGroups) -> None:
+        self.groups, permutation = groups, Permutation(model)
+        self.rows = Elements([Operator("dispatch", self._send, SENT), Operator("copies", permutation.copies, SENT)])
+        self.sums = Elements([Operator("sums", permutation.sums, ROWS), Operator("combine", self._combine, ROWS)])
+
+    def routes(self, chosen: Tensor, order: Tensor, slots: Tensor, load: Tensor, context: LayerContext) -> Routing:
+        """Return the routing as `Dispatcher.routes` does, before anything is sent."""
+        sent, none, library = chosen.masked_fill(slots >= load.sum(), -1), chosen.new_empty(0), self.groups.deep_ep
+        routes = DeepRoutes(self.groups, (), none, sent.to(library.index), library, len(load))
+        return Routing(chosen, None, None, routes)
+
+    def _send(
+        self, context: LayerContext, routing: Routing, weights: Tensor, tokens: Tensor
+    ) -> tuple[Routing, Tensor, Tensor]:
+        """Return the routing, and the weights [t, k] and rows [t, h] of the tokens sent to this rank. Waits for the
+        device.
+
+        weights: [t, k] fp32, tokens: [s, b, h] bf16, both this rank's.
+        """
+        assert isinstance(routing.routes, DeepRoutes)
+        received, scales, experts, counts, handle = _Sent.apply(tokens.flatten(0, -2), weights, routing.routes)
+        expert = torch.where(experts >= 0, experts, len(counts)).flatten()
+        order = expert.argsort(stable=True)[: sum(counts)].clone()
+        slots = torch.full_like(expert, len(order))
+        slots[order] = torch.arange(len(order), device=order.device, dtype=slots.dtype)
+        routes = replace(routing.routes, expert_rows=tuple(counts), ends=ends_of(tuple(counts), order), handle=handle)
+        return Routing(routing.chosen, order, slots.view_as(experts), routes), scales, received
+
+    def _combine(self, context: LayerContext, routing: Routing, sums: Tensor) -> Tensor:
+        """Return the sums [t, h] of the results of this rank's tokens. sums: of those of this rank's experts."""
+        routes = routing.routes
+        assert isinstance(routes, DeepRoutes)
+        return WithAdjoint.apply(sums, routes.back, routes.there)  # type: ignore[no-any-return]
 
 
 class _Sent(Function):
@@ -140,46 +152,3 @@ class _Sent(Function):
         buffer, handle = ctx.arguments
         of_tokens, own, _ = buffer.combine(grad.contiguous(), handle, topk_weights=of_weights.contiguous())
         return of_tokens, own, None
-
-
-class Select(Function):
-    """Row i is token rows[i] // k. Backward: the sum over a token's rows, in the order of the choice.
-
-    slots: [tokens, k], the row of each choice, or a number behind the last one.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
-        return tokens[rows // slots.shape[1]]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (slots,) = ctx.saved_tensors
-        return _sum_of_rows(grad, slots), None, None
-
-
-class Sums(Function):
-    """The adjoint of `Select`."""
-
-    @staticmethod
-    def forward(ctx: Any, results: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.topk = slots.shape[1]
-        return _sum_of_rows(results, slots)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        return grad[rows // ctx.topk], None, None
-
-
-def _sum_of_rows(rows: Tensor, slots: Tensor) -> Tensor:
-    """Return the sums [tokens, h] of the rows slots[:, 0], slots[:, 1], ..., in this order."""
-    padded = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    total = rows.new_zeros(slots.shape[0], rows.shape[1], dtype=at_least_fp32(rows.dtype))
-    for place in range(slots.shape[1]):
-        total += padded[slots[:, place]]
-    return total.to(rows.dtype)

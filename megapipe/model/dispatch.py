@@ -1,4 +1,4 @@
-"""Rows on their way to the ranks of their experts and back: all-to-alls over ep, and all ranks' rows over etp.
+"""`AllToAll`: rows on their way to the ranks of their experts and back, over ep, and all ranks' rows over etp.
 
 A rank's rows are in the order of their experts, and for one expert in that of its tokens. The owner of an expert
 receives them from every rank of ep, in order, and from every rank of etp: each of these multiplies by its slice of the
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,22 +21,83 @@ from torch import Tensor
 
 from megapipe.comm.collectives import WithAdjoint, Work, all_gather, all_to_all
 from megapipe.comm.groups import ExpertGroups, Group
+from megapipe.config.layers import LayerConfig
+from megapipe.layers.moe import expert_capacity
+from megapipe.model.context import LayerContext
+from megapipe.model.permutation import Permutation, permuted, rows_by_expert
+from megapipe.model.routing import ROWS, SENT, ExpertRows, Routing
+from megapipe.model.segments import Elements, Operator, Segment, run_branch
 
 InFlight = tuple[Work | None, Callable[[], Tensor]]  # an exchange, and what makes the result once it is complete
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertRows:
-    """The numbers of rows of this rank's experts for one microbatch, known on the host.
+class AllToAll:
+    """The `Dispatcher` that sends a row to each expert of a token."""
 
-    expert_rows: of each expert of this rank. ends: their sums, on the device.
-    """
+    def __init__(self, model: LayerConfig, groups: ExpertGroups) -> None:
+        self.model, self.groups, permutation = model, groups, Permutation(model)
+        self.by_expert = Elements([Segment("rows_by_expert", rows_by_expert, has_rows=True)])
+        self.permuted = Elements([Segment("permuted", permuted, has_rows=True)])
+        self.rows = Elements(
+            [
+                Operator("copies", permutation.copies, SENT),
+                Operator("dispatch", self._dispatch, SENT),
+                Operator("rows", self._by_expert, SENT),
+            ]
+        )
+        self.sums = Elements(
+            [
+                Operator("results", self._by_rank, ROWS),
+                Operator("combine", self._combine, ROWS),
+                Operator("sums", lambda *values: permutation.sums(*values)[1], ROWS),
+            ]
+        )
 
-    TENSORS: ClassVar[tuple[str, ...]] = ()  # the fields with an entry for each row, or token
+    def routes(self, chosen: Tensor, order: Tensor, slots: Tensor, load: Tensor, context: LayerContext) -> Routing:
+        """Return the routing as `Dispatcher.routes` does. Waits for the device, unless all experts get as many rows."""
+        capacity = expert_capacity(self.model, len(slots))  # without regard to padding: the same on all ranks
+        if self.model.moe_pad_expert_input_to_capacity:
+            assert capacity is not None
+            routes = Routes.even(capacity, len(load), self.groups, order.device)
+        else:
+            # a dry run has no values
+            num_rows = slots.numel() if capacity is None else min(slots.numel(), capacity * len(load))
+            routes = self.counted(slots, load, num_rows, context)
+        return Routing(chosen, order[: sum(routes.sent)], slots, routes)
 
-    groups: ExpertGroups
-    expert_rows: tuple[int, ...]
-    ends: Tensor
+    def counted(self, slots: Tensor, load: Tensor, num_rows: int, context: LayerContext) -> Routes:
+        """Exchange the numbers of rows. num_rows: in a dry run."""
+        routes = Routes.of(load, num_rows, self.groups)
+        if routes.arrived is None:
+            return routes
+        places = torch.arange(sum(routes.gathered), device=load.device)
+        there, back = run_branch(self.by_expert, (places, routes.arrived), context)
+        return replace(routes, order=there, back=back, arrived=None)
+
+    def _dispatch(self, context: LayerContext, routing: Routing, *sent: Tensor) -> tuple[Routing, *tuple[Tensor, ...]]:
+        """Return the routing, and the weights and rows that the ranks of ep send to this one."""
+        return routing, *routes_of(routing).dispatch(*sent)
+
+    def _by_expert(
+        self, context: LayerContext, routing: Routing, *received: Tensor
+    ) -> tuple[Routing, *tuple[Tensor, ...]]:
+        """Return the routing, and the dispatched weights and rows of all ranks of etp, expert by expert."""
+        routes = routes_of(routing)
+        rows = tuple(map(routes.of_all, received))
+        if routes.order is not None:
+            rows = run_branch(self.permuted, (routes.order, routes.back, *rows), context)
+        return routing, *rows
+
+    def _by_rank(self, context: LayerContext, routing: Routing, results: Tensor) -> tuple[Routing, Tensor]:
+        """Return the routing and the results of the dispatched rows. results: in the order of `_by_expert`."""
+        routes = routes_of(routing)
+        if routes.order is not None:
+            (results,) = run_branch(self.permuted, (routes.back, routes.order, results), context)
+        return routing, routes.of_own(results)
+
+    def _combine(self, context: LayerContext, routing: Routing, results: Tensor) -> tuple[Routing, Tensor]:
+        """Return the routing and the results of this rank's rows."""
+        return routing, routes_of(routing).combine(results)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +193,12 @@ class Routes(ExpertRows):
         return work, lambda: filled
 
 
+def routes_of(routing: Routing) -> Routes:
+    """Return the routes of all-to-alls."""
+    assert isinstance(routing.routes, Routes)
+    return routing.routes
+
+
 def to_host(numbers: Tensor) -> list[int]:
     """Return the values of a tensor: the one place of a layer where the host waits for the device."""
     found: list[int] = numbers.tolist()
@@ -166,58 +233,6 @@ def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: 
     if work is not None:
         work.wait()
     return output
-
-
-class Routing(NamedTuple):
-    """The experts of every token of a microbatch, and how its rows travel.
-
-    chosen: [t, k] int64. order: [rows] int64, entry i is token x k + j of row i, or k t for padding. slots: [t, k]
-    int64, the row of token x k + j, or a number behind the last row. Where DeepEP sends tokens, the routes alone have
-    both.
-    """
-
-    chosen: Tensor
-    order: Tensor | None
-    slots: Tensor | None
-    routes: ExpertRows
-
-
-class KeptRouting:
-    """The routing of one forward, which its recompute uses again (a `KeptResults`).
-
-    So the recompute sends the same rows whatever has happened to the router since, exchanges no numbers of rows and
-    does not wait for the device. routing: set by the forward; while recomputing, that of the forward.
-    """
-
-    def __init__(self) -> None:
-        self.routing: Routing | None = None
-        self.is_reused = False
-        self._routes: ExpertRows | None = None
-        self._is_there: list[bool] = []  # each tensor of a routing, of which it has not all
-
-    def record(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        output = fn(*inputs)
-        assert self.routing is not None
-        *own, routes = self.routing
-        names = routes.TENSORS
-        found = *own, *(getattr(routes, name) for name in names)
-        none: dict[str, Any] = dict.fromkeys(names)
-        self.routing, self._routes = None, replace(routes, **none)  # the caller saves the tensors
-        self._is_there = [tensor is not None for tensor in found]
-        return output, tuple(tensor for tensor in found if tensor is not None)
-
-    def reuse(self, fn: Callable[..., Tensor], inputs: tuple[Tensor, ...], tensors: tuple[Tensor, ...]) -> Tensor:
-        assert self._routes is not None
-        given = iter(tensors)
-        chosen, order, slots, *others = (next(given) if is_there else None for is_there in self._is_there)
-        assert chosen is not None
-        of_routes: dict[str, Any] = dict(zip(self._routes.TENSORS, others, strict=True))
-        routes = replace(self._routes, **of_routes)
-        self.routing, self.is_reused = Routing(chosen, order, slots, routes), True
-        try:
-            return fn(*inputs)
-        finally:
-            self.routing, self._routes, self.is_reused = None, None, False
 
 
 def start_exchange(

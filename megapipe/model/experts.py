@@ -13,15 +13,14 @@ from torch.autograd.function import once_differentiable
 
 from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.model.context import LayerContext
-from megapipe.model.dispatch import Routing
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.mlp import formulas as activation_formulas
+from megapipe.model.routing import ROWS, SENT, Routing
 from megapipe.model.segments import Element, Elements, Operator, Remade, Segment, again_if, input_recompute, tensor_of
 from megapipe.tensor_parallel.gemms import Gemms, RowGroups
 from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, QueuedGradient, WeightQueue, add_to_grad
 
-# of a branch: routing and rows; weights and rows; all three
-ROWS, WEIGHTED, SENT = slice(-2, None), slice(-2, None), slice(-3, None)
+WEIGHTED = slice(-2, None)  # of a branch: weights and rows
 
 
 class ExpertWeights(nn.Module):

@@ -1,4 +1,4 @@
-"""Rows on their way to experts on several nodes: a token travels once to each node that has an expert of it.
+"""`NodeDispatch`: a token travels once to each node that has an expert of it.
 
 ep = nodes x places. A rank sends to the rank at its own place in every other node (`ep_nodes`), which passes on to the
 ranks of its node (`ep_places`):
@@ -24,9 +24,23 @@ from torch import Tensor
 
 from megapipe.comm.collectives import WithAdjoint, all_gather, all_to_all
 from megapipe.comm.groups import ExpertGroups
+from megapipe.layers.distinct_nodes import num_pairs
 from megapipe.model import dispatch
-from megapipe.model.dispatch import InFlight, Routes, ends_of, even_parts, exchange, start_exchange
+from megapipe.model.context import LayerContext
+from megapipe.model.dispatch import AllToAll, InFlight, Routes, ends_of, even_parts, exchange, start_exchange
 from megapipe.model.permutation import rows_by_expert
+
+
+class NodeDispatch(AllToAll):
+    """The `Dispatcher` over the nodes and places of ep."""
+
+    def counted(self, slots: Tensor, load: Tensor, num_rows: int, context: LayerContext) -> Routes:
+        """Exchange the numbers of rows, and the rows of every pair. num_rows: in a dry run."""
+        groups, adds_in_node = self.groups, self.model.moe_combine_in_node
+        if load.is_meta:
+            pairs = min(num_pairs(self.model, len(slots), groups.nodes.size), num_rows)
+            return NodeRoutes.planned(load, num_rows, pairs, slots.shape[1], groups, adds_in_node)
+        return NodeRoutes.of_slots(load, slots, groups, adds_in_node)
 
 
 @dataclass(frozen=True, eq=False)

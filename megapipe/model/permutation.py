@@ -12,6 +12,9 @@ from torch.autograd import Function
 
 from megapipe.config.layers import LayerConfig
 from megapipe.layers.moe import expert_capacity
+from megapipe.model.context import LayerContext
+from megapipe.model.routing import Routing
+from megapipe.model.segments import Elements, Segment, run_branch
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,38 @@ def rows_by_expert(places: Tensor, arrived: Tensor, dims: tuple[int, ...] = (1, 
     return order, places - moved[torch.searchsorted(ends, places, right=True)]
 
 
+class Permutation:
+    """The copies of tokens in the order of their experts, and the sums of their results, by a `Routing`."""
+
+    def __init__(self, model: LayerConfig) -> None:
+        self.is_limited = model.moe_expert_capacity_factor is not None
+        # by whether no row is dropped
+        self._copies, self._sums = (
+            {is_whole: Elements([Segment(name, kind(is_whole), has_rows=True)]) for is_whole in (False, True)}
+            for name, kind in (("copies", Copies), ("sums", Sums))
+        )
+
+    def copies(
+        self, context: LayerContext, routing: Routing, weights: Tensor, tokens: Tensor
+    ) -> tuple[Routing, Tensor, Tensor]:
+        """Return the routing, and the weights [n] and rows [n, h]. weights: [t, k], tokens: [..., h], t of them.
+
+        Without capacities and padding n = k t.
+        """
+        values = routing.order, routing.slots, weights, tokens
+        return routing, *run_branch(self._copies[self._is_whole(routing)], values, context)
+
+    def sums(self, context: LayerContext, routing: Routing, results: Tensor) -> tuple[Routing, Tensor]:
+        """Return the routing, and the sums of each token's results [t, h]. results: [n, h]."""
+        values = results, routing.order, routing.slots
+        return routing, *run_branch(self._sums[self._is_whole(routing)], values, context)
+
+    def _is_whole(self, routing: Routing) -> bool:
+        """Return True if no row is dropped."""
+        assert routing.order is not None and routing.slots is not None
+        return not self.is_limited and routing.order.shape[0] == routing.slots.numel()
+
+
 @dataclass(frozen=True)
 class Copies:
     """(order [n], slots [t, k], weights [t, k], tokens [s, b, h]) -> the weights [n] and rows [n, h] to send, zeros for
@@ -84,8 +119,8 @@ class Copies:
     is_whole: bool
 
     def __call__(self, order: Tensor, slots: Tensor, weights: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        own = _Copies.apply(weights.flatten(), order, slots.view(-1, 1), self.is_whole)
-        return own, _Copies.apply(x.flatten(0, -2), order, slots, self.is_whole)
+        own = _Selected.apply(weights.flatten(), order, slots.view(-1, 1), self.is_whole, False)
+        return own, _Selected.apply(x.flatten(0, -2), order, slots, self.is_whole, False)
 
 
 @dataclass(frozen=True)
@@ -95,7 +130,7 @@ class Sums:
     is_whole: bool
 
     def __call__(self, results: Tensor, order: Tensor, slots: Tensor) -> Tensor:
-        return _Sums.apply(results, order, slots, self.is_whole)  # type: ignore[no-any-return]
+        return _Selected.apply(results, order, slots, self.is_whole, True)  # type: ignore[no-any-return]
 
 
 def permuted(order: Tensor, back: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -106,34 +141,22 @@ def permuted(order: Tensor, back: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
 # The functions below are traced with their backwards: they have no `once_differentiable`, which graphs cannot contain.
 
 
-class _Copies(Function):
-    """Row i is token order[i] // k, zeros for padding. Backward: a token's gradient is the sum over its copies."""
+class _Selected(Function):
+    """The copies of tokens: row i is token order[i] // k, zeros for padding. adds: the adjoint, the sum over a token's
+    rows.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, slots: Tensor, is_whole: bool) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.is_whole = is_whole
-        return _taken(tokens, order // slots.shape[1], is_whole)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (slots,) = ctx.saved_tensors
-        return _taken(grad, slots, ctx.is_whole).sum(1), None, None, None
-
-
-class _Sums(Function):
-    """The adjoint of `_Copies`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, slots: Tensor, is_whole: bool) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.topk, ctx.is_whole = slots.shape[1], is_whole
-        return _taken(rows, slots, is_whole).sum(1)
+    def forward(ctx: Any, x: Tensor, order: Tensor, slots: Tensor, is_whole: bool, adds: bool) -> Tensor:
+        ctx.save_for_backward(order if adds else slots)
+        ctx.arguments = slots.shape[1], is_whole, adds
+        return _taken(x, slots, is_whole).sum(1) if adds else _taken(x, order // slots.shape[1], is_whole)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (order,) = ctx.saved_tensors
-        return _taken(grad, order // ctx.topk, ctx.is_whole), None, None, None
+        (index,), (topk, is_whole, adds) = ctx.saved_tensors, ctx.arguments
+        found = _taken(grad, index // topk, is_whole) if adds else _taken(grad, index, is_whole).sum(1)
+        return found, None, None, None, None
 
 
 class _Permuted(Function):

@@ -21,9 +21,10 @@ from torch import Tensor
 from megapipe.comm.collectives import Work
 from megapipe.model.block import Block
 from megapipe.model.context import LayerContext
-from megapipe.model.dispatch import Routes, Routing
+from megapipe.model.dispatch import Routes, routes_of
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.moe import MoE
+from megapipe.model.routing import Routing
 from megapipe.model.segments import FIRST, NOTHING, Elements, Operator, Segment, tensor_of
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.stage import Gradients, LossFunction, Pending, Stage, StageRunner, Tensors
@@ -241,8 +242,7 @@ class _AllToAll(_Elements):
 
         # now, since the stage may have ended its forward, and forgotten its contexts, when the rows are there
         given.context = self.shared.context(given, self.layer, given.state[0])
-        routes = next(each for each in given.state if isinstance(each, Routing)).routes
-        assert isinstance(routes, Routes)  # DeepEP has no parts
+        routes = routes_of(next(each for each in given.state if isinstance(each, Routing)))
         self._routes[given.number] = routes
         exchange, given.state = _exchange(given.state, self.moved, routes, self.returns, finish), ()
         # a norm after the experts reads weights

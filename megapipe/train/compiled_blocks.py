@@ -23,8 +23,8 @@ from megapipe.errors import ConfigError
 from megapipe.gpu.kernels import missing_compiler
 from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.block import Block
-from megapipe.model.dispatch import KeptRouting
 from megapipe.model.microbatch import Microbatch
+from megapipe.model.routing import KeptRouting
 from megapipe.model.segments import Compile, Compiler
 from megapipe.model.stage import GPTStage
 from megapipe.tensor_parallel.gradients import GradientSlot

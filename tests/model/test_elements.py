@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shared experts": EXPERTS | {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True},
 }
 # elements that keep and multiply nothing, or are counted with the linear after them: no operation of a table
-UNCOUNTED = {"heads", "add", "latent", "q_layernorm", "kv_layernorm", "rows", "results", "sums", "output"}
+UNCOUNTED = {"heads", "add", "latent", "q_layernorm", "kv_layernorm", "copies", "rows", "results", "sums", "output"}
 # operations that stand for what a branch keeps as a whole: no element
 OF_BRANCHES = {"residual sum", "residual stream"}
 
