@@ -34,8 +34,6 @@ from tests.extras.convert.models import gradients as of_stored_names
 pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
 )
-NOT_LAYERED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")  # dense and proven in fp32, beside relatives in fp64
-LAYERED = [name for name, case in CASES.items() if case.model_type not in NOT_LAYERED]
 
 
 def stage_in_fp64(snapshot: Snapshot) -> GPTStage:
@@ -71,7 +69,7 @@ def reference_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
     return reference.logits(tokens)
 
 
-@pytest.mark.parametrize("name", LAYERED)
+@pytest.mark.parametrize("name", CASES)
 def test_logits_and_gradients_are_theirs_in_fp64(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     model = make(case)

@@ -22,7 +22,8 @@ pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
 )
 EXPERTS = ["gpt_oss", "glm4_moe", "qwen2_moe", "mixtral"]
-NAMES = ["gemma2", "gemma3", "olmo2", "olmo2_one_kv_head_linear", "olmo3", "ministral", *EXPERTS]
+NAMES = ["gpt2", "llama_yarn", "qwen2_tied", "mistral_window", "gemma2", "gemma3", "olmo2", "olmo2_one_kv_head_linear"]
+NAMES += ["olmo3", "ministral", *EXPERTS]
 PROMPTS = [[5, 6, 7, 8, 9, 1, 2, 11, 12], [3], [4, 4, 2]]  # the first is longer than the window
 NEW = LENGTH - 9
 STREAM = np.random.default_rng(4).integers(0, 61, 60).astype(np.uint16)

@@ -17,21 +17,14 @@ pytest.importorskip(
 # One field of each family set to a wrong but similar value: the comparison must detect it.
 WRONG: dict[str, dict[str, Any]] = {
     "llama": {"rotary_base": 10000.0},
-    "llama_rope_linear": {"rope_scaling_type": "none"},
-    "llama_rope_llama3": {"rope_high_freq_factor": 4.0},
     "llama_rope_yarn": {"yarn_beta_slow": 1.0},
-    "llama_rope_yarn_mscale": {"yarn_mscale_all_dim": 0.0},
     "mistral_window": {"window_size": 6},
-    "qwen2_qkv_bias": {"rotary_base": 10000.0},
-    "qwen3_qk_norm": {"softmax_scale": 0.3},
     "smollm3_no_positions": {"position_embedding_type": "rope"},
-    "gemma_geglu": {"activation": "swiglu"},
     "gemma2_soft_cap": {"attn_logit_softcapping": None},
     "nemotron_squared_relu": {"activation": "relu"},
     "starcoder2_mqa": {"activation": "gelu"},
     "gpt2": {"activation": "gelu"},
     "gpt_neox_rotary_percent": {"rotary_percent": 0.5},
-    "opt_relu": {"activation": "gelu"},
 }
 
 

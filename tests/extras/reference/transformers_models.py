@@ -2,7 +2,8 @@
 
 build(family) returns the data to compare an implementation of ours with transformers: the shape as keyword arguments
 of ReferenceConfig, the full tensors by our names, and the logits of transformers' own model. FAMILIES holds the ids
-for parametrize.
+for parametrize. Families that megapipe converts are compared in tests/extras/convert/test_fp64.py, all of them; here
+are those that it does not, and the few that tests of packed documents and of generation use.
 """
 
 from collections.abc import Callable
@@ -94,9 +95,7 @@ def _their_sizes(model_type: str, config: dict[str, Any]) -> dict[str, Any]:
     }
     words: dict[str, dict[str, str | None]] = {  # options that a family lacks or names differently
         "gpt2": {"intermediate_size": "n_inner", "num_key_value_heads": None, "head_dim": None},
-        "opt": {"intermediate_size": "ffn_dim", "num_key_value_heads": None, "head_dim": None},
         "gpt_neox": {"num_key_value_heads": None, "head_dim": None},
-        "qwen2": {"head_dim": None},
         "smollm3": {"head_dim": None},
         "starcoder2": {"head_dim": None},
     }
@@ -246,29 +245,6 @@ def from_gpt_neox(config: dict[str, Any], weights: Weights) -> Weights:
     return _used_up(config, weights, _rename(weights, table))
 
 
-def from_opt(config: dict[str, Any], weights: Weights) -> Weights:
-    """Drop the first two rows of the position table, which no token uses."""
-    weights = dict(weights)
-    weights["model.decoder.embed_positions.weight"] = weights["model.decoder.embed_positions.weight"][2:]
-    table = {
-        "model.decoder.embed_tokens": "embedding.word_embeddings",
-        "model.decoder.embed_positions": "embedding.position_embeddings",
-        "model.decoder.final_layer_norm": "decoder.final_layernorm",
-    }
-    state: Weights = {}
-    for i in range(config["num_layers"]):
-        theirs, ours = f"model.decoder.layers.{i}", f"decoder.layers.{i}"
-        table |= {
-            f"{theirs}.self_attn_layer_norm": f"{ours}.input_layernorm",
-            f"{theirs}.self_attn.out_proj": f"{ours}.self_attention.linear_proj",
-            f"{theirs}.final_layer_norm": f"{ours}.pre_mlp_layernorm",
-            f"{theirs}.fc1": f"{ours}.mlp.linear_fc1",
-            f"{theirs}.fc2": f"{ours}.mlp.linear_fc2",
-        }
-        state |= _separate_qkv(config, weights, f"{theirs}.self_attn", ours)
-    return _used_up(config, weights, state | _rename(weights, table))
-
-
 def _without_sandwich_norms(model: nn.Module) -> None:
     """Remove Gemma 2's norms on the outputs of attention and MLP, which our model lacks."""
     layers: Any = model.get_submodule("model.layers")
@@ -292,27 +268,6 @@ FAMILIES: dict[str, Family] = {
         LLAMA | {"rotary_base": 500.0, "norm_epsilon": 1e-6},
         from_llama,
     ),
-    "llama_rope_linear": Family(
-        "llama",
-        _rope("linear", factor=3.0) | {"rms_norm_eps": 1e-5},
-        LLAMA | {"rotary_base": 500.0, "rope_scaling_type": "linear", "rope_scaling_factor": 3.0},
-        from_llama,
-    ),
-    "llama_rope_llama3": Family(
-        "llama",
-        _rope("llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=2.5, original_max_position_embeddings=16)
-        | {"rms_norm_eps": 1e-5},
-        LLAMA
-        | {
-            "rotary_base": 500.0,
-            "rope_scaling_type": "llama3",
-            "rope_scaling_factor": 4.0,
-            "rope_low_freq_factor": 1.0,
-            "rope_high_freq_factor": 2.5,
-            "rope_original_max_position_embeddings": 16,
-        },
-        from_llama,
-    ),
     "llama_rope_yarn": Family(
         "llama",
         _rope("yarn", factor=4.0, beta_fast=2.0, beta_slow=0.25, original_max_position_embeddings=16)
@@ -328,37 +283,10 @@ FAMILIES: dict[str, Family] = {
         },
         from_llama,
     ),
-    "llama_rope_yarn_mscale": Family(
-        "llama",
-        _rope("yarn", factor=8.0, mscale=0.7, mscale_all_dim=0.3, original_max_position_embeddings=16)
-        | {"rms_norm_eps": 1e-5},
-        LLAMA
-        | {
-            "rotary_base": 500.0,
-            "rope_scaling_type": "yarn",
-            "rope_scaling_factor": 8.0,
-            "rope_original_max_position_embeddings": 16,
-            "yarn_mscale": 0.7,
-            "yarn_mscale_all_dim": 0.3,
-        },
-        from_llama,
-    ),
     "mistral_window": Family(
         "mistral",
         _rope("default") | {"sliding_window": 5, "rms_norm_eps": 1e-5},
         LLAMA | {"rotary_base": 500.0, "window_size": 5},
-        from_llama,
-    ),
-    "qwen2_qkv_bias": Family(
-        "qwen2",
-        _rope("default") | {"rms_norm_eps": 1e-5},
-        LLAMA | {"rotary_base": 500.0, "add_qkv_bias": True},
-        from_llama,
-    ),
-    "qwen3_qk_norm": Family(
-        "qwen3",
-        _rope("default") | {"rms_norm_eps": 1e-5},
-        LLAMA | {"rotary_base": 500.0, "qk_layernorm": True, "kv_channels": 24},
         from_llama,
     ),
     "smollm3_no_positions": Family(
@@ -366,13 +294,6 @@ FAMILIES: dict[str, Family] = {
         {"no_rope_layers": [0, 0], "rms_norm_eps": 1e-5},
         LLAMA | {"position_embedding_type": "none", "untie_embeddings_and_output_weights": False},
         from_llama,
-    ),
-    "gemma_geglu": Family(
-        "gemma",
-        _rope("default") | {"rms_norm_eps": 1e-5},
-        LLAMA
-        | {"rotary_base": 500.0, "activation": "geglu_tanh", "layernorm_zero_centered_gamma": True, "kv_channels": 24},
-        from_gemma,
     ),
     "gemma2_soft_cap": Family(
         "gemma2",
@@ -424,5 +345,4 @@ FAMILIES: dict[str, Family] = {
         NEOX | {"rotary_base": 500.0, "rotary_percent": 0.25, "activation": "gelu", "num_query_groups": 4},
         from_gpt_neox,
     ),
-    "opt_relu": Family("opt", {"dropout": 0.0}, {"activation": "relu", "num_query_groups": 4}, from_opt),
 }
