@@ -142,7 +142,8 @@ class ExpertGroups:
 
     places, nodes: the two levels of ep (topology.GROUP_AXES). counts: those of the group over which tokens leave a
     rank, with another communicator, for the numbers of rows, where rows of others are in flight there. deep_ep: the
-    adapter of DeepEP (model.deep_ep), if it sends the tokens.
+    adapter of DeepEP (model.deep_ep), if it sends the tokens. imbalance: where there are no values, the rows that reach
+    this rank's experts, over the mean.
     """
 
     ep: Group = field(default_factory=lambda: Group.alone("ep"))
@@ -153,6 +154,7 @@ class ExpertGroups:
     nodes: Group = field(default_factory=lambda: Group.alone("ep_nodes"))
     counts: Group | None = None
     deep_ep: Any = None
+    imbalance: float = 1.0
 
     @property
     def has_levels(self) -> bool:

@@ -9,6 +9,7 @@ Backwards are the same operations the other way round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -133,8 +134,10 @@ class Routes(ExpertRows):
         all_gather(everywhere, received, etp)
         arrived = None if ep.size == etp.size == 1 else everywhere.view(etp.size * ep.size, per_rank)
         if counts.is_meta:
-            parts, rows = even_parts(num_rows, ep.size), even_parts(num_rows * etp.size, per_rank)
-            return cls(groups, rows, ends_of(rows, counts), parts, parts, (num_rows,) * etp.size, arrived=arrived)
+            reached = math.ceil(groups.imbalance * num_rows)
+            rows, gathered = even_parts(reached * etp.size, per_rank), (reached,) * etp.size
+            sent, from_ep = (even_parts(count, ep.size) for count in (num_rows, reached))
+            return cls(groups, rows, ends_of(rows, counts), sent, from_ep, gathered, arrived=arrived)
         numbers = np.array(to_host(torch.cat([counts, everywhere])))
         own, table = numbers[:experts].reshape(ep.size, -1), numbers[experts:].reshape(etp.size, ep.size, per_rank)
         sums = own.sum(1), table[etp.rank].sum(1), table.sum((1, 2)), table.sum((0, 1))

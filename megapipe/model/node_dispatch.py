@@ -15,6 +15,7 @@ way round: gradients of the combined rows, which are equal for the copies of a t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -122,24 +123,22 @@ class NodeRoutes(Routes):
         """
         nodes, places, etp = groups.nodes.size, groups.places.size, groups.etp.size
         rows, pairs = even_parts(num_rows, nodes), even_parts(num_pairs, nodes)
-        expert_rows, of_places = (
-            even_parts(num_rows * etp, like.shape[0] // groups.ep.size),
-            even_parts(num_rows, places),
-        )
-        first, here, whole = (like.new_empty(count) for count in (num_pairs, num_rows, num_rows * etp))
+        reached = math.ceil(groups.imbalance * num_rows)
+        expert_rows = even_parts(reached * etp, like.shape[0] // groups.ep.size)
+        first, here, whole = (like.new_empty(count) for count in (num_pairs, num_rows, reached * etp))
         return cls(
             groups,
             expert_rows,
             ends_of(expert_rows, like),
             rows,
             rows,
-            (num_rows,) * etp,
+            (reached,) * etp,
             whole,
             torch.empty_like(whole),
             pairs_sent=pairs,
             pairs_received=pairs,
-            to_places=of_places,
-            from_places=of_places,
+            to_places=even_parts(num_rows, places),
+            from_places=even_parts(reached, places),
             first=first,
             expand=here,
             arrange=torch.empty_like(here),

@@ -44,11 +44,14 @@ DROPOUT_KEY = DropoutKey(0, 0, 0)  # any: there are no values
 
 
 class TracedLayer(NamedTuple):
-    """One layer. is_fp8: its linears multiply in 8 bits. comm_type: how it reaches the keys of other cp ranks."""
+    """One layer. is_fp8: its linears multiply in 8 bits. comm_type: how it reaches the keys of other cp ranks.
+    imbalance: rows that reach this rank's experts, over the mean.
+    """
 
     config: LayerConfig
     is_fp8: bool
     comm_type: str
+    imbalance: float = 1.0
 
 
 class Unit:
@@ -202,6 +205,9 @@ class Unit:
             splits_backward=shape.splits_backward,
         )
         groups = fake_process_groups(_topology(shape, self.model), 0, Traffic())
+        experts = ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp, groups.ep_places, groups.ep_nodes)
+        # of layers in one group, which are traced for full recompute, the largest
+        experts = replace(experts, imbalance=max((layer.imbalance for layer in self.each), default=1.0))
         return GPTStage(
             self.model,
             self.layers,
@@ -212,7 +218,7 @@ class Unit:
             weight_queue=queue,
             kernels=kernels,
             chunks=shape.chunks,
-            experts=ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp, groups.ep_places, groups.ep_nodes),
+            experts=experts,
             context=groups.context,
             cp_comm_types=self.comm_types,
             tables=SharedTables(),

@@ -8,6 +8,7 @@ import pytest
 
 from megapipe.config.features import FEATURES, RECIPES
 from megapipe.errors import ConfigError
+from megapipe.plan.expert_load import ExpertLoad
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.parts import Part
 from megapipe.trace.layers import trace_layers, trace_parts
@@ -50,6 +51,16 @@ def test_more_sequences_are_known_from_two_numbers_of_them(name: str) -> None:
     for batch in (4, 7):
         shape = replace(shapes_of(plan)[0], batch=batch)
         assert trace_layers(layers, shape) == Unit(layers[0].config, ONE_LAYER, layers, shape).traced()
+
+
+@pytest.mark.parametrize("features", [("moe ep2",), ("moe ep2", "zb-h1"), ("moe ep2", "tp2+sp", "fp8 local")])
+def test_the_fullest_rank_keeps_what_the_tables_say(features: tuple[str, ...]) -> None:
+    even = planned(features, "cuda")
+    plan = replace(even, expert_load=ExpertLoad(1.75))
+    for full, mean in zip(compared(plan), compared(even), strict=True):
+        assert full.traced.kept == pytest.approx(full.tables.kept, abs=SMALL)
+        assert full.traced.waiting == pytest.approx(full.tables.waiting, abs=SMALL)
+        assert (full.traced.kept > mean.traced.kept) == (full.name == "layers")
 
 
 def test_layers_that_differ_are_one_group() -> None:

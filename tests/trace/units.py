@@ -56,7 +56,8 @@ def planned(features: tuple[str, ...], device: str) -> RunPlan:
 
 def traced_layer(layer: LayerSpec) -> TracedLayer:
     comm_type = "p2p" if layer.attention is None else layer.attention.cp_comm_type
-    return TracedLayer(layer.parts[0].model, layer.is_fp8, comm_type)
+    imbalance = 1.0 if layer.experts is None else layer.experts.imbalance
+    return TracedLayer(layer.parts[0].model, layer.is_fp8, comm_type, imbalance)
 
 
 def shapes_of(plan: RunPlan) -> list[RankShape]:
