@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megapipe.config.layers import LayerConfig, is_explicit
+from megapipe.config.layers import LayerConfig, has_narrow_values, is_explicit
 from megapipe.config.model import ATTENTIONS, NORMALIZATIONS, AttentionKind
 from megapipe.layers.linear import (
     LinearTable,
@@ -363,11 +363,15 @@ class AttentionTable:
     def _copies_output(self, shape: RankShape) -> bool:
         """Return True if attention's output is kept twice: once by a kernel in another order than linear_proj's.
 
-        That is CUDA's memory-efficient kernel, which takes fp32 and masks, with several query groups, and the kernel
-        that takes the borders of documents, with several sequences.
+        That is CUDA's memory-efficient kernel, which takes fp32 and masks, with several query groups, flash-attn, and
+        the kernel that takes the borders of documents, with several sequences.
         """
         if shape.documents.borders:
             return shape.batch > 1
+        if shape.attention_impl == "flash":
+            # an exchange of heads, and values without their padding, are copies anyway
+            is_last = self._exchanged(shape) == 1 and not has_narrow_values(self.model)
+            return is_last and shape.batch * self._groups(shape) > 1
         is_masked = shape.documents.attention_mask or self.shared_mask_bytes(shape) > 0
         repeats_keys = shape.documents.attention_mask and shape.batch > 1
         is_efficient = shape.is_cuda and not self.is_explicit and (shape.dtype == "fp32" or is_masked)

@@ -1,13 +1,13 @@
 """Stand-ins for libraries that compute attention, with what each keeps for its backward.
 
-A plan is made where the libraries are not installed. flash-attn and Transformer Engine keep q, k and v as they are
-given, their output and the log-sum-exp of the logits in fp32 (flash_attn.flash_attn_interface.FlashAttnFunc,
-transformer_engine.pytorch.attention); what else they allocate is freed within one call. Linears and norms of
-Transformer Engine are traced as megapipe's own, which keep the same.
+A plan is made where the libraries are not installed. They keep q, k and v as they are given, their output and the
+log-sum-exp of the logits in fp32; what else they allocate is freed within one call. Linears and norms of Transformer
+Engine are traced as megapipe's own, which keep the same.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +17,14 @@ from megapipe.gpu.libraries import AttentionKernel, AttentionShape, fold_groups
 from megapipe.gpu.packed_attention import DocumentBorders, packed_attention
 
 
+@dataclass(frozen=True)
 class LibraryAttention:
-    """The attention of a library, without values."""
+    """The attention of a library, without values.
+
+    batch_first: its tensors are [b, s, ...], not [s, b, ...], so that its output is copied.
+    """
+
+    batch_first: bool
 
     def attention(self, shape: AttentionShape) -> AttentionKernel:
         """Build the attention of one layer: the interface of `gpu.libraries`."""
@@ -29,11 +35,20 @@ class LibraryAttention:
         def attend(q: Tensor, k: Tensor, v: Tensor, borders: DocumentBorders | None = None) -> Tensor:
             if borders is not None:
                 return packed_attention(q, k, v, borders, packed)
-            seq, batch = q.shape[:2]
-            output = _Attention.apply(*(fold_groups(x).transpose(0, 1) for x in (q, k, v)))
-            return output.transpose(0, 1).reshape(seq, batch, -1)  # type: ignore[no-any-return]
+            heads = [fold_groups(x) for x in (q, k, v)]
+            if self.batch_first:
+                output = _Attention.apply(*(x.transpose(0, 1) for x in heads)).transpose(0, 1)
+            else:
+                output = _Attention.apply(*heads)
+            return output.reshape(*q.shape[:2], -1)  # type: ignore[no-any-return]
 
         return attend
+
+
+LIBRARIES = {  # --attention-impl
+    "flash": LibraryAttention(batch_first=True),  # flash_attn.flash_attn_interface.FlashAttnFunc
+    "te": LibraryAttention(batch_first=False),  # transformer_engine.pytorch.DotProductAttention
+}
 
 
 class _Attention(torch.autograd.Function):

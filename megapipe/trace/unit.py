@@ -33,7 +33,7 @@ from megapipe.schedule.parts import NETWORK_PARTS, Part, Parts, Site
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey
 from megapipe.topology import Topology
-from megapipe.trace.libraries import LibraryAttention
+from megapipe.trace.libraries import LIBRARIES
 from megapipe.trace.meta import MetaMode
 from megapipe.trace.recorder import MESSAGES, STEP, Recorder
 from megapipe.trace.traced import Traced
@@ -198,7 +198,7 @@ class Unit:
         shape = self.shape
         is_local = shape.transformer_impl == "local"  # what a library keeps in 8 bits is not known
         kernels = Kernels(
-            attention=None if shape.attention_impl == "sdpa" else LibraryAttention(),  # type: ignore[arg-type]
+            attention=LIBRARIES.get(shape.attention_impl),  # type: ignore[arg-type]
             fp8=self.precision if is_local and self.precision.fp8_format is not None else None,
             compiles=shape.compile_pointwise,
             compiles_loss=shape.compile_loss,

@@ -25,7 +25,6 @@ CASES = {
 }
 # features whose tables count otherwise, and the share of what is kept by which a trace may differ
 OTHERS = {
-    "flash": 0.07,  # the output is kept twice, in the order of the kernel's heads and as linear_proj reads it
     "moe overlap": 0.5,  # layers run in parts
 }
 SMALL = 2400  # bytes: seeds and offsets of dropout, positions of documents, a norm's weight plus one
