@@ -160,8 +160,7 @@ class Routes(ExpertRows):
 
     def dispatch(self, *rows: Tensor) -> tuple[Tensor, ...]:
         """Return what the ranks of ep send to this one. rows: tensors of this rank's rows, in the order of experts."""
-        ways = partial(_completed, self.start_dispatch), partial(_completed, self.start_combine)
-        return tuple(WithAdjoint.apply(each, *ways) for each in rows)
+        return tuple(WithAdjoint.apply(each, self._there, self._back) for each in rows)
 
     def of_all(self, received: Tensor) -> Tensor:
         """Return the dispatched rows of all ranks of etp. received: those of this rank."""
@@ -181,19 +180,21 @@ class Routes(ExpertRows):
 
     def combine(self, results: Tensor) -> Tensor:
         """Return the results for this rank's rows, in their order. results: those of the rows dispatched to it."""
-        return WithAdjoint.apply(
-            results, partial(_completed, self.start_combine), partial(_completed, self.start_dispatch)
-        )
+        return WithAdjoint.apply(results, self._back, self._there)  # type: ignore[no-any-return]
+
+    def _there(self, rows: Tensor) -> Tensor:
+        return _completed(self.start_dispatch(rows))
+
+    def _back(self, rows: Tensor) -> Tensor:
+        return _completed(self.start_combine(rows))
 
     def start_dispatch(self, rows: Tensor) -> InFlight:
         """Start `dispatch`, or the backward of `combine`."""
-        filled, work = start_exchange(rows, self.sent, self.received, self.groups.ep)
-        return work, lambda: filled
+        return start_exchange(rows, self.sent, self.received, self.groups.ep)
 
     def start_combine(self, rows: Tensor) -> InFlight:
         """Start `combine`, or the backward of `dispatch`."""
-        filled, work = start_exchange(rows, self.received, self.sent, self.groups.ep)
-        return work, lambda: filled
+        return start_exchange(rows, self.received, self.sent, self.groups.ep)
 
 
 def routes_of(routing: Routing) -> Routes:
@@ -222,9 +223,9 @@ def even_parts(total: int, parts: int) -> tuple[int, ...]:
     return tuple((total + parts - 1 - index) // parts for index in range(parts))
 
 
-def _completed(start: Callable[[Tensor], InFlight], rows: Tensor) -> Tensor:
+def _completed(in_flight: InFlight) -> Tensor:
     """Return the result of an exchange."""
-    work, finish = start(rows)
+    work, finish = in_flight
     if work is not None:
         work.wait()
     return finish()
@@ -232,20 +233,15 @@ def _completed(start: Callable[[Tensor], InFlight], rows: Tensor) -> Tensor:
 
 def exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     """Return the rows that all ranks of the group send to this one."""
-    output, work = start_exchange(rows, sent, received, group)
-    if work is not None:
-        work.wait()
-    return output
+    return _completed(start_exchange(rows, sent, received, group))
 
 
-def start_exchange(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group
-) -> tuple[Tensor, Work | None]:
-    """Start to fill a tensor with the rows that all ranks of the group send to this one; None: it is filled."""
+def start_exchange(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> InFlight:
+    """Start to fill a tensor with the rows that all ranks of the group send to this one."""
     if group.size == 1:
-        return rows, None
+        return None, lambda: rows
     output = rows.new_empty(sum(received), *rows.shape[1:])
-    return output, all_to_all(output, rows.contiguous(), received, sent, group, async_op=True)
+    return all_to_all(output, rows.contiguous(), received, sent, group, async_op=True), lambda: output
 
 
 def gather_rows(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:

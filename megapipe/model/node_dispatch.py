@@ -153,11 +153,11 @@ class NodeRoutes(Routes):
         assert self.first is not None and self.expand is not None and self.arrange is not None
         nodes, of_passed = self.groups.nodes, self.arrange
         if rows.ndim == 1:
-            filled, work = start_exchange(rows, self.sent, self.received, nodes)
+            work, filled = start_exchange(rows, self.sent, self.received, nodes)
         else:
             rows, of_passed = rows.index_select(0, self.first), self.expand
-            filled, work = start_exchange(rows, self.pairs_sent, self.pairs_received, nodes)
-        return work, lambda: filled.index_select(0, of_passed)
+            work, filled = start_exchange(rows, self.pairs_sent, self.pairs_received, nodes)
+        return work, lambda: filled().index_select(0, of_passed)
 
     def start_combine(self, rows: Tensor) -> InFlight:
         """Start to send back the rows that were passed on. Of sums in the node, the first row of a pair is the sum of
@@ -166,10 +166,10 @@ class NodeRoutes(Routes):
         assert self.first is not None and self.restore is not None
         nodes, first, num_rows = self.groups.nodes, self.first, sum(self.sent)
         if self.sums is None or rows.ndim == 1:
-            filled, work = start_exchange(rows.index_select(0, self.restore), self.received, self.sent, nodes)
-            return work, lambda: filled
-        filled, work = start_exchange(sums_of_rows(rows, self.sums), self.pairs_received, self.pairs_sent, nodes)
-        return work, lambda: filled.new_zeros(num_rows, *filled.shape[1:]).index_copy_(0, first, filled)
+            return start_exchange(rows.index_select(0, self.restore), self.received, self.sent, nodes)
+        work, filled = start_exchange(sums_of_rows(rows, self.sums), self.pairs_received, self.pairs_sent, nodes)
+        shape = num_rows, *rows.shape[1:]
+        return work, lambda: filled().new_zeros(shape).index_copy_(0, first, filled())
 
     def of_all(self, received: Tensor) -> Tensor:
         """Return the rows of this rank's experts, of all ranks of etp. received: those to pass on."""
