@@ -300,8 +300,7 @@ optimizer.optimizer_options | --optimizer-options beta2=0.5 | records | {EXTEND}
 optimizer.optimizer_cpu_offload | --optimizer-cpu-offload | plan memory
 optimizer.use_precision_aware_optimizer | --use-precision-aware-optimizer | plan memory | --bf16
 optimizer.main_grads_dtype | --main-grads-dtype bf16 | plan memory | {NARROW}
-optimizer.main_params_dtype | --main-params-dtype fp16 | records | {NARROW}
-optimizer.exp_avg_dtype | --exp-avg-dtype fp8 | records | {NARROW}
+optimizer.exp_avg_dtype | --exp-avg-dtype bf16 | records | {NARROW}
 optimizer.exp_avg_sq_dtype | --exp-avg-sq-dtype bf16 | records | {NARROW}
 optimizer.decoupled_lr | --decoupled-lr 0.1 | records
 optimizer.decoupled_min_lr | --decoupled-min-lr 0.05 | records | --decoupled-lr 0.1

@@ -300,11 +300,10 @@ class Options(TypedDict, total=False):
     no_optimizer_cpu_offload: bool
     use_precision_aware_optimizer: bool
     no_use_precision_aware_optimizer: bool
-    main_grads_dtype: Literal["fp32", "bf16", "fp16"]
+    main_grads_dtype: Literal["fp32", "bf16"]
     accumulate_allreduce_grads_in_fp32: bool
-    main_params_dtype: Literal["fp32", "fp16"]
-    exp_avg_dtype: Literal["fp32", "bf16", "fp16", "fp8"]
-    exp_avg_sq_dtype: Literal["fp32", "bf16", "fp16", "fp8"]
+    exp_avg_dtype: Literal["fp32", "bf16"]
+    exp_avg_sq_dtype: Literal["fp32", "bf16"]
     decoupled_lr: float | None
     decoupled_min_lr: float | None
     override_opt_param_scheduler: bool

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from megapipe.config.megatron_flags import check_not_removed
 from megapipe.config.options import EXPECTED, LIMITS, NONE_WORDS, ConfigField, Option
 from megapipe.errors import ConfigError
 from megapipe.formatting import MOST_SHOWN, escaped_text, one_of, shortened
@@ -53,6 +54,7 @@ def read_value(field: ConfigField, raw: str | Sequence[str], subject: str, *, li
     if can_be_unset and not is_literal and len(words) == 1 and words[0].lower() in NONE_WORDS:
         return None if kind.optional else field.default
     if not kind.many:
+        check_not_removed(field.main_flag, words[0])
         return read_scalar(kind.scalar, option, words[0], subject)
     if kind.length is not None and len(words) != kind.length:
         raise ConfigError(f"{given}: expected {kind.length} values, got {len(words)} ({option.help})")

@@ -22,7 +22,7 @@ from megapipe.config.flags import (
     read_command_line,
     settings_of,
 )
-from megapipe.config.megatron_flags import MegatronFlag, differences_line, removed_flags, row_of
+from megapipe.config.megatron_flags import SUPPORTED, MegatronFlag, differences_line, removed_flags, row_of
 from megapipe.config.model import ModelConfig
 from megapipe.config.options import NONE_WORDS, TAKES_VALUE, Flag
 from megapipe.config.problems import Problems
@@ -171,9 +171,10 @@ def from_yaml(text: str, name: str = "configuration") -> Config:
     """Read the configuration of a YAML text, with defaults for the rest: the inverse of `to_yaml`.
 
     Each value is checked, but not the rules between fields: a resolved configuration has its lengths in two units.
+    Options and values of training that only an earlier version had get their defaults, so that its models are read.
     """
     problems = Problems()
-    values, _ = merge([settings_of_yaml(text, name, [], problems)], problems)
+    values, _ = merge([settings_of_yaml(text, name, [], problems, is_saved=True)], problems)
     problems.raise_all()
     return make_config(values)
 
@@ -267,11 +268,18 @@ def check_complete(loaded: LoadedConfig, problems: Problems, more: Sequence[Rule
     problems.add(*missing, *broken_rules(loaded.config, (*RULES, job, *more), problems.unread))
 
 
-def settings_of_yaml(text: str, name: str, accepted: list[str], problems: Problems) -> list[Setting]:
-    """Return the settings of a YAML file. accepted: receives the flags of Megatron that change no result here."""
+def settings_of_yaml(
+    text: str, name: str, accepted: list[str], problems: Problems, is_saved: bool = False
+) -> list[Setting]:
+    """Return the settings of a YAML file. accepted: receives the flags of Megatron that change no result here.
+    is_saved: leave out what only an earlier version had.
+    """
     settings = []
     known = {field.name for field in all_fields()}
     for entry in read_entries(text, name, problems):
+        flag = "--" + normalised(entry.key)
+        if is_saved and not removed_flags().keys().isdisjoint({flag, f"{flag} {entry.raw}"}):
+            continue
         meant = entry.key if entry.key in known else nearest_word(entry.key, known)
         before = len(problems.messages)
         with problems.caught(*(field.key for field in all_fields() if field.name == meant)):
@@ -321,14 +329,17 @@ def settings_of_entry(entry: Entry, accepted: list[str]) -> list[Setting]:
 
 
 def asks_for_nothing(entry: Entry) -> bool:
-    """Return True for a line that sets a flag of an earlier version to its default, as saved configurations do."""
-    row = removed_flags().get("--" + normalised(entry.key))
-    if row is None:
+    """Return True for a line without a field that is accepted: in a saved configuration, a flag of an earlier version
+    with its default.
+    """
+    row = row_of("--" + normalised(entry.key))
+    if row is None or row.kind == SUPPORTED:
         return False
     try:
-        return not accepted_entry(entry, row)
+        accepted_entry(entry, row)
     except ConfigError:
         return False
+    return True
 
 
 def accepted_entry(entry: Entry, row: MegatronFlag) -> list[str]:

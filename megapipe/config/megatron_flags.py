@@ -13,7 +13,8 @@ to drop           an error with the note: what is not there. Without the flag no
 
 A flag of the last two classes is accepted if its value is Megatron's default.
 
-removed_flags.csv has the flags that earlier versions of megapipe had, which are refused in the same way.
+removed_flags.csv has the flags that earlier versions of megapipe had, and '--flag value' for values that a flag no
+longer takes, which are refused in the same way.
 """
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def megatron_flags() -> dict[str, MegatronFlag]:
 
 @cache
 def removed_flags() -> dict[str, MegatronFlag]:
-    """Return flag name, with dashes -> row of the flags that earlier versions had, for the values that they took."""
+    """Return flag name, with dashes -> row of the flags that earlier versions had, for the values that they took; for a
+    value that a flag no longer takes, '--flag value' -> row.
+    """
     rows = _rows("removed_flags.csv")
     return {name: MegatronFlag(name, values, "", REMOVED, (), note) for name, values, note in rows}
 
@@ -112,6 +115,12 @@ def removed_flags() -> dict[str, MegatronFlag]:
 def row_of(name: str) -> MegatronFlag | None:
     """Return the row of a flag of Megatron, or of an earlier version; None if there is none."""
     return megatron_flags().get(name) or removed_flags().get(name)
+
+
+def check_not_removed(name: str, value: str) -> None:
+    """Raise ConfigError for a value of a flag that only earlier versions took."""
+    if (row := removed_flags().get(f"{name} {value}")) is not None:
+        raise ConfigError(f"{row.name} was removed from megapipe; {row.note}")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ DEVICES = ("auto", "cpu", "cuda")
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
-MOMENT_DTYPES = ("fp32", "bf16", "fp16", "fp8")
+NARROWED_DTYPES = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
@@ -286,22 +286,18 @@ class OptimizerConfig:
     )
     use_precision_aware_optimizer: bool = option(
         False,
-        "allow main gradients, master weights and moments narrower than fp32, and with --bf16 keep of each fp32 master "
-        "weight only the 16 bits that the weight lacks; see docs/gpu.md",
+        "allow main gradients and moments narrower than fp32; see docs/gpu.md",
     )
     main_grads_dtype: str = option(
         "fp32",
         "dtype in which gradients are accumulated over microbatches and, without --grad-reduce-in-bf16, reduced",
-        choices=("fp32", "bf16", "fp16"),
+        choices=NARROWED_DTYPES,
         needs=PRECISION_AWARE,
         more_flags=(Flag("--accumulate-allreduce-grads-in-fp32", value="fp32"),),
     )
-    main_params_dtype: str = option(
-        "fp32", "dtype of the master weights", choices=("fp32", "fp16"), needs=PRECISION_AWARE
-    )
-    exp_avg_dtype: str = option("fp32", "dtype of Adam's first moment", choices=MOMENT_DTYPES, needs=PRECISION_AWARE)
+    exp_avg_dtype: str = option("fp32", "dtype of Adam's first moment", choices=NARROWED_DTYPES, needs=PRECISION_AWARE)
     exp_avg_sq_dtype: str = option(
-        "fp32", "dtype of Adam's second moment", choices=MOMENT_DTYPES, needs=PRECISION_AWARE
+        "fp32", "dtype of Adam's second moment", choices=NARROWED_DTYPES, needs=PRECISION_AWARE
     )
     decoupled_lr: float | None = option(
         None, "highest learning rate of embedding and output layer", above=0, derived="lr"

@@ -2,7 +2,6 @@
 
 - `optimizer`:   `Optimizer`: unscale, norm, clip, update this rank's shards, write parameters; its saved state
 - `shards`:      `Shard`: the part of a bucket that this rank updates, with master weights and moments
-- `narrow`:      state in 16 or 8 bits, its scales and remainders
 - `update_rule`: AdamW and SGD over flat tensors
 - `gradients`:   norms and counts in which every element of the model counts once; the loss scale of fp16
 - `schedule`:    learning rate and weight decay by consumed samples, the `Rates` of a step (imports no torch)

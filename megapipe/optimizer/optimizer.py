@@ -18,10 +18,9 @@ from megapipe.data_parallel.copies import raw_bytes
 from megapipe.data_parallel.stores import Stores
 from megapipe.optimizer.gradients import LossScaler, clip_coefficient, count_zeros, sum_of_squares, sums_over_world
 from megapipe.optimizer.muon import Muon
-from megapipe.optimizer.narrow import Scales
 from megapipe.optimizer.registered import RegisteredRule
 from megapipe.optimizer.schedule import Rates
-from megapipe.optimizer.shards import Chunk, Shard
+from megapipe.optimizer.shards import Shard
 from megapipe.optimizer.update_rule import AdamLibrary, CompiledAdam, NarrowAdam, UpdateRule
 from megapipe.sharding.boxes import Piece
 from megapipe.sharding.state_dtypes import MASTER, state_dtypes
@@ -52,18 +51,9 @@ class StatePiece:
 
     @cached_property
     def values(self) -> Tensor:
-        """[piece.box.num_elements], in at least fp32: a view; of a narrow state, a copy in host memory."""
-        if self.key not in self.shard.narrow:
-            return self.shard.states[self.key][self.part]
-        found = torch.empty(self.part.stop - self.part.start)
-        for chunk, values in self.chunks(found):
-            values.copy_(self.shard.read(self.key, chunk))
-        return found
-
-    def chunks(self, values: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
-        """Yield the piece's elements, and those of `values`, a tensor of its length."""
-        for chunk in self.shard.chunks_of(self.part, self.piece.spec):
-            yield chunk, values[chunk.start - self.part.start : chunk.stop - self.part.start]
+        """[piece.box.num_elements], in at least fp32: a view; of a narrow moment, a copy in host memory."""
+        stored = self.shard.states[self.key][self.part]
+        return stored.cpu().float() if self.key in self.shard.narrow else stored
 
 
 class Optimizer:
@@ -95,19 +85,11 @@ class Optimizer:
             for store in buffers.buffers
             for bucket in store.layout.buckets
         ]
-        self._scales: Scales | None = None
-        if dtypes.scaled:
-            parameters = [(stage, name) for stage, buffers in stages.items() for name in sorted(buffers.names)]
-            holders_of = [groups.replicas, groups.tp]  # replicas hold other shards, or other experts
-            at = torch.device("cpu") if self._on_host and self._device.type != "meta" else self._device
-            self._scales = Scales({state: dtypes.narrow[state] for state in dtypes.scaled}, parameters, holders_of, at)
-            for shard in self.shards:
-                shard.scales = self._scales
         self.rule: UpdateRule | NarrowAdam | CompiledAdam | Muon | RegisteredRule
         if OPTIMIZERS[config.optimizer].update is not None:
             self.rule = RegisteredRule(config, self.shards)
         elif dtypes.is_narrow:
-            self.rule = NarrowAdam(config, self.shards, self._scales, self._device)
+            self.rule = NarrowAdam(config, self.shards)
         elif compiler is not None:
             self.rule = CompiledAdam(config, self.shards, compiler)
         elif OPTIMIZERS[config.optimizer].matrix_states is not None:
@@ -115,8 +97,6 @@ class Optimizer:
         else:
             self.rule = UpdateRule(config, self.shards, library)
         self._raw_factor = 1.0  # of the last update, where gradients keep their raw sums
-        if MASTER in dtypes.scaled:
-            self.parameters_to_masters()
 
     @property
     def loss_scale(self) -> float:
@@ -179,47 +159,24 @@ class Optimizer:
 
     @torch.no_grad()
     def parameters_to_masters(self) -> None:
-        """Copy the parameters to the master weights, after weights were loaded without optimizer state.
-
-        A collective. Masters stored with a scale are rounded, and the parameters then follow them.
-        """
+        """Copy the parameters to the master weights, after weights were loaded without optimizer state."""
         self._stores.finish_weights()
         for shard in self.shards:
             if shard.has_own_master:
                 shard.take_parameter()
-        if self._scales is not None and MASTER in self._scales.rows:
-            self._store(
-                lambda: (
-                    (shard, MASTER, chunk, shard.parameter[chunk.start : chunk.stop])
-                    for shard in self.shards
-                    for chunk in shard.chunks()
-                )
-            )
-            self.masters_to_parameters()
-            self._stores.finish_weights()
 
     @torch.no_grad()
     def load_state(self, pieces: Iterable[StatePiece]) -> None:
-        """Take the values of pieces from `state` that were filled since, and write the parameters. A collective."""
-        copies = [piece for piece in pieces if piece.key in piece.shard.narrow]
-        self._store(
-            lambda: (
-                (piece.shard, piece.key, chunk, values)
-                for piece in copies
-                for chunk, values in piece.chunks(piece.values)
-            )
-        )
+        """Take the values of pieces from `state` that were filled since, and write the parameters."""
+        for piece in pieces:
+            if piece.key in piece.shard.narrow:  # whose values are copies
+                piece.shard.states[piece.key][piece.part].copy_(piece.values)
         self.masters_to_parameters()
 
     @torch.no_grad()
     def parameters_norm(self) -> float:
         """Return the global norm of the master weights, without vocabulary padding."""
-        owned = (
-            values
-            for shard in self.shards
-            for low, high in shard.exact_ranges
-            for values in shard.wide_values(MASTER, low, high)
-        )
+        owned = (shard.master[low:high] for shard in self.shards for low, high in shard.exact_ranges)
         return math.sqrt(sums_over_world([sum_of_squares(owned, self._device)], self._groups.world)[0])
 
     @torch.no_grad()
@@ -238,9 +195,9 @@ class Optimizer:
         """Return the names of parameters whose memory was corrupted: they differ from the rounded master weights."""
         names: dict[str, None] = {}
         for shard in self.shards:
-            if not shard.has_own_master or shard.has_remainders:  # a remainder belongs to any parameter
+            if not shard.has_own_master:
                 continue
-            rounded = shard.rounded_masters()
+            rounded = shard.master.to(shard.parameter)
             if torch.equal(raw_bytes(shard.parameter), raw_bytes(rounded)):
                 continue
             for part, piece in shard.pieces():
@@ -261,7 +218,7 @@ class Optimizer:
 
     def held(self) -> dict[str, list[Tensor]]:
         """Return the tensors that it keeps, by item of the memory plan: 'optimizer' is on the device, 'host' is not."""
-        state = [] if self._scales is None else [self._scales.current]
+        state: list[Tensor] = []
         for shard in self.shards:
             state += [tensor for name, tensor in shard.states.items() if name != MASTER or shard.has_own_master]
         if self._on_host:
@@ -284,19 +241,6 @@ class Optimizer:
             exact = (shard.gradient[low:high] for shard in self.shards for low, high in shard.exact_ranges)
             values.append(count_zeros(exact, self._device))
         return sums_over_world(values, self._groups.world, beside)
-
-    def _store(self, pieces: Callable[[], Iterable[tuple[Shard, str, Chunk, Tensor]]]) -> None:
-        """Store elements of narrow states, with scales that fit. pieces: (shard, state, chunk, its values)."""
-        scales = None
-        if self._scales is not None:
-            largest = torch.zeros_like(self._scales.current)
-            for shard, state, chunk, values in pieces():
-                shard.add_largest(state, chunk, values, largest)
-            scales = self._scales.agree(largest, self._device)
-            self._scales.current.copy_(scales)
-        for shard, state, chunk, values in pieces():
-            device = shard.states[state].device
-            shard.write(state, chunk, values.to(device, torch.float32, copy=True), scales)
 
     def _update(self, factor: float, rates: Rates) -> None:
         if self._on_host:

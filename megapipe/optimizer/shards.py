@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,11 +10,10 @@ import torch
 from torch import Tensor
 
 from megapipe.data_parallel.store import Store
-from megapipe.optimizer.narrow import NarrowState, Scales, stored_dtype
 from megapipe.sharding.boxes import Piece
 from megapipe.sharding.buffers import ALIGNMENT, Bucket
 from megapipe.sharding.spec import ParamSpec
-from megapipe.sharding.state_dtypes import CHUNK, MASTER, REMAINDER
+from megapipe.sharding.state_dtypes import CHUNK, MASTER
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ class Shard:
     """Elements [start, stop) of a flat buffer: this rank's shard of one bucket.
 
     parameter, gradient: [stop - start], views of the buffer or of its shards; parameter is the newest version.
-    states: master weights and moments by name, each in at least fp32 unless `narrow` has it: narrow states are read and
-    written chunk by chunk, with the scales of `scales`.
+    states: master weights and moments by name, each in at least fp32 but for the moments in `narrow`.
     master: the memory of parameter, if there is one version of at least fp32; else a copy.
     updated_from: the gradient that the update rule uses, on the device of master.
     on_host: master, moments and updated_from are in host memory.
@@ -59,7 +56,7 @@ class Shard:
         bucket: Bucket,
         moment_names: tuple[str, ...],
         on_host: bool = False,
-        narrow: Mapping[str, str] | None = None,  # state -> dtype narrower than fp32
+        narrow: Collection[str] = (),  # the moments in bf16
     ) -> None:
         self.stage = stage
         self.store, self.bucket, self.layout = store, bucket, store.layout
@@ -67,22 +64,15 @@ class Shard:
         self.is_copy = store.layout.kind == "tied" and stage != 0
         self._on_host = on_host
         self.gradient = store.own_gradients(bucket)
-        dtypes = narrow or {}
+        self.narrow = narrow
         wide = torch.promote_types(self.parameter.dtype, torch.promote_types(self.gradient.dtype, torch.float32))
-        self.has_own_master = on_host or MASTER in dtypes or self.parameter.dtype != wide or len(store.versions) > 1
+        self.has_own_master = on_host or self.parameter.dtype != wide or len(store.versions) > 1
         self.updated_from = self._zeros(self.gradient.dtype) if on_host else self.gradient
         self._host_parameter = self._zeros(self.parameter.dtype).copy_(self.parameter) if on_host else None
-        self.scales: Scales | None = None
-        self.narrow: dict[str, NarrowState] = {}
-        self.states: dict[str, Tensor] = {}
-        for name in (MASTER, *moment_names):
-            if name in dtypes:
-                self.states[name] = self._zeros(stored_dtype(dtypes[name]))
-                self.narrow[name] = NarrowState(dtypes[name], self.states[name], self._rounded_parameter)
-            elif name == MASTER:
-                self.states[name] = self._zeros(wide).copy_(self.parameter) if self.has_own_master else self.parameter
-            else:
-                self.states[name] = self._zeros(wide)
+        master = self._zeros(wide).copy_(self.parameter) if self.has_own_master else self.parameter
+        self.states = {MASTER: master}
+        for name in moment_names:
+            self.states[name] = self._zeros(torch.bfloat16 if name in narrow else wide)
         self.runs: list[UpdateRange] = []  # the longest ones of neighbouring parameters with the same rates
         held = (slot for slot in bucket.slots if max(slot.start, self.start) < min(slot.stop, self.stop))
         for rates, slots in groupby(held, key=lambda slot: (slot.spec.weight_decay, slot.spec.decoupled_lr)):
@@ -108,11 +98,6 @@ class Shard:
         return {name: state for name, state in self.states.items() if name != MASTER}
 
     @property
-    def has_remainders(self) -> bool:
-        """True if a master weight consists of its parameter and a remainder."""
-        return MASTER in self.narrow and self.narrow[MASTER].dtype == REMAINDER
-
-    @property
     def host_copies(self) -> tuple[Tensor, ...]:
         """The gradient and the parameter in host memory, where the update is there."""
         return () if self._host_parameter is None else (self.updated_from, self._host_parameter)
@@ -124,31 +109,15 @@ class Shard:
 
     def write_parameter(self) -> None:
         """Copy master to parameter, in its dtype. A copy from the host is not waited for."""
-        if MASTER not in self.narrow:
-            self._rounded_parameter.copy_(self.master)
-        elif not self.has_remainders:
-            for chunk in self.chunks():
-                self._rounded_parameter[chunk.start : chunk.stop].copy_(self.read(MASTER, chunk))
+        self._rounded_parameter.copy_(self.master)
         if self._host_parameter is not None:
             self.parameter.copy_(self._host_parameter, non_blocking=True)
 
-    def rounded_masters(self) -> Tensor:
-        """Return what `write_parameter` writes."""
-        if MASTER not in self.narrow:
-            return self.master.to(self.parameter)
-        rounded = torch.zeros_like(self.parameter)
-        for chunk in self.chunks():
-            rounded[chunk.start : chunk.stop] = self.read(MASTER, chunk)
-        return rounded
-
     def take_parameter(self) -> None:
-        """Copy parameter to master, unless it is stored with a scale."""
+        """Copy parameter to master."""
         if self._host_parameter is not None:
             self._host_parameter.copy_(self.parameter)
-        if MASTER not in self.narrow:
-            self.master.copy_(self.parameter)
-        elif self.has_remainders:
-            self.states[MASTER].zero_()
+        self.master.copy_(self.parameter)
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield the elements of all parameters, each chunk with a multiple of ALIGNMENT elements.
@@ -159,45 +128,8 @@ class Shard:
             start, stop = max(slot.start, self.start), min(slot.stop, self.stop)
             if start < stop:
                 stop = start + -(-(stop - start) // ALIGNMENT) * ALIGNMENT
-                yield from self.chunks_of(slice(start - self.start, stop - self.start), slot.spec)
-
-    def chunks_of(self, part: slice, spec: ParamSpec) -> Iterator[Chunk]:
-        """Yield elements of one parameter."""
-        for start in range(part.start, part.stop, CHUNK):
-            yield Chunk(start, min(start + CHUNK, part.stop), spec)
-
-    def wide_values(self, state: str, start: int, stop: int) -> Iterator[Tensor]:
-        """Yield elements [start, stop) of a state in at least fp32; for a narrow state without the padding."""
-        if state not in self.narrow:
-            yield self.states[state][start:stop]
-            return
-        for chunk in self.chunks():
-            low, high = max(start, chunk.start), min(stop, chunk.stop)
-            if low < high:
-                yield self.read(state, Chunk(low, high, chunk.spec))
-
-    def read(self, state: str, chunk: Chunk) -> Tensor:
-        """Return elements of a state in at least fp32: a view unless the state is narrow."""
-        if state not in self.narrow:
-            return self.states[state][chunk.start : chunk.stop]
-        current = None if self.scales is None else self.scales.current
-        return self.narrow[state].read(chunk.start, chunk.stop, self._scale(state, chunk, current))
-
-    def write(self, state: str, chunk: Chunk, values: Tensor, scales: Tensor | None) -> None:
-        """Store elements of a narrow state, and overwrite `values`. scales: as `Scales.current`."""
-        self.narrow[state].write(chunk.start, values, self._scale(state, chunk, scales))
-
-    def add_largest(self, state: str, chunk: Chunk, values: Tensor, largest: Tensor) -> None:
-        """Raise the largest magnitude of a parameter's state in `largest`, shaped as `Scales.current`."""
-        found = self._scale(state, chunk, largest)
-        if found is not None:
-            found.copy_(torch.maximum(found, torch.linalg.vector_norm(values, math.inf)))
-
-    def _scale(self, state: str, chunk: Chunk, scales: Tensor | None) -> Tensor | None:
-        """Return the element of `scales`, shaped as `Scales.current`, for a parameter's state; None if it has none."""
-        if self.scales is None or scales is None or state not in self.scales.rows:
-            return None
-        return scales[self.scales.rows[state], self.scales.columns[self.stage, chunk.spec.name]]
+                for low in range(start - self.start, stop - self.start, CHUNK):
+                    yield Chunk(low, min(low + CHUNK, stop - self.start), slot.spec)
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         """Return zeros as long as the shard; pinned in host memory if there is a GPU, for asynchronous copies."""

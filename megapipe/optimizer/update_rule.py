@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megapipe.config.training import OptimizerConfig
-from megapipe.optimizer.narrow import Scales
 from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Chunk, Shard, UpdateRange
 from megapipe.sharding.buffers import ALIGNMENT
@@ -173,18 +172,15 @@ def adamw_pass(
 
 
 class NarrowAdam:
-    """AdamW over shards with narrow state, chunk by chunk: read in fp32, update with torch's fused kernel, write.
+    """AdamW over shards whose gradients or moments are narrow, chunk by chunk: read in fp32, update with torch's fused
+    kernel, write.
 
-    Moments are read as they were rounded in the last step; the new ones enter the update before they are rounded. Where
-    states have scales, each step first computes the update without writing it, to find the largest magnitudes; the
-    ranks that hold parts of a parameter agree on them, so all of them call `step`. device: of communication.
+    Moments are read as they were rounded in the last step; the new ones enter the update before they are rounded.
     """
 
-    def __init__(
-        self, config: OptimizerConfig, shards: Sequence[Shard], scales: Scales | None, device: torch.device
-    ) -> None:
+    def __init__(self, config: OptimizerConfig, shards: Sequence[Shard]) -> None:
         self.num_steps = 0
-        self._config, self._shards, self._scales, self._device = config, shards, scales, device
+        self._config = config
         self._chunks = [(shard, chunk) for shard in shards for chunk in shard.chunks()]
 
     def set_num_steps(self, num_steps: int) -> None:
@@ -194,42 +190,24 @@ class NarrowAdam:
     def step(self, factor: float, rates: Rates) -> None:
         """Update the master weights with gradient x factor; the gradients hold the product afterwards, rounded."""
         self.num_steps += 1
-        scales = None
-        if self._scales is not None:
-            largest = torch.zeros_like(self._scales.current)
-            for shard, chunk in self._chunks:
-                self._measure(shard, chunk, factor, rates, largest)
-            scales = self._scales.agree(largest, self._device)
         for shard, chunk in self._chunks:
-            self._update(shard, chunk, factor, rates, scales)
-        if self._scales is not None and scales is not None:
-            self._scales.current.copy_(scales)
+            self._update(shard, chunk, factor, rates)
 
-    # each in a separate call, so that its tensors are freed before the next chunk's are made
-    def _measure(self, shard: Shard, chunk: Chunk, factor: float, rates: Rates, largest: Tensor) -> None:
-        for state, values in self._updated(shard, chunk, factor, rates, in_place=False).items():
-            shard.add_largest(state, chunk, values, largest)
-
-    def _update(self, shard: Shard, chunk: Chunk, factor: float, rates: Rates, scales: Tensor | None) -> None:
-        for state, values in self._updated(shard, chunk, factor, rates, in_place=True).items():
-            if state in shard.narrow:
-                shard.write(state, chunk, values, scales)
-
-    def _updated(self, shard: Shard, chunk: Chunk, factor: float, rates: Rates, *, in_place: bool) -> dict[str, Tensor]:
-        """Return the updated states of a chunk. in_place: states and gradients in fp32 are updated where they are."""
-        states = {name: shard.read(name, chunk).detach() for name in shard.states}
-        stored = shard.updated_from[chunk.start : chunk.stop]
-        gradient = stored.to(torch.float32)
-        if not in_place:
-            states = {name: state if name in shard.narrow else state.clone() for name, state in states.items()}
-            gradient = gradient.clone() if gradient is stored else gradient
+    # in a call of its own, so that its tensors are freed before the next chunk's are made
+    def _update(self, shard: Shard, chunk: Chunk, factor: float, rates: Rates) -> None:
+        """Update the states of a chunk; those in fp32, and such a gradient, where they are."""
+        part = slice(chunk.start, chunk.stop)
+        stored = {"gradient": shard.updated_from[part]}
+        stored |= {name: state.detach()[part] for name, state in shard.states.items()}
+        wide = {name: values.to(torch.float32) for name, values in stored.items()}
+        gradient = wide["gradient"]
         spec, config = chunk.spec, self._config
         lr = rates.decoupled_lr if spec.decoupled_lr and rates.decoupled_lr is not None else rates.lr
         torch._fused_adamw_(
-            [states[MASTER]],
+            [wide[MASTER]],
             [gradient],
-            [states["exp_avg"]],
-            [states["exp_avg_sq"]],
+            [wide["exp_avg"]],
+            [wide["exp_avg_sq"]],
             [],
             [torch.full((), float(self.num_steps), device=gradient.device)],
             lr=lr,
@@ -241,6 +219,6 @@ class NarrowAdam:
             maximize=False,
             grad_scale=None if factor == 1.0 else torch.full((), 1.0 / factor, device=gradient.device),
         )
-        if in_place and gradient is not stored:
-            stored.copy_(gradient)
-        return states
+        for name, values in wide.items():
+            if values is not stored[name]:
+                stored[name].copy_(values)

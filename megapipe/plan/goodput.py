@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megapipe.config.options import number_with_suffix
+from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.formatting import bytes_text, duration_text, seconds_text
 from megapipe.plan.run_plan import RunPlan
-from megapipe.sharding.state_dtypes import BYTES
 
 DAY, HOUR = 86400.0, 3600.0
 MOST = 1e15  # of any input
@@ -67,7 +67,7 @@ def checkpoint_bytes(plan: RunPlan) -> tuple[int, int]:
 
     Masters and moments are saved in at least fp32, also where a rank keeps them in fewer bits.
     """
-    dtypes, wide = plan.state_dtypes(0), max(BYTES["fp32"], plan.shape.element)
+    dtypes, wide = plan.state_dtypes(0), max(ELEMENT_BYTES["fp32"], plan.shape.element)
     element = {of_matrix: wide * (1 + len(dtypes.moments(of_matrix))) for of_matrix in (False, True)}
     if plan.config.checkpoint.no_save_optim:
         element = dict.fromkeys(element, plan.shape.element)

@@ -71,7 +71,6 @@ from megapipe.schedule.placement import Placement
 from megapipe.sharding.state_dtypes import CHUNK, MASTER, NORM_CHUNK
 
 BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
-SCALE_BYTES = 4
 TOKEN_BYTES = 16  # token and label, int64
 SENT_MESSAGES = frozenset({Held.SENT_OUTPUT, Held.SENT_GRADIENT})
 USUAL_UNITS_ON_DEVICE = 2  # offloaded groups on the device at the peak of a step: one in use, one being copied
@@ -245,8 +244,6 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     if plan.sharding is not None:  # of both, or of gradients only shards are kept
         gradients = sum(shard.values())
         weights = gradients if plan.sharding.gathers else elements
-    num_parameters = sum(len(layout.slots) for stage in stages for layout in plan.buffers(stage, 0))
-    scales = SCALE_BYTES * num_parameters * len(dtypes.scaled)
     slack = sum(len(plan.buffers(stage, 0)) for stage in stages) * BUFFER_ALIGNMENT_BYTES
     copies = 0  # Transformer Engine's copies are not known
     if plan.shape.transformer_impl == "local":
@@ -256,7 +253,7 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     return {
         "weights": num_versions * (weights * element + slack),
         "gradients": gradients * dtypes.gradient_bytes + slack,
-        "optimizer": sum(count * dtypes.state_bytes(kind) for kind, count in shard.items()) + scales,
+        "optimizer": sum(count * dtypes.state_bytes(kind) for kind, count in shard.items()),
         "fp8 weights": copies,
     }
 

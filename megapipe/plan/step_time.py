@@ -18,6 +18,7 @@ from functools import cache
 from typing import Any
 
 from megapipe.config.parallel import RecomputeConfig
+from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import ALL_REDUCE, RankShape
@@ -33,7 +34,7 @@ from megapipe.plan.traffic import KINDS, gather_bytes, instance_bytes, reduction
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.simulate import Bubble, Timeline, simulate
-from megapipe.sharding.state_dtypes import BYTES, MASTER, REMAINDER, StateDtypes
+from megapipe.sharding.state_dtypes import MASTER, StateDtypes
 
 HALVES = {Op.F: ("forward",), Op.B: ("inputs", "weights"), Op.I: ("inputs",), Op.W: ("weights",)}
 
@@ -154,32 +155,19 @@ def update_bytes(dtypes: StateDtypes, element: int, is_compiled: bool = False, o
 
     element: bytes of a weight. is_compiled: --optimizer-impl compiled. tests/fake_cuda/test_budget.py counts them. The
     fused kernel reads and writes master and moments, and also writes the gradient that it has scaled; another pass
-    reads the master and writes the weight. Compiled, one pass does all of it and leaves the gradient. Narrow states are
-    widened before the fused kernel and narrowed after it (`optimizer.narrow`).
+    reads the master and writes the weight. Compiled, one pass does all of it and leaves the gradient. Narrow moments
+    are widened before the fused kernel and narrowed after it.
     """
     gradient, wide = dtypes.gradient_bytes, 4
     if dtypes.is_narrow:
-        states = {MASTER: "fp32"} | dtypes.states
         widened = 0 if gradient == wide else gradient + wide  # the gradient: before and after, and for the norm
-        # to fp32 and back. read: bits of the weight, shifted, and the remainder; written: checked for NaN, rounded
-        read, written = dict[str, int](), dict[str, int]()
-        for state, dtype in dtypes.narrow.items():
-            cast = BYTES[dtype] + wide
-            if dtype == REMAINDER:
-                read[state], written[state] = 2 * cast + 3 * wide, 2 * cast + 7 * wide + 2
-            else:  # a scale is one pass more
-                read[state] = written[state] = cast + 2 * wide * (state in dtypes.scaled)
-        kernel = 2 * wide * (1 + len(states))
-        update = 2 * widened + sum(read.values()) + kernel + sum(written.values())
-        if MASTER in dtypes.states and states[MASTER] != REMAINDER:
-            update += read.get(MASTER, wide) + (wide if MASTER in read else 0) + element
-        if dtypes.scaled:  # the same on copies before, to find the largest elements
-            copied = 2 * wide * (len(states) - len(read)) + (widened or 2 * wide)
-            update += sum(read.values()) + copied + kernel + wide * len(dtypes.scaled)
-        return widened + wide + update
+        cast = ELEMENT_BYTES["bf16"] + wide  # of a narrow moment, to fp32 and back
+        kernel = 2 * wide * (1 + len({MASTER, *dtypes.states}))
+        of_weight = wide + element if MASTER in dtypes.states else 0
+        return 3 * widened + wide + 2 * cast * len(dtypes.narrow) + kernel + of_weight
     # an update reads what it changes: the weight itself only where it is its own master
     read_and_written = dtypes.state_bytes(of_matrix) + (0 if MASTER in dtypes.states else element)
-    master = BYTES[dtypes.states[MASTER]] if MASTER in dtypes.states else 0
+    master = ELEMENT_BYTES[dtypes.states[MASTER]] if MASTER in dtypes.states else 0
     of_weight = master and element + (0 if is_compiled else master)
     return 2 * gradient + (0 if is_compiled else gradient) + 2 * read_and_written + of_weight
 

@@ -44,8 +44,8 @@ UNLIKE: dict[str, Any] = {
 NARROW = {
     "use_precision_aware_optimizer": True,
     "main_grads_dtype": "bf16",
-    "exp_avg_dtype": "fp8",
-    "exp_avg_sq_dtype": "fp16",
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
 }
 PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope", "kv_channels": 4}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {

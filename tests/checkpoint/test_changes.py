@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megapipe.assembly.datasets import planned
-from megapipe.checkpoint.folder import CheckpointFolder
+from megapipe.checkpoint.folder import CheckpointFolder, saved_config
 from megapipe.checkpoint.manifest import Manifest, SavedFile, SavedTensor
 from megapipe.checkpoint.shard import BLOCK_BYTES
 from megapipe.config.changes import DATA, FUNCTION, NEUTRAL, OPTIMIZER, TABLE, classes
@@ -72,11 +72,9 @@ optimizer.muon_extra_scale_factor | --muon-extra-scale-factor 0.2 | optimizer | 
 optimizer.muon_no_split_qkv | --muon-no-split-qkv | optimizer | {MUON}
 optimizer.muon_fp32_matmul_prec | --muon-fp32-matmul-prec high | optimizer | {MUON}
 optimizer.main_grads_dtype | --main-grads-dtype bf16 | optimizer | {NARROW}
-optimizer.main_params_dtype | --main-params-dtype fp16 | optimizer | {NARROW}
 optimizer.exp_avg_dtype | --exp-avg-dtype bf16 | optimizer | {NARROW}
 optimizer.exp_avg_sq_dtype | --exp-avg-sq-dtype bf16 | optimizer | {NARROW}
 optimizer.main_grads_dtype | --use-precision-aware-optimizer --main-grads-dtype bf16 | optimizer | --bf16
-optimizer.main_params_dtype | {WIDE} !--main-params-dtype | optimizer | {NARROW} --main-params-dtype fp16
 optimizer.exp_avg_dtype | --use-precision-aware-optimizer --exp-avg-dtype bf16 | optimizer | --bf16
 optimizer.exp_avg_sq_dtype | {WIDE} !--exp-avg-sq-dtype | optimizer | {NARROW} --exp-avg-sq-dtype bf16
 parallel.pipeline_schedule | --pipeline-schedule pipedream | optimizer | {PP2} | 2
@@ -293,6 +291,16 @@ def test_an_option_that_this_version_lacks_is_named_if_the_checkpoint_used_it(tm
         said
         == f"{tmp_path} was written by another version, so these were not compared: parallel.pipeline_message_dtype"
     )
+
+
+def test_moments_in_a_dtype_of_an_earlier_version_go_on_in_another_one_if_that_is_allowed(tmp_path: Path) -> None:
+    plan = plan_of(f"{NARROW} --exp-avg-dtype bf16")
+    text = to_yaml(plan.config).replace("exp_avg_dtype: bf16", "exp_avg_dtype: fp8\n  main_params_dtype: fp32")
+    folder, change = saved_by(plan, tmp_path, text), "--exp-avg-dtype: fp8 in the checkpoint, bf16 here"
+    refused = told(folder, plan)
+    assert all(word in refused for word in ("refused", change, "--no-load-optim", "--allow-changed-optimizer"))
+    assert change in told(folder, plan, allow_changed_optimizer=True)
+    assert saved_config(folder).optimizer.exp_avg_dtype == "fp32"
 
 
 def test_names_of_extensions_that_are_not_loaded_are_compared_as_text(tmp_path: Path) -> None:

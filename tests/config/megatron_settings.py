@@ -417,12 +417,13 @@ def rows_of_training() -> Iterator[Row]:
         lambda plan: plan.config.optimizer.optimizer == "muon" and plan.topology.tp > 1,
     )
     yield Row(("optimizer.muon_split_qkv",), lambda plan: not plan.config.optimizer.muon_no_split_qkv)
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         yield Row(
             (f"optimizer.{name}",),
             lambda plan, name=name: getattr(plan.config.optimizer, name),
             dtype_of(f"optimizer.{name}"),
         )
+    yield Row(("optimizer.main_params_dtype",), lambda plan: "fp32", dtype_of("optimizer.main_params_dtype"))
     for name, least in (("decoupled_lr", "lr"), ("decoupled_min_lr", "min_lr")):
         yield Row(
             (f"optimizer.{name}",),

@@ -10,7 +10,7 @@ import pytest
 
 from megapipe.config.config import all_fields, fields_by_key
 from megapipe.config.flags import field_flags, read_command_line, takes_values
-from megapipe.config.load import load_config
+from megapipe.config.load import from_yaml, load_config
 from megapipe.config.megatron_flags import (
     ALREADY_SO,
     CLASSES,
@@ -23,6 +23,7 @@ from megapipe.config.megatron_flags import (
     removed_flags,
 )
 from megapipe.config.options import TAKES_VALUE
+from megapipe.config.training import OptimizerConfig
 from megapipe.errors import ConfigError
 from tests.config.examples import job
 from tools.write_flags_page import flags_document
@@ -286,9 +287,11 @@ def test_constants_of_flags_are_values_of_their_fields() -> None:
 @pytest.mark.parametrize("row", removed_flags().values(), ids=lambda row: row.name)
 def test_a_flag_of_an_earlier_version_is_refused_with_what_holds_now(row: MegatronFlag) -> None:
     assert row.name not in field_flags() and row.name not in megatron_flags()
-    value = [] if row.values == "" else ["8"]
+    name, *value = row.name.split()
+    if not value and row.values:
+        value = ["8"]
     with pytest.raises(ConfigError, match=re.escape(row.note)):
-        load_config([*job(), row.name, *value])
+        load_config([*job(), name, *value])
 
 
 def test_a_configuration_saved_by_an_earlier_version_loads_if_what_was_removed_was_not_in_use(tmp_path: Path) -> None:
@@ -298,3 +301,9 @@ def test_a_configuration_saved_by_an_earlier_version_loads_if_what_was_removed_w
     saved.write_text("parallel:\n  pipeline_message_dtype: fp8\n")
     with pytest.raises(ConfigError, match="pipeline-message-dtype fp8 was removed"):
         load_config([*job(), "--config", str(saved)])
+
+
+def test_a_model_saved_by_an_earlier_version_is_read_whatever_it_was_trained_with() -> None:
+    of_optimizer = "optimizer:\n  lr: 0.5\n  exp_avg_dtype: fp8\n  main_params_dtype: fp32\n"
+    text = f"parallel:\n  pipeline_message_dtype: fp8\n{of_optimizer}"
+    assert from_yaml(text).optimizer == OptimizerConfig(lr=0.5)

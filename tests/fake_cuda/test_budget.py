@@ -94,12 +94,8 @@ UPDATES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "fp32"},
     "compiled": {"optimizer_impl": "compiled"},
     "compiled fp32": {"optimizer_impl": "compiled", "dtype": "fp32"},
-    "remainders": {"use_precision_aware_optimizer": True},
-    "bf16 moments and gradients": NARROW | {"exp_avg_sq_dtype": "bf16"},
-    "a scaled moment": NARROW,
-    "scaled masters": NARROW | {"main_params_dtype": "fp16"},
-    "whole gradients, scaled moments": NARROW
-    | {"main_grads_dtype": "fp32", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
+    "bf16 moments and gradients": NARROW,
+    "whole gradients, narrow moments": NARROW | {"main_grads_dtype": "fp32"},
     "fp32 weights, narrow moment": NARROW | {"dtype": "fp32", "exp_avg_sq_dtype": "fp32"},
     "zero1": ZERO1,
 }

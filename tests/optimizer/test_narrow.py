@@ -1,52 +1,41 @@
-"""Optimizer state narrower than fp32: against the written-out formula, bit patterns, rollback, resuming, grids."""
+"""Gradients and moments narrower than fp32: against the written-out formula, rollback, resuming, grids."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-import struct
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.store import Sharing
 from megapipe.data_parallel.stores import Stores
-from megapipe.optimizer.narrow import NarrowState
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.optimizer.schedule import Rates
-from megapipe.optimizer.shards import Chunk
 from megapipe.sharding.state_dtypes import CHUNK, state_dtypes
 from tests.data_parallel.toy import Toy, draw, groups_of, stage_buffers, tokens_of, toy_specs
 from tests.harness import RankPool
 from tests.optimizer.test_optimizer import ADAM, DTYPES, Trainer
 
 RATES = Rates(0.01, 0.1, 0.003)
-BITS = {"fp32": 24, "bf16": 8, "fp16": 11, "fp8": 4}  # of the significand
-LEAST = {"fp32": 2.0**-149, "bf16": 2.0**-133, "fp16": 2.0**-24, "fp8": 2.0**-9}  # smallest positive number
+BITS = {"fp32": 24, "bf16": 8, "fp16": 11}  # of the significand
+LEAST = {"fp32": 2.0**-149, "bf16": 2.0**-133, "fp16": 2.0**-24}  # smallest positive number
 BF16 = PrecisionConfig(dtype="bf16")
 FP16 = PrecisionConfig(dtype="fp16", initial_loss_scale=64.0)
-NARROWEST = {"main_grads_dtype": "bf16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
+NARROWEST = dict.fromkeys(("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
 
 
 def narrow_adam(**dtypes: Any) -> OptimizerConfig:
     return dataclasses.replace(ADAM, use_precision_aware_optimizer=True, **dtypes)
 
 
-# every dtype of gradients with every one of masters and moments that a precision allows
 COMBINATIONS = [
-    (precision, gradient, master, first, second)
-    for precision, gradients in ((BF16, ("fp32", "bf16")), (FP16, ("fp32", "bf16", "fp16")))
-    for gradient, master in itertools.product(gradients, ("fp32", "fp16"))
-    for first, second in itertools.product(("fp32", "bf16", "fp16", "fp8"), repeat=2)
+    (precision, *dtypes) for precision in (BF16, FP16) for dtypes in itertools.product(("fp32", "bf16"), repeat=3)
 ]
 
 
@@ -58,12 +47,6 @@ def decoded(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
             for part, piece in shard.pieces():
                 name = piece.spec.name
                 values = stored[part].double()
-                if stored.dtype == torch.int16:
-                    bits = (shard.parameter[part].detach().view(torch.int16).long() << 16) + stored[part].long()
-                    values = torch.from_numpy((bits & 0xFFFFFFFF).numpy().astype(np.uint32).view(np.float32)).double()
-                elif shard.scales is not None and state in shard.scales.rows:
-                    scales = shard.scales
-                    values = values * scales.current[scales.rows[state], scales.columns[shard.stage, name]].double()
                 found.setdefault(state, {}).setdefault(name, torch.empty(0, dtype=torch.float64))
                 found[state][name] = torch.cat([found[state][name], values.detach()])
     return found
@@ -80,28 +63,22 @@ def adamw(
     return {"master": master, "exp_avg": first, "exp_avg_sq": second}
 
 
-def half_unit(values: Tensor, dtype: str, largest: float) -> Tensor:
-    """Return half the distance between neighbouring numbers of a dtype around each value; scaled ones by `largest`."""
-    exponent = torch.frexp(values)[1].double()
-    least = LEAST[dtype]
-    if dtype in ("fp16", "fp8"):
-        top = 15 if dtype == "fp16" else 8
-        least *= 2.0 ** (math.frexp(largest)[1] - top)
+def half_unit(values: Tensor, dtype: str) -> Tensor:
+    """Return half the distance between neighbouring numbers of a dtype around each value."""
+    exponent, least = torch.frexp(values)[1].double(), LEAST[dtype]
     return torch.maximum(torch.exp2(exponent - BITS[dtype]), torch.full_like(values, least)) / 2
 
 
 @pytest.mark.parametrize(
-    ("precision", "gradient", "master", "first", "second"),
+    ("precision", "gradient", "first", "second"),
     COMBINATIONS,
     ids=["-".join([each[0].dtype, *each[1:]]) for each in COMBINATIONS],
 )
 def test_each_step_is_the_formula_with_one_rounding_of_each_state(
-    precision: PrecisionConfig, gradient: str, master: str, first: str, second: str
+    precision: PrecisionConfig, gradient: str, first: str, second: str
 ) -> None:
-    dtypes = {"master": master, "exp_avg": first, "exp_avg_sq": second}
-    config = narrow_adam(
-        main_grads_dtype=gradient, main_params_dtype=master, exp_avg_dtype=first, exp_avg_sq_dtype=second
-    )
+    dtypes = {"master": "fp32", "exp_avg": first, "exp_avg_sq": second}
+    config = narrow_adam(main_grads_dtype=gradient, exp_avg_dtype=first, exp_avg_sq_dtype=second)
     trainer = Trainer(config, precision)
     optimizer, specs = trainer.optimizer, {spec.name: spec for spec in toy_specs()}
     for step in range(1, 4):
@@ -123,113 +100,28 @@ def test_each_step_is_the_formula_with_one_rounding_of_each_state(
             expected = adamw(config, step, scaled, states, decay, lr)
             terms = {"master": torch.full_like(scaled, lr), "exp_avg": scaled.abs(), "exp_avg_sq": scaled.square()}
             for state, values in expected.items():
-                bound = half_unit(values, dtypes[state], values.abs().max().item()) * 1.01
+                bound = half_unit(values, dtypes[state]) * 1.01
                 bound += 5e-7 * (states[state].abs() + terms[state])  # the formula itself is computed in fp32
                 assert ((after[state][name] - values).abs() <= bound).all(), (step, state, name)
             rounded = after["master"][name].float()
             distance = (trainer.buffers.parameter(name).double().flatten() - rounded.double()).abs()
-            assert (distance <= half_unit(rounded.double(), precision.dtype, 1.0)).all() or precision.dtype == "fp16"
+            assert (distance <= half_unit(rounded.double(), precision.dtype)).all() or precision.dtype == "fp16"
     assert not optimizer.stale_parameters()
 
 
-def bits_of(values: Tensor) -> Tensor:
-    return values.view(torch.int32)
-
-
-def remainder_state(size: int) -> tuple[NarrowState, Tensor]:
-    parameter = torch.zeros(size, dtype=torch.bfloat16)
-    return NarrowState("remainder", torch.zeros(size, dtype=torch.int16), parameter), parameter
-
-
-def check_remainders(patterns: Tensor) -> None:
-    """Write these fp32 bit patterns and read them back."""
-    values = patterns.view(torch.float32)
-    state, parameter = remainder_state(values.numel())
-    state.write(0, values.clone())
-    read = state.read(0, values.numel())
-    numbers = ~values.isnan()
-    assert torch.equal(bits_of(read)[numbers], patterns[numbers])
-    assert read[~numbers].isnan().all()
-    assert parameter[~numbers].isnan().all()
-    # fp32 rounded to bf16: the nearest, of two equally near ones that of larger magnitude
-    nearest = values[numbers].bfloat16()
-    halfway = (patterns[numbers] & 0xFFFF) == 0x8000
-    assert torch.equal(parameter[numbers][~halfway].view(torch.int16), nearest[~halfway].view(torch.int16))
-    away = ((patterns[numbers][halfway].long() >> 16) + 1).to(torch.int16)
-    assert torch.equal(parameter[numbers][halfway].view(torch.int16), away)
-
-
-@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=64))
-def test_parameter_and_remainder_are_the_fp32_master_to_the_bit(patterns: list[int]) -> None:
-    check_remainders(torch.tensor(patterns, dtype=torch.int32))
-
-
-def test_remainders_of_every_low_half_beside_special_high_halves() -> None:
-    # zeros, subnormals, one, rounding up to the next power of two, largest number, infinity, NaNs; both signs
-    for high in (0x0000, 0x0001, 0x007F, 0x3F80, 0x3FFF, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF):
-        for sign in (0, 0x8000):
-            (base,) = struct.unpack("<i", struct.pack("<I", (high | sign) << 16))
-            check_remainders(torch.arange(1 << 16, dtype=torch.int32) + base)
-
-
-def test_masters_of_remainders_are_those_of_whole_fp32_masters() -> None:
-    """With equal gradients and fp32 moments the update is the one without the option."""
-    whole, halves = Trainer(ADAM, BF16), Trainer(narrow_adam(), BF16)
-    assert all(shard.has_remainders for shard in halves.optimizer.shards)
-    for step in range(4):
-        for trainer in (whole, halves):
-            for place, spec in enumerate(toy_specs()):
-                generator = torch.Generator().manual_seed(100 * step + place)
-                trainer.buffers.main_grad(spec.name).copy_(torch.randn(spec.shape, generator=generator))
-            trainer.optimizer.step(1.0, RATES)
-    one, other = decoded(whole.optimizer), decoded(halves.optimizer)
-    for state, parameters in one.items():
-        for name, values in parameters.items():
-            torch.testing.assert_close(other[state][name], values, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("dtype", ["fp16", "fp8"])
-def test_scale_of_what_was_stored_is_the_scale_it_was_stored_with(dtype: str) -> None:
-    trainer = Trainer(narrow_adam(exp_avg_dtype=dtype), BF16)
-    shard = trainer.optimizer.shards[0]
-    scales, (chunk, *_) = shard.scales, list(shard.chunks())
-    assert scales is not None
-    place = scales.rows["exp_avg"], scales.columns[0, chunk.spec.name]
-    generator = torch.Generator().manual_seed(0)
-    for exponent in (-60, -3, 0, 40):
-        # just below a power of two: rounded up to it
-        for top in (1.0, 1.5, 2 - 2**-5, 2 - 2**-12, 2 - 2**-13, 2 - 2**-20):
-            values = (torch.rand(chunk.stop - chunk.start, generator=generator) - 0.5) * 2.0**exponent
-            values[0] = -top * 2.0**exponent
-            stored = []
-            for _ in range(2):  # the second time what was read the first time
-                largest = torch.zeros_like(scales.current)
-                shard.add_largest("exp_avg", chunk, values, largest)
-                scales.current.copy_(scales.agree(largest, torch.device("cpu")))
-                shard.write("exp_avg", chunk, values.clone(), scales.current)
-                values = shard.read("exp_avg", chunk)
-                stored.append((scales.current[place].item(), shard.states["exp_avg"].float().clone()))
-            assert stored[0][0] == stored[1][0]
-            assert torch.equal(stored[0][1], stored[1][1])
-            most = stored[0][1].abs().max().item()
-            assert (2.0**14 <= most <= 2.0**15) if dtype == "fp16" else (2.0**7 <= most <= 2.0**8)
-
-
-@pytest.mark.parametrize("dtypes", [{}, NARROWEST, {"main_params_dtype": "fp16"}], ids=["remainders", "all", "fp16"])
-def test_narrow_state_on_the_host_trains_the_same_to_the_bit(dtypes: dict[str, str]) -> None:
-    here = Trainer(narrow_adam(**dtypes), BF16)
-    there = Trainer(narrow_adam(optimizer_cpu_offload=True, **dtypes), BF16)
+def test_narrow_state_on_the_host_trains_the_same_to_the_bit() -> None:
+    here = Trainer(narrow_adam(**NARROWEST), BF16)
+    there = Trainer(narrow_adam(optimizer_cpu_offload=True, **NARROWEST), BF16)
     for number in range(3):
         assert here.step(number) == there.step(number)
     assert all(torch.equal(there.weights()[name], value) for name, value in here.weights().items())
     for state, parameters in decoded(here.optimizer).items():
         for name, values in parameters.items():
-            if state != "master" or dtypes.get("main_params_dtype") == "fp16":
-                assert torch.equal(decoded(there.optimizer)[state][name], values)
+            assert torch.equal(decoded(there.optimizer)[state][name], values)
 
 
 def test_overflow_leaves_narrow_state_as_it_was() -> None:
-    trainer = Trainer(narrow_adam(**NARROWEST | {"main_grads_dtype": "fp16"}), FP16)
+    trainer = Trainer(narrow_adam(**NARROWEST), FP16)
     trainer.step(0)
     before = decoded(trainer.optimizer)
     assert trainer.step(1, scale=1e6).skipped
@@ -299,30 +191,21 @@ def train(
     return weights, state, optimizer.plain_state()
 
 
-GRIDS = pytest.mark.parametrize(
-    "dtypes",
-    [{}, NARROWEST, {"main_params_dtype": "fp16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16"}],
-    ids=["remainders", "narrowest", "fp16 masters"],
-)
-
-
-@GRIDS
-def test_two_shards_train_to_the_bits_of_one_process(dtypes: dict[str, str], two_ranks: RankPool) -> None:
-    expected = train(0, 1, dtypes, range(4))[0]
-    for weights, _, _ in two_ranks.run(train, dtypes, range(4)):
+def test_two_shards_train_to_the_bits_of_one_process(two_ranks: RankPool) -> None:
+    expected = train(0, 1, NARROWEST, range(4))[0]
+    for weights, _, _ in two_ranks.run(train, NARROWEST, range(4)):
         assert all(torch.equal(weights[name], values) for name, values in expected.items())
 
 
-@GRIDS
-def test_state_saved_by_two_ranks_continues_on_one_to_the_bit(dtypes: dict[str, str], two_ranks: RankPool) -> None:
-    expected, state, _ = train(0, 1, dtypes, range(4))
-    saved = [(state, plain) for _, state, plain in two_ranks.run(train, dtypes, range(2))]
+def test_state_saved_by_two_ranks_continues_on_one_to_the_bit(two_ranks: RankPool) -> None:
+    expected, state, _ = train(0, 1, NARROWEST, range(4))
+    saved = [(state, plain) for _, state, plain in two_ranks.run(train, NARROWEST, range(2))]
     assert all(values.dtype == torch.float32 for state, _ in saved for values in state.values())
-    weights, resumed, _ = train(0, 1, dtypes, range(2, 4), saved)
+    weights, resumed, _ = train(0, 1, NARROWEST, range(2, 4), saved)
     assert all(torch.equal(weights[name], values) for name, values in expected.items())
     assert all(torch.equal(resumed[key], values) for key, values in state.items())
-    back: Saved = [train(0, 1, dtypes, range(2))[1:]]
-    for weights, _, _ in two_ranks.run(train, dtypes, range(2, 4), back):
+    back: Saved = [train(0, 1, NARROWEST, range(2))[1:]]
+    for weights, _, _ in two_ranks.run(train, NARROWEST, range(2, 4), back):
         assert all(torch.equal(weights[name], values) for name, values in expected.items())
 
 
@@ -341,10 +224,7 @@ def test_gradients_accumulate_in_their_dtype() -> None:
     assert (slot == 256).all()
 
 
-def test_params_norm_and_chunks_cover_narrow_masters() -> None:
-    narrow_one, whole = Trainer(narrow_adam(main_params_dtype="fp16"), FP16), Trainer(ADAM, FP16)
-    assert narrow_one.optimizer.parameters_norm() == pytest.approx(whole.optimizer.parameters_norm(), rel=1e-6)
-    shard = narrow_one.optimizer.shards[0]
-    covered: Callable[[Chunk], range] = lambda chunk: range(chunk.start, chunk.stop)  # noqa: E731
-    elements = [place for chunk in shard.chunks() for place in covered(chunk)]
+def test_chunks_cover_each_element_once() -> None:
+    shard = Trainer(narrow_adam(**NARROWEST), BF16).optimizer.shards[0]
+    elements = [place for chunk in shard.chunks() for place in range(chunk.start, chunk.stop)]
     assert elements == sorted(set(elements))

@@ -16,16 +16,14 @@ from tests.train.test_expert_layouts import LAYOUTS as OF_EXPERTS
 from tools.inspect_checkpoint import compare
 
 BF16 = {"dtype": "bf16"}
-REMAINDERS = BF16 | {"use_precision_aware_optimizer": True}
-NARROW = REMAINDERS | {"main_grads_dtype": "bf16", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
-FP16_MASTERS = NARROW | {"main_params_dtype": "fp16", "exp_avg_dtype": "bf16"}
+NARROW = BF16 | {"use_precision_aware_optimizer": True}
+NARROW |= dict.fromkeys(("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
 GRIDS = LAYOUTS | OF_EXPERTS | {"ep2": (2, {EP: 2})}
 # (layout and state of the run, layout and state to which it is taken over and from which it comes back)
 CASES = {
     "narrow": ("pp2", NARROW, "tp2", NARROW),
-    "fp16_masters": ("tp2", FP16_MASTERS, "dp4_zero", FP16_MASTERS),
     "to_fp32_state_and_back": ("dp2", NARROW, "tp2", BF16),
-    "from_fp32_state_and_back": ("tp2", BF16, "dp2", REMAINDERS),
+    "to_shards_with_one_moment_in_fp32": ("tp2", NARROW, "dp4_zero", NARROW | {"exp_avg_sq_dtype": "fp32"}),
     "experts": ("ep2", NARROW | EXPERTS, "ep4_of_tp2_dp2", NARROW | EXPERTS),
     "experts_sharded": ("ep2_zero", NARROW | EXPERTS, "one", NARROW | EXPERTS),
 }

@@ -14,7 +14,7 @@ from megapipe.plan.resolve import resolve
 from tests.harness import RankPool
 from tests.train.jobs import TINY, job_on_rank
 
-NARROW = "--use-precision-aware-optimizer --use-distributed-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp16"
+NARROW = "--use-precision-aware-optimizer --use-distributed-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Rules of main gradients, master weights and moments narrower than fp32 (--use-precision-aware-optimizer), of Muon, of
-the options of update rules, and of what the ranks with the same parameters share out.
+"""Rules of main gradients and moments narrower than fp32 (--use-precision-aware-optimizer), of Muon, of the options of
+update rules, and of what the ranks with the same parameters share out.
 """
 
 from __future__ import annotations
@@ -31,12 +31,6 @@ def precision_aware(config: Config) -> Iterator[str]:
         yield f"{FLAG} with --dtype fp64: fp64 is for verification, which narrow state would spoil; leave it out"
     elif impl not in ANY_UPDATE:
         yield f"--optimizer-impl {impl} updates fp32 state, which {FLAG} may narrow; use --optimizer-impl torch"
-    if optimizer.main_params_dtype == "fp16" and dtype == "fp32":
-        way = "use --bf16 or --fp16, or --main-params-dtype fp32"
-        yield f"--main-params-dtype fp16: with --dtype fp32 the weights are their own masters; {way}"
-    if optimizer.main_grads_dtype == "fp16" and dtype != "fp16":
-        way = "use --main-grads-dtype bf16, or --fp16"
-        yield f"--main-grads-dtype fp16 needs a loss scale, which --dtype {dtype} does not have: {way}"
 
 
 def muon(config: Config) -> Iterator[str]:

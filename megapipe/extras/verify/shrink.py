@@ -46,7 +46,7 @@ OPTIMIZER_KEPT = (
     "adam_beta2 sgd_momentum optimizer_options muon_momentum muon_nesterov muon_coefficient_type muon_num_ns_steps "
     "muon_scale_mode muon_extra_scale_factor muon_no_split_qkv muon_tp_mode muon_fp32_matmul_prec".split()
 )
-NARROW = "use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split()
+NARROW = "use_precision_aware_optimizer main_grads_dtype exp_avg_dtype exp_avg_sq_dtype".split()
 # fields that get their defaults in every case
 FP8 = "fp8_format fp8_recipe fp8_margin first_last_layers_bf16 fp8_amax_history_len fp8_amax_compute_algo".split()
 

@@ -38,7 +38,7 @@ NARROW = {
     "use_precision_aware_optimizer": True,
     "main_grads_dtype": "bf16",
     "exp_avg_dtype": "bf16",
-    "exp_avg_sq_dtype": "fp16",
+    "exp_avg_sq_dtype": "bf16",
 }
 EXPERTS = {
     "num_experts": 4,
@@ -183,13 +183,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "offload_v": (4, OFFLOAD | PP4 | {"pipeline_schedule": "zb-v"}),
     "narrow_state": (1, NARROW),
     "update_in_chunks": (1, NARROW | SHORT),
-    "update_of_remainders": (1, SHORT | {"dtype": "bf16", "use_precision_aware_optimizer": True}),
     "narrow_state_dp2_zero1": (2, NARROW | ZERO1 | {"grad_reduce_in_bf16": True}),
     "narrow_state_fp32_tp2": (2, NARROW | TP2 | {"dtype": "fp32", "exp_avg_sq_dtype": "fp32"}),
-    "narrow_masters_pipedream": (
-        2,
-        NARROW | PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0, "main_params_dtype": "fp16"},
-    ),
+    "narrow_state_pipedream": (2, NARROW | PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0}),
     "slices_pp2": (2, DRY | PP2 | {"pipe_sp_splits": 3}),
     "slices_pp4_bf16": (4, DRY | PP4 | {"pipe_sp_splits": 4, "dtype": "bf16"}),
     "slices_sp2_pp2_zero1_bf16": (8, DRY | SP2 | PP2 | ZERO1 | {"pipe_sp_splits": 4, "dtype": "bf16"}),

@@ -29,7 +29,7 @@ NARROW = {
     "dtype": "bf16",
     "use_precision_aware_optimizer": True,
     "main_grads_dtype": "bf16",
-    "exp_avg_dtype": "fp8",
+    "exp_avg_dtype": "bf16",
 }
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "gpt2-interleaved": (
@@ -126,7 +126,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "native",
         LLAMA | {"tp": 2, "dtype": "bf16", "zero": True, "qk_layernorm": True, "grad_reduce_in_bf16": True},
     ),
-    "bf16 with narrow state": (2, "native", NARROW | {"pp": 2, "zero": True, "exp_avg_sq_dtype": "fp16"}),
+    "bf16 with narrow state": (2, "native", NARROW | {"pp": 2, "zero": True, "exp_avg_sq_dtype": "bf16"}),
     "narrow state in fp64": (2, "fp64", NARROW | {"tp": 2}),
     "fp16": (2, "native", {"pp": 2, "dtype": "fp16", "hidden_dropout": 0.1}),
     "fp32": (

@@ -355,11 +355,11 @@ def test_a_reduction_in_bf16_is_replaced_in_fp64_and_kept_in_the_native_mode() -
 
 
 def test_narrow_state_is_replaced_in_fp64_and_kept_in_the_native_mode() -> None:
-    plan = resolve(tiny_config(dtype="bf16", use_precision_aware_optimizer=True, exp_avg_sq_dtype="fp16"), 2)
-    narrow = "main gradients fp32, master remainder, exp_avg fp32, exp_avg_sq fp16"
+    plan = resolve(tiny_config(dtype="bf16", use_precision_aware_optimizer=True, exp_avg_sq_dtype="bf16"), 2)
+    narrow = "main gradients fp32, master fp32, exp_avg fp32, exp_avg_sq bf16"
     replaced, kept = shrink(plan, "fp64", 2), shrink(plan, "native", 2)
     assert f"{narrow} by fp64 ones" in " ".join(plan_text(replaced).split())
-    assert kept.plan.config.optimizer.exp_avg_sq_dtype == "fp16"
+    assert kept.plan.config.optimizer.exp_avg_sq_dtype == "bf16"
     assert narrow in " ".join(plan_text(kept).split())
     assert "by fp64 ones" not in plan_text(kept)
 
