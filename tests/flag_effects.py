@@ -314,12 +314,10 @@ precision.min_loss_scale | --min-loss-scale 5e11 | outcome | --fp16 --hysteresis
 precision.loss_scale_window | --loss-scale-window 1 | records | {FP16}
 precision.hysteresis | --hysteresis 1 | records | --fp16 --initial-loss-scale 1e12
 precision.fp8_format | --fp8-format e4m3 | records | {FP8}
-precision.fp8_recipe | --fp8-recipe tensorwise | records | {FP8} --fp8 hybrid
+precision.fp8_recipe | --fp8-recipe mxfp8 | records | {FP8} --fp8 hybrid
 precision.fp8_margin | --fp8-margin 3 | records | {FP8} --fp8 hybrid
-precision.fp8_amax_history_len | --fp8-amax-history-len 2 | records | \
-{FP8} --fp8 hybrid --fp8-amax-compute-algo max --lr 0.1
-precision.fp8_amax_compute_algo | --fp8-amax-compute-algo max | records | \
-{FP8} --fp8 hybrid --fp8-amax-history-len 2 --lr 0.1
+precision.fp8_amax_history_len | --fp8-amax-history-len 2 | said without --fp8-recipe delayed | {FP8} --fp8 hybrid
+precision.fp8_amax_compute_algo | --fp8-amax-compute-algo max | said without --fp8-recipe delayed | {FP8} --fp8 hybrid
 precision.first_last_layers_bf16 | --first-last-layers-bf16 | records | {FP8} --fp8 hybrid
 precision.num_layers_at_start_in_bf16 | --num-layers-at-start-in-bf16 0 | records | \
 {FP8} --fp8 hybrid --first-last-layers-bf16

@@ -324,7 +324,7 @@ class Options(TypedDict, total=False):
     fp8: Literal["e4m3", "hybrid"] | None
     fp8_hybrid: bool
     fp8_e4m3: bool
-    fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8", "delayed"]
     fp8_margin: int
     fp8_amax_history_len: int
     fp8_amax_compute_algo: Literal["most_recent", "max"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megapipe.config.layer_pattern import read_block_configs
@@ -86,7 +86,8 @@ ATTENTIONS = Registry(
 EXPERT_SCORES = ("softmax", "sigmoid")
 LOAD_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 FP8_FORMATS = ("e4m3", "hybrid")
-FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
+OWN_FP8_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+FP8_RECIPES = (*OWN_FP8_RECIPES, "delayed")
 
 ROPE = Need("model.position_embedding_type", "--position-embedding-type rope", ("rope",))
 QUERY_SCALE = Need("model.nope_query_scale", "--nope-query-scale")
@@ -101,6 +102,7 @@ PREDICTION = Need("model.mtp_num_layers", "--mtp-num-layers N")
 FP16 = Need("precision.dtype", "--fp16", ("fp16",), without="the loss is not scaled")
 BF16_LAYERS = Need("precision.first_last_layers_bf16", "--first-last-layers-bf16")
 FP8 = Need("precision.fp8_format", "--fp8-format e4m3 or hybrid")
+FP8_OR_NOT = replace(FP8, without="linears are multiplied in --dtype")
 
 
 def read_window(text: str) -> str:
@@ -599,12 +601,12 @@ class PrecisionConfig:
         more_flags=(Flag("--fp8"), Flag("--fp8-hybrid", "hybrid"), Flag("--fp8-e4m3", "e4m3")),
     )
     fp8_recipe: str = option(
-        "delayed",
+        "tensorwise",
         "fp8: a tensor's scale comes from its own largest value (tensorwise), or from those of earlier steps "
-        "(delayed); blockwise: one for each 128 elements of a row, and 128 x 128 of a weight (DeepSeek-V3's recipe); "
-        "mxfp8: one for each 32 elements of a row (Blackwell's)",
+        "(delayed, with --transformer-impl transformer_engine); blockwise: one for each 128 elements of a row, and 128 "
+        "x 128 of a weight (DeepSeek-V3's recipe); mxfp8: one for each 32 elements of a row (Blackwell's)",
         choices=FP8_RECIPES,
-        needs=FP8,
+        needs=FP8_OR_NOT,  # saved configurations of earlier versions have delayed, the default there
     )
     fp8_margin: int = option(0, "fp8: scales are divided by 2 to this power", at_least=0, needs=FP8)
     fp8_amax_history_len: int = count(1, "fp8, delayed: steps whose largest values are kept", "steps", needs=FP8)

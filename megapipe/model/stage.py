@@ -195,10 +195,10 @@ class GPTStage(nn.Module):
         blocks = (module for module in self.modules() if isinstance(module, Block))
         return {block.layer: block.mlp.router for block in blocks if isinstance(block.mlp, MoE)}
 
-    def begin_row(self, trains: bool) -> None:
+    def begin_row(self) -> None:
         """Start a run of a schedule: forwards and, if it trains, backwards, with one set of weights."""
         for gemms, _, _ in self._fp8_weights:
-            gemms.begin(trains)
+            gemms.begin()
 
     def cast_weights(self) -> None:
         """Cast to 8 bits the weights that this run has not cast yet, before a forward that will not do it itself."""

@@ -226,7 +226,7 @@ class Engine:
         slices = [()] if self.num_slices == 1 else [(number,) for number in range(self.num_slices)]
         run = Run(step, {key: [_contents(step.message(key[0], *each), key[1]) for each in slices] for key in ends})
         for runner in self._stages.values():
-            runner.begin_row(self.is_training)
+            runner.begin_row()
         if self._offload is not None:
             self._offload.begin(self._moves)
         try:

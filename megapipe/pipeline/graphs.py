@@ -158,8 +158,8 @@ class CapturedStage:
         self._graphs, self._slots, self._runner = graphs, slots, graphs.runner
         self.clear = graphs.runner.clear
 
-    def begin_row(self, trains: bool) -> None:
-        self._runner.begin_row(trains)
+    def begin_row(self) -> None:
+        self._runner.begin_row()
         self._graphs.check_addresses()
 
     def forward(self, microbatch: int, inputs: Tensors, payload: Any, loss: LossFunction | None) -> Any:

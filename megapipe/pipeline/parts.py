@@ -103,7 +103,7 @@ class _Part:
     def __init__(self, shared: StageParts, index: int, layer: int, is_first: bool, is_last: bool) -> None:
         self.shared, self.layer, self.is_first, self.is_last = shared, layer, is_first, is_last
         self.runner = StageRunner(self.compute, shared.runner.weight_gradients, part=index)
-        self.begin_row = shared.module.begin_row if is_first else lambda trains: None
+        self.begin_row = shared.module.begin_row if is_first else lambda: None
 
     def compute(self, *inputs: Any) -> Any:
         """Compute the part from tensors and a `_Given`; differentiable."""

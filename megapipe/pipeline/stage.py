@@ -34,7 +34,7 @@ class Stage(Protocol):
     """
 
     @property
-    def begin_row(self) -> Callable[[bool], None]: ...
+    def begin_row(self) -> Callable[[], None]: ...
     def forward(self, microbatch: int, inputs: Tensors, payload: Any, loss: LossFunction | None) -> Any: ...
     def backward(self, microbatch: int, gradients: Gradients) -> Tensors | Pending: ...
     def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors | Pending: ...
@@ -68,7 +68,7 @@ class StageRunner:
     a tuple of tensors: the message to the next stage or, on the last stage, the input of `loss`. Tensors that are not
     floating-point are only sent forward; a floating-point one that a stage does not use has gradient zero.
     weight_gradients: needed only by schedules that split the backward (ops I and W).
-    begin_row: called at the start of a row with True if it trains. observe: if set, called with every output.
+    begin_row: called at the start of a row. observe: if set, called with every output.
     part: what distinguishes its waiting weight gradients from those of others that share the queue.
     """
 
@@ -76,7 +76,7 @@ class StageRunner:
         self,
         module: Callable[..., Any],
         weight_gradients: WeightQueue | None = None,
-        begin_row: Callable[[bool], None] = lambda trains: None,
+        begin_row: Callable[[], None] = lambda: None,
         part: Hashable = None,
     ) -> None:
         self.module = module

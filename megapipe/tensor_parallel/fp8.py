@@ -2,7 +2,7 @@
 
     forward   x e4m3, W e4m3      dgrad   dy e4m3 or e5m2 (hybrid), W e4m3      wgrad   dy and x as above
 
-Operands have one scale each (recipes tensorwise and delayed) or, as DeepSeek-V3's (blockwise, arXiv:2412.19437, 3.3),
+Operands have one scale each (recipe tensorwise) or, as DeepSeek-V3's (blockwise, arXiv:2412.19437, 3.3),
 one for each block of 128, so that an outlier costs precision in its own block alone:
 
     forward   x 1 x 128 along in     W 128 x 128
@@ -29,7 +29,7 @@ matrix units take, or of a block.
 Each rank casts the operands of its GEMMs: a gathered x is complete, so all tp ranks cast it alike; of W, and of
 tensors split by columns, each tp rank has its own scales, finer than those of a single process. By blocks they are
 those of a single process where tp cuts at multiples of a block. Maxima cross ranks only where an operand is multiplied
-before it is completely gathered (chunked GEMMs) and its one scale is not known from earlier steps.
+before it is completely gathered (chunked GEMMs) and has one scale.
 
 On GPUs this needs compute capability 8.9 or higher; for blocks of 128 9.0 and CUDA 12.9, for blocks of 32 10.0 and CUDA
 12.8. CPUs emulate it (fp8_matrix.py).
@@ -114,11 +114,9 @@ class Fp8Gemms(Gemms):
         self._gradient_columns: Fp8Tensor | None = None  # from `input_gradient` to the weight gradient after it
         self._gradient_rows: Fp8Rows | None = None  # from the weight gradient of groups to the input gradient after
 
-    def begin(self, trains: bool) -> None:
-        """Start a run of a schedule, possibly with new weights. trains: what it sees enters the history."""
+    def begin(self) -> None:
+        """Start a run of a schedule, possibly with new weights."""
         self._weight_is_current = False
-        for scales in (self.x, self.weight, self.gradient):
-            scales.begin(trains)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         (rows,) = self.x.cast(x.reshape(-1, x.shape[-1]))
@@ -161,7 +159,7 @@ class Fp8Gemms(Gemms):
         if not len(inputs):
             return
         dy = self.gradient.groups(grad_output)
-        x = self.x.groups(inputs, records=False)  # the forward has recorded it
+        x = self.x.groups(inputs)
         self._gradient_rows = dy if then_input else None
         outer, inner = (x, dy) if groups.inputs_first else (dy, x)
         matrices = groups.matrices(slot.main_grad)
@@ -191,7 +189,7 @@ class Fp8Gemms(Gemms):
         dy, self._gradient_columns = self._gradient_columns, None
         if dy is None:
             (dy,) = self.gradient.cast(grad_output, rows=False, columns=True)
-        (x,) = self.x.cast(inputs, rows=False, columns=True, records=False)  # the forward has recorded it
+        (x,) = self.x.cast(inputs, rows=False, columns=True)
         return fp8_matmul(dy, x, dtype)
 
     def _chunks(
@@ -203,7 +201,7 @@ class Fp8Gemms(Gemms):
         group: Group | None,
         fast: bool,
     ) -> ChunkProduct:
-        # without a delayed scale, each chunk is cast with the scale of all of x
+        # each chunk is cast with the scale of all of x
         common, matrix = operand.common(x, group), weight.matrix(0)
 
         def product(chunk: Tensor, out: Tensor) -> None:

@@ -1,10 +1,9 @@
 """Casts to 8 bits, and where the scales of a linear's operand come from: `TensorScale`, `BlockScales` or `MxScales`.
 
-A tensor t is cast to round(t s) with s = largest number of the format / (2^margin amax). By tensor, amax is max |t|
-(recipe tensorwise), or comes from this tensor's history over previous steps (delayed; tensorwise in the first step), so
-that s is the same for all microbatches of a step and recomputed values have the same bits. By blocks (blockwise), amax
-is that of 128 elements along the summed dim or, of weights, of 128 x 128, and s is rounded down to a power of two. In
-the microscaling format (mxfp8) amax is that of 32 elements along the summed dim, of weights too.
+A tensor t is cast to round(t s) with s = largest number of the format / (2^margin amax). By tensor (recipe tensorwise),
+amax is max |t|. By blocks (blockwise), amax is that of 128 elements along the summed dim or, of weights, of 128 x 128,
+and s is rounded down to a power of two. In the microscaling format (mxfp8) amax is that of 32 elements along the summed
+dim, of weights too.
 
 A recipe is one of these classes, and the class of the matrices that it makes, which knows their product. One of two
 levels, as NVFP4 (a scale of 16 elements times one of the tensor), finds the outer scale in `common`; torch's products
@@ -62,7 +61,7 @@ def block_scale(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
 
 
 def cast_to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x scale in an 8-bit format, saturating at its largest number (a delayed scale can be too large)."""
+    """Return x scale in an 8-bit format, saturating at its largest number."""
     largest = torch.finfo(dtype).max
     # in place: one fp32 copy, not three
     return x.to(torch.float32, copy=True).mul_(scale).clamp_(-largest, largest).to(dtype)
@@ -75,16 +74,14 @@ def tensorwise(x: Tensor, dtype: torch.dtype) -> Fp8Tensor:
 
 
 def cast_tensor(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool, measures: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return x [..., rows, k] in 8 bits, its transpose [..., k, rows], and its amax in fp32, each if asked for.
+    x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return x [..., rows, k] in 8 bits, and its transpose [..., k, rows], each if asked for.
 
-    Compiled it is one pass, and another one for the amax. Hopper's matrix units take the summed dim last, hence the
-    transpose.
+    Compiled it is one pass. Hopper's matrix units take the summed dim last, hence the transpose.
     """
     values = cast_to_fp8(x, scale, dtype)
-    transposed = values.mT.contiguous() if columns else None
-    return values if rows else None, transposed, _amax(x) if measures else None
+    return values if rows else None, values.mT.contiguous() if columns else None
 
 
 def cast_blocks(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, margin: int) -> tuple[Tensor, ...]:
@@ -147,58 +144,21 @@ Compiler = Callable[[Any], Any]
 
 
 class TensorScale:
-    """The scale of one operand of one linear. compiler: of its casts.
-
-    Its state stays in fixed device memory (CUDA graphs update it), and the host never waits for it.
-    """
+    """The scale of each tensor that is one operand of one linear, without a state. compiler: of its casts."""
 
     def __init__(
         self, dtype: torch.dtype, precision: PrecisionConfig, compiler: Compiler = lambda function: function
     ) -> None:
-        self.dtype, self._margin = dtype, precision.fp8_margin
+        self._dtype, self._margin = dtype, precision.fp8_margin
         self._kernel = compiler(cast_tensor)
-        self._length = precision.fp8_amax_history_len if precision.fp8_recipe == "delayed" else 0
-        self._uses_maximum = precision.fp8_amax_compute_algo == "max"
-        self._trains = True
-        self._history: list[Tensor] = []  # amax of past steps, newest first
-        self._seen: Tensor | None = None  # amax of this step so far
-        self.delayed: Tensor | None = None  # the scale from the history
-        self.delayed_inverse: Tensor | None = None
-
-    @property
-    def has_history(self) -> bool:
-        """True if scales come from the amax of earlier steps."""
-        return self._length > 0
-
-    def begin(self, trains: bool) -> None:
-        """Start a run of a schedule. trains: what it casts enters the history."""
-        self._trains = trains
-        if trains:
-            self.step()
 
     @torch.no_grad()
     def cast(
-        self,
-        x: Tensor,
-        *,
-        rows: bool = True,
-        columns: bool = False,
-        common: Tensor | None = None,
-        records: bool = True,
+        self, x: Tensor, *, rows: bool = True, columns: bool = False, common: Tensor | None = None
     ) -> list[Fp8Tensor]:
-        """Cast x to [rows, k] and, or, to [k, rows]. common: the scale, if x is a part of a tensor (`common`).
-
-        records: x enters the history in training.
-        """
-        records, measures, scale, inverse = records and self._trains, False, common, None
-        if scale is None and self.delayed is not None:
-            scale, inverse, measures = self.delayed, self.delayed_inverse, records and self.has_history
-        elif scale is None:
-            scale = self.scale_for(x, records)
-        *made, amax = self._kernel(x, scale, self.dtype, rows, columns, measures)
-        if measures:
-            self.record(amax)
-        inverse = scale.reciprocal() if inverse is None else inverse
+        """Cast x to [rows, k] and, or, to [k, rows]. common: the scale, if x is a part of a tensor (`common`)."""
+        scale = self.common(x) if common is None else common
+        made, inverse = self._kernel(x, scale, self._dtype, rows, columns), scale.reciprocal()
         return [Fp8Tensor(values, inverse) for values in made if values is not None]
 
     def cast_weight(self, matrices: Tensor, kept: list[Fp8Tensor] | None) -> list[Fp8Tensor]:
@@ -212,50 +172,18 @@ class TensorScale:
         kept[0].scale_inverse.copy_(cast[0].scale_inverse)
         return kept
 
-    def groups(self, x: Tensor, records: bool = True) -> Fp8Rows:
+    def groups(self, x: Tensor) -> Fp8Rows:
         """Cast the rows of all groups with one scale."""
-        return self.cast(x.contiguous(), records=records)[0]
+        return self.cast(x.contiguous())[0]
 
-    def common(self, x: Tensor, group: Group | None) -> Tensor | None:
-        """Return the scale for the parts of x; None if it is known from earlier steps. group: as in `scale_for`."""
-        return self.scale_for(x, self._trains, group) if self.delayed is None else None
-
-    def scale_for(self, x: Tensor, records: bool, group: Group | None = None) -> Tensor:
-        """Return the scale for x, an fp32 scalar. records: x enters the history, if scales are delayed.
-
-        group: x is this rank's slice; without a delayed scale, the ranks of the group agree on the largest element.
+    def common(self, x: Tensor, group: Group | None = None) -> Tensor:
+        """Return the scale of a tensor, an fp32 scalar. group: x is this rank's slice of it, and the ranks of the group
+        agree on the largest element.
         """
-        records = records and self.has_history
-        if self.delayed is not None and not records:
-            return self.delayed
         amax = _amax(x)
-        if self.delayed is None and group is not None:
+        if group is not None:
             all_reduce(amax, group, "max")
-        if records:
-            self.record(amax)
-        return fp8_scale(amax, self.dtype, self._margin) if self.delayed is None else self.delayed
-
-    def record(self, amax: Tensor) -> None:
-        """Add the amax of a tensor of this step."""
-        if self._seen is None:
-            self._seen = torch.zeros_like(amax)
-        torch.maximum(self._seen, amax, out=self._seen)
-
-    def step(self) -> None:
-        """Finish a step: move what it saw into the history and update the delayed scale.
-
-        A step that saw nothing but zeros, or nothing (experts without rows), counts as the one before.
-        """
-        if self._seen is None:
-            return
-        seen = torch.where(self._seen == 0, self._history[0], self._seen) if self._history else self._seen.clone()
-        self._history = [seen, *self._history][: self._length]
-        self._seen.zero_()
-        amax = torch.stack(self._history).amax() if self._uses_maximum else self._history[0]
-        scale = fp8_scale(amax, self.dtype, self._margin)
-        inverse = scale.reciprocal()
-        self.delayed = scale if self.delayed is None else self.delayed.copy_(scale)
-        self.delayed_inverse = inverse if self.delayed_inverse is None else self.delayed_inverse.copy_(inverse)
+        return fp8_scale(amax, self._dtype, self._margin)
 
 
 class BlockScales:
@@ -275,18 +203,9 @@ class BlockScales:
         self._options = dtype, precision.fp8_margin
         self._kernel = cache(compiler)
 
-    def begin(self, trains: bool) -> None:
-        """Start a run of a schedule."""
-
     @torch.no_grad()
     def cast(
-        self,
-        x: Tensor,
-        *,
-        rows: bool = True,
-        columns: bool = False,
-        common: Tensor | None = None,
-        records: bool = True,
+        self, x: Tensor, *, rows: bool = True, columns: bool = False, common: Tensor | None = None
     ) -> list[Fp8Tensor]:
         """Cast x to [rows, k] and, or, to [k, rows], each with scales of its own."""
         return self._made(self._function, x, rows, columns)
@@ -311,7 +230,7 @@ class BlockScales:
         pairs = zip(made[::2], made[1::2], strict=True)
         return [self._matrix(values, self._layout(scales), is_square) for values, scales in pairs]
 
-    def groups(self, x: Tensor, records: bool = True) -> Fp8Rows:
+    def groups(self, x: Tensor) -> Fp8Rows:
         """Cast the rows of each group when they are used: no block holds rows of two."""
         return _RowsByBlocks(x, self)
 

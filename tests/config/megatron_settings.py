@@ -542,6 +542,7 @@ DIFFERENCES = (
         "--apply-query-key-layer-scaling turns it on",
         "no effect: kernels compute the softmax in fp32 anyway",
     ),
+    KnownDifference("model.fp8_recipe", lacks("--fp8-recipe"), "delayed by default", "tensorwise"),
     KnownDifference("args.train_iters", has("--rampup-batch-size"), RAMP, "steps count the smaller batches"),
     KnownDifference("schedule.lr_warmup_steps", has("--rampup-batch-size"), RAMP, "steps count the smaller batches"),
     KnownDifference("schedule.lr_decay_steps", has("--rampup-batch-size"), RAMP, "steps count the smaller batches"),

@@ -143,6 +143,7 @@ REMARKS = [
         "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --fp8-amax-history-len 16",
         "--fp8-recipe & --fp8-amax-history-len",
     ),
+    ("--fp8-recipe delayed", "--fp8-recipe delayed & --fp8-format"),  # a configuration saved when that was the default
     ("--sample-tokens 5", "--sample-tokens & --sample-prompts"),
     ("--sgd-momentum 0.5", "--sgd-momentum & --optimizer sgd"),
     ("--split 90,5,5", "--split & --data-path"),

@@ -90,7 +90,7 @@ def test_the_start_names_the_library_of_each_kernel() -> None:
     )
     with installed():
         said = "\n".join(describe_kernels(choose_kernels(config), config, torch.device("cuda")))
-    assert "Transformer Engine 2.stub (--transformer-impl transformer_engine); fp8 hybrid, delayed scaling\n" in said
+    assert "Transformer Engine 2.stub (--transformer-impl transformer_engine); fp8 hybrid, tensorwise scaling\n" in said
     assert "flash-attn 2.8.stub (--attention-impl flash)" in said
     assert "FusedAdam of Transformer Engine" in said
     own = Config(precision=PrecisionConfig(dtype="bf16", fp8_format="e4m3"))

@@ -143,10 +143,10 @@ def test_replay_with_other_shapes_is_an_error() -> None:
 def test_moved_parameters_are_an_error_at_row_start() -> None:
     module, graphs = middle()
     graphs.record(TapeRecorder(), 1, *example())
-    CapturedStage(graphs, {}).begin_row(True)
+    CapturedStage(graphs, {}).begin_row()
     module.linear.weight = nn.Parameter(module.linear.weight.detach().clone())
     with pytest.raises(RuntimeError, match="stage 1: parameters or gradients have moved"):
-        CapturedStage(graphs, {}).begin_row(True)
+        CapturedStage(graphs, {}).begin_row()
 
 
 def test_code_that_waits_for_the_device_ends_the_run_with_a_message() -> None:

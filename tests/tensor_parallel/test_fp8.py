@@ -18,7 +18,7 @@ from megapipe.gpu.kernels import compiled
 from megapipe.tensor_parallel import fp8_scales
 from megapipe.tensor_parallel.fp8 import Fp8Gemms
 from megapipe.tensor_parallel.fp8_matrix import E4M3, E5M2, Fp8Tensor, fp8_matmul
-from megapipe.tensor_parallel.fp8_scales import TensorScale, cast_to_fp8, fp8_scale
+from megapipe.tensor_parallel.fp8_scales import cast_to_fp8, fp8_scale
 from megapipe.tensor_parallel.gemms import RowGroups
 from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -26,9 +26,6 @@ from megapipe.tensor_parallel.linear import ColumnParallelLinear
 # half a unit in the last place, relative; half the smallest number, absolute
 ROUNDOFF = {E4M3: (2.0**-4, 2.0**-10), E5M2: (2.0**-3, 2.0**-17)}
 TENSORWISE = PrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise")
-DELAYED = PrecisionConfig(
-    fp8_format="hybrid", fp8_recipe="delayed", fp8_amax_history_len=2, fp8_amax_compute_algo="max"
-)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Fp8Tensor:
@@ -93,7 +90,7 @@ def test_the_largest_element_becomes_the_largest_number_and_a_margin_keeps_away_
     x = torch.tensor([3.0, -0.7])
     assert cast_to_fp8(x, fp8_scale(x.abs().amax(), dtype), dtype)[0].float() == torch.finfo(dtype).max
     assert cast_to_fp8(x, fp8_scale(x.abs().amax(), dtype, 3), dtype)[0].float() == torch.finfo(dtype).max / 8
-    # the scale of another step: no overflow
+    # a scale that is too large: no overflow
     assert cast_to_fp8(x, torch.tensor(1e9), dtype)[1].float() == -torch.finfo(dtype).max
 
 
@@ -105,24 +102,6 @@ def test_nonfinite_values_and_zeros_are_kept(value: float, dtype: torch.dtype) -
     x[1, 2] = value
     assert not fp8_matmul(cast(x, dtype), one, torch.float32)[1].isfinite().any()
     assert torch.equal(fp8_matmul(cast(torch.zeros(3, 4), dtype), one, torch.float32), torch.zeros(3, 2))
-
-
-def test_a_delayed_scale_is_that_of_the_steps_before_and_holds_for_a_step() -> None:
-    scale = TensorScale(E4M3, DELAYED)
-    assert scale.scale_for(torch.tensor([2.0]), records=True) == 448 / 2  # a first step has no history
-    assert scale.scale_for(torch.tensor([4.0]), records=True) == 448 / 4
-    scale.step()
-    assert scale.scale_for(torch.tensor([100.0]), records=False) == 448 / 4  # an evaluation leaves no trace
-    assert scale.scale_for(torch.tensor([3.0]), records=True) == 448 / 4
-    scale.step()
-    assert scale.scale_for(torch.tensor([1.0]), records=True) == 448 / 4  # the largest of two steps
-    scale.step()
-    assert scale.scale_for(torch.tensor([1.0]), records=True).item() == pytest.approx(448 / 3)
-    recent = TensorScale(E4M3, PrecisionConfig(fp8_format="e4m3"))
-    for value in (5.0, 2.0):
-        recent.scale_for(torch.tensor([value]), records=True)
-        recent.step()
-    assert recent.scale_for(torch.tensor([7.0]), records=True) == 448 / 2
 
 
 def fp8_linear(precision: PrecisionConfig, bias: bool = True) -> tuple[ColumnParallelLinear, Fp8Gemms]:
@@ -160,7 +139,7 @@ def test_weights_are_cast_once_per_run_of_a_schedule(monkeypatch: pytest.MonkeyP
     layer, gemms = fp8_linear(TENSORWISE, bias=False)
     outputs = []
     for row in range(2):
-        gemms.begin(trains=True)
+        gemms.begin()
         for _ in range(3):
             outputs.append(layer(torch.ones(4, 1, 32, requires_grad=True)))
             outputs[-1].sum().backward()
@@ -169,15 +148,14 @@ def test_weights_are_cast_once_per_run_of_a_schedule(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(outputs[-1], 2 * outputs[0])
 
 
-@pytest.mark.parametrize("precision", [TENSORWISE, DELAYED], ids=["tensorwise", "delayed"])
-def test_a_gradient_cast_once_for_both_products_gives_their_bits(precision: PrecisionConfig) -> None:
+def test_a_gradient_cast_once_for_both_products_gives_their_bits() -> None:
     """Three steps: the products of a backward at once, and those of I and W apart."""
     found = []
     for then_weight in (True, False):
         torch.manual_seed(0)
-        gemms, weight, results = Fp8Gemms(precision), torch.randn(16, 32), []
+        gemms, weight, results = Fp8Gemms(TENSORWISE), torch.randn(16, 32), []
         for _ in range(3):
-            gemms.begin(trains=True)
+            gemms.begin()
             x, dy = torch.randn(8, 32), torch.randn(8, 16)
             results.append(gemms.forward(x, weight, None))
             results.append(gemms.input_gradient(dy, weight, then_weight=then_weight))
@@ -187,7 +165,7 @@ def test_a_gradient_cast_once_for_both_products_gives_their_bits(precision: Prec
 
 
 def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linears of several shapes, square ones too, whole and split backwards, steps with and without a history.
+    """Linears of several shapes, square ones too, whole and split backwards.
 
     The casts are traced with fullgraph, which makes a ninth graph of one function an error, not compiled.
     """
@@ -199,9 +177,9 @@ def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(monkeypatc
         found = []
         for compiler in (lambda function: function, compiled):
             torch.manual_seed(0)
-            gemms, weight, results = Fp8Gemms(DELAYED, compiler), torch.randn(outputs, inputs), []
+            gemms, weight, results = Fp8Gemms(TENSORWISE, compiler), torch.randn(outputs, inputs), []
             for step in range(3):
-                gemms.begin(trains=True)
+                gemms.begin()
                 for tokens in (32, 16):
                     x, dy = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
                     results.append(gemms.forward(x, weight, None))
@@ -234,9 +212,9 @@ GROUPS = {
 }
 
 
-def rounded(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-    """Return x as the products see it. scale: delayed, else that of x."""
-    scale = fp8_scale(x.abs().amax(), dtype) if scale is None else scale
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x as the products see it."""
+    scale = fp8_scale(x.abs().amax(), dtype)
     return cast_to_fp8(x, scale, dtype).float() / scale
 
 
@@ -274,53 +252,3 @@ def test_products_of_rows_in_groups_are_those_of_each_group_with_rounded_operand
         torch.testing.assert_close(dx[rows], dy8[rows] @ w8[group], rtol=1e-5, atol=1e-3)
         wanted = dy8[rows].t() @ x8[rows]
         torch.testing.assert_close(found[group].t() if inputs_first else found[group], wanted, rtol=1e-5, atol=1e-3)
-
-
-def test_rows_in_groups_have_delayed_scales_and_a_step_without_rows_counts_as_the_one_before() -> None:
-    torch.manual_seed(0)
-    gemms, weight = Fp8Gemms(DELAYED, num_matrices=2), torch.randn(2 * 32, 48)
-    largest: list[tuple[float, float]] = []
-    for counts in ((20, 12), (0, 0), (0, 25), (9, 9)):
-        gemms.begin(trains=True)
-        groups, count = RowGroups(counts, inputs_first=False), sum(counts)
-        x, dy = torch.randn(count, 48), torch.randn(count, 32)
-        y = gemms.forward_groups(x, weight, groups)
-        slot = GradientSlot(torch.zeros_like(weight))
-        gemms.add_weight_gradient_groups(slot, dy, x, groups, then_input=True)
-        dx = gemms.input_gradient_groups(dy, weight, groups)
-        if not count:
-            largest.append(largest[-1])
-            continue
-        of_x, of_dy = None, None
-        if largest:  # of the last two steps
-            of_x = fp8_scale(torch.tensor(max(each for each, _ in largest[-2:])), E4M3)
-            of_dy = fp8_scale(torch.tensor(max(each for _, each in largest[-2:])), E5M2)
-        largest.append((x.abs().max().item(), dy.abs().max().item()))
-        x8, dy8, w8 = rounded(x, E4M3, of_x), rounded(dy, E5M2, of_dy), rounded(weight, E4M3).view(2, 32, 48)
-        for group, rows in groups.slices():
-            torch.testing.assert_close(y[rows], x8[rows] @ w8[group].t(), rtol=1e-5, atol=1e-4)
-            torch.testing.assert_close(dx[rows], dy8[rows] @ w8[group], rtol=1e-5, atol=1e-4)
-            wanted = dy8[rows].t() @ x8[rows]
-            torch.testing.assert_close(slot.main_grad.view(2, 32, 48)[group], wanted, rtol=1e-5, atol=1e-4)
-    assert len(largest) == 4
-
-
-def test_the_matrices_of_groups_are_layouts_that_scaled_mm_takes() -> None:
-    """Slices of a weight and of its transpose, and rows padded to a multiple of 16, for all of torch's own checks."""
-    gemms, weight, x = Fp8Gemms(TENSORWISE, num_matrices=3), torch.randn(3 * 64, 32), torch.randn(21, 32)
-    cast, transposed = (each.matrix(1) for each in gemms.cast_weight(weight))
-    (rows,) = gemms.x.cast(x)
-    columns = rows.columns(slice(4, 21))
-    assert columns.values.shape == (32, 32) and columns.values.stride() == (32, 1)
-    assert not columns.values[:, 17:].float().any()
-    scales = {"scale_a": rows.scale_inverse, "scale_b": cast.scale_inverse}
-    for a, b in (
-        (rows.values, cast.values),
-        (torch.ones(21, 64).to(E5M2), transposed.values),
-        (columns.values, columns.values),
-    ):
-        out = torch.empty(a.shape[0], b.shape[0])
-        torch._scaled_mm(a, b.t(), **scales, out_dtype=torch.float32, out=out)
-        wanted = fp8_matmul(Fp8Tensor(a, rows.scale_inverse), Fp8Tensor(b, cast.scale_inverse), torch.float32)
-        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-4)
-        torch._scaled_mm(a.to("meta"), b.to("meta").t(), **{n: s.to("meta") for n, s in scales.items()})

@@ -185,7 +185,7 @@ def test_weights_are_cast_once_per_run_into_fixed_memory(precision: PrecisionCon
     addresses = [(each.values.data_ptr(), each.scale_inverse.data_ptr()) for each in gemms.cast_weight(weight)]
     weight.mul_(4)
     assert torch.equal(gemms.forward(x, weight, None), first)
-    gemms.begin(trains=True)
+    gemms.begin()
     assert torch.equal(gemms.forward(x, weight, None), 4 * first)
     assert [(e.values.data_ptr(), e.scale_inverse.data_ptr()) for e in gemms.cast_weight(weight)] == addresses
 

@@ -334,7 +334,7 @@ def test_steps_of_the_benchmark_stand_beside_their_estimates(first_day: ModuleTy
     assert hardware is not None
     predicted = predict_step(resolve(shapes.configuration(shape, "bf16", "cuda"), 1), hardware)
     turns = [{"gradients": 1.5 * predicted.seconds, "update": 0.5 * predicted.seconds}] * 3
-    fp8 = "--fp8-format hybrid --fp8-recipe delayed --compile-pointwise"
+    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise --compile-pointwise"
     of_shape = {
         "shape": dataclasses.asdict(shape),
         "turns": {"megapipe": turns, "megapipe-fp8": turns, "plain": turns},

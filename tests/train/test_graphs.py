@@ -143,11 +143,6 @@ def num_live(trained: Trained, stage: int) -> int:
         ),
         pytest.param(LATENT | {"mtp_num_layers": 1}, False, id="latent attention, prediction ahead"),
         pytest.param(WIDE | {"fp8_recipe": "tensorwise", "fp8_format": "e4m3"}, False, id="fp8"),
-        pytest.param(
-            WIDE | {"fp8_format": "hybrid", "fp8_amax_history_len": 3, "fp8_amax_compute_algo": "max"},
-            False,
-            id="fp8, delayed",
-        ),
     ],
 )
 def test_steps_replayed_from_graphs_equal_eager_ones(changes: dict[str, Any], documents: bool) -> None:

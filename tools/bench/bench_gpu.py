@@ -36,7 +36,7 @@ from gpu_bench.shapes import SHAPES, Shape
 from gpu_bench.timing import fp8_gemm_rate, gemm_rate, kernel_shares, peak_bytes
 from gpu_bench.turns import take_turns
 
-from megapipe.config.model import FP8_FORMATS, FP8_RECIPES
+from megapipe.config.model import FP8_FORMATS, OWN_FP8_RECIPES
 from megapipe.environment import set_for_libraries
 from megapipe.errors import MegapipeError
 from megapipe.plan.hardware import peak_flops
@@ -178,7 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--fp8", choices=FP8_FORMATS, default="hybrid", help="--fp8-format of megapipe-fp8 (default: hybrid)"
     )
     parser.add_argument(
-        "--fp8-recipe", choices=FP8_RECIPES, default="delayed", help="of megapipe-fp8 (default: delayed)"
+        "--fp8-recipe", choices=OWN_FP8_RECIPES, default="tensorwise", help="of megapipe-fp8 (default: tensorwise)"
     )
     parser.add_argument(
         "--compile-pointwise",

@@ -34,7 +34,6 @@ LACKING = {
     "activation offload": "it keeps casts of its weights among the activations, which would be offloaded too",
     "recompute of norms": "it keeps the inputs of its linears anyway",
     "recompute of activations": "it keeps the inputs of its linears anyway",
-    "delayed scales and linears that run again": "its scales change in every forward",
 }
 # options that the attention of libraries does not have
 ATTENTION_LACKING = {
@@ -168,8 +167,14 @@ def _lacking(config: Config) -> list[tuple[str, str, str]]:
 
 def fp8(config: Config) -> Iterator[str]:
     """Yield what fp8 GEMMs rule out."""
-    if config.precision.fp8_format is not None and config.precision.dtype == "fp64":
+    precision = config.precision
+    if precision.fp8_format is not None and precision.dtype == "fp64":
         yield "--fp8-format with --dtype fp64: fp64 is for verification, and fp8 would limit its precision; use --bf16"
+    is_delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
+    if is_delayed and with_own_kernels(config).kernels.transformer_impl == "local":
+        lacking = "".join(f" ({remark})" for key, _, remark in _lacking(config) if key == "kernels.transformer_impl")
+        rule = f"needs {TRANSFORMER_ENGINE}: megapipe's own linears keep no history of scales{lacking}"
+        yield f"--fp8-recipe delayed {rule}; use --fp8-recipe tensorwise, or blockwise or mxfp8 on GPUs that have it"
 
 
 def unused_history(config: Config) -> list[str]:
@@ -246,9 +251,6 @@ def cuda_graphs(config: Config) -> Iterator[str]:
         reasons.append("--fp16 adapts its loss scale during training; use --bf16, or a fixed --loss-scale")
     if config.gpu.cuda_graph_warmup_steps == 0:
         reasons.append("kernels are set up in steps before it; give --cuda-graph-warmup-steps 1 or more")
-    delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
-    if delayed and config.gpu.cuda_graph_warmup_steps < 2:
-        reasons.append("delayed fp8 scales exist from the second step on; give --cuda-graph-warmup-steps 2 or more")
     if parallel.distributed_backend == "gloo" and parallel.tensor_model_parallel_size > 1:
         way = "use nccl, or --tensor-model-parallel-size 1"
         reasons.append(f"--distributed-backend gloo computes tensor-parallel sums on the host; {way}")

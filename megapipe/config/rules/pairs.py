@@ -67,14 +67,6 @@ def _blocks_of_cp(config: Config) -> str | bool:
     return config.parallel.context_parallel_size > 1 and bool(kinds) and f"--cp-comm-type {one_of(kinds)}"
 
 
-def _repeats_delayed_scales(config: Config) -> str | bool:
-    """Name what runs linears again with scales of fp8 from earlier steps."""
-    again = [OPTIONS[name](config) for name in ("full recompute", "memory budget")] + [_selects("mlp")(config)]
-    precision = config.precision
-    is_delayed = precision.fp8_format is not None and precision.fp8_recipe == "delayed"
-    return is_delayed and next((f"--fp8-recipe delayed and {words}" for words in again if words), False)
-
-
 def _fp8_of_own_parts(config: Config) -> str | bool:
     """Name what is multiplied in 8 bits and has no module of Transformer Engine."""
     parts = [words_of(config, name) for name in ("experts", "latent attention", "multi-token prediction")]
@@ -153,7 +145,9 @@ OPTIONS: dict[str, Option] = {
     "narrow moments": lambda c: c.optimizer.use_precision_aware_optimizer and "--use-precision-aware-optimizer",
     "fp8 of parts without its modules": _fp8_of_own_parts,
     "fp64": lambda c: c.precision.dtype == "fp64" and "--dtype fp64",
-    "delayed scales and linears that run again": _repeats_delayed_scales,
+    "delayed scales": lambda c: (
+        c.precision.fp8_format is not None and c.precision.fp8_recipe == "delayed" and "--fp8-recipe delayed"
+    ),
     "recompute by hand": lambda c: " and ".join(given(c, *BY_HAND)) or False,
     "full recompute": lambda c: c.recompute.recompute_granularity == "full" and "--recompute-granularity full",
     "memory budget": lambda c: (
@@ -162,6 +156,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "recompute of experts": _selects("moe"),
     "recompute of activations": _selects("activation"),
+    "recompute of MLPs": _selects("mlp"),
     "recompute of norms": _selects("layernorm"),
     "overlapped tp": lambda c: bool(c.parallel.tp_comm_overlap) and "--tp-comm-overlap",
     "memory by rank": lambda c: c.parallel.pipeline_rank_memory is not None and "--pipeline-rank-memory",
@@ -249,6 +244,13 @@ REFUSED: tuple[Refusal, ...] = (
         "use --attention-impl sdpa, which then has a mask",
     ),
     Refusal("memory budget", ("recompute by hand",), CONTRADICTION, "the budget chooses what each layer recomputes"),
+    Refusal(
+        "delayed scales",
+        ("full recompute", "memory budget", "recompute of MLPs"),
+        CONTRADICTION,
+        "the scales of Transformer Engine change in every forward",
+        "use --fp8-recipe tensorwise",
+    ),
     Refusal("narrow moments", ("another optimizer than Adam",), CONTRADICTION, "it is for the moments of Adam"),
 )
 

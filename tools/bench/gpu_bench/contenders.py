@@ -76,7 +76,7 @@ class Options:
     """Options of megapipe's contenders beyond dtype: fp8, and the functions that torch.compile fuses."""
 
     fp8_format: str | None = None
-    fp8_recipe: str = "delayed"
+    fp8_recipe: str = "tensorwise"
     compile_pointwise: bool = False
     compiles: bool = True  # loss and AdamW, which a run compiles by default
     compile_blocks: str = "auto"
