@@ -222,7 +222,7 @@ class Pipeline:
                 self._groups.pp.rank,
                 self._runners,
                 self._channels,
-                lambda stage: self._reductions[stage].start(),
+                {Op.REDUCE_GRAD: lambda action: self._reductions[action.stage].start()},
             )
         return self._engines[is_training]
 

@@ -32,15 +32,16 @@ from megapipe.monitor.process import return_large_blocks
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.deliveries import deliveries_for
-from megapipe.pipeline.engine import Engine, Step
+from megapipe.pipeline.engine import Around, Before, Context, Engine, Handler, Step
 from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, StageGraphs
 from megapipe.pipeline.offload import Offload
 from megapipe.pipeline.parts import part_runners
 from megapipe.pipeline.stage import LossFunction, Stage, StageRunner
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.action import Op
-from megapipe.schedule.lifetimes import NO_MOVES, WeightVersions
+from megapipe.schedule.action import BACKWARD_OPS, COMPUTE_OPS, Action, Op
+from megapipe.schedule.lifetimes import WeightVersions
 from megapipe.schedule.parts import Parts, exchange_digest
+from megapipe.schedule.schedule import Schedule
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.sequence import SequencePart
 from megapipe.topology import GROUP_NAMES
@@ -101,7 +102,12 @@ class InferenceRuntime:
             reduce_in_bf16=parallel.grad_reduce_in_bf16,
             tracer=tracer,
         )
-        self.sharded = None if plan.sharding is None else self.stores  # which the row gathers and reduces
+        self.handlers: dict[Op, Handler] = {}  # of the engines of this rank
+        if plan.sharding is not None:  # rows gather and reduce
+            self.handlers = {
+                Op.UNSHARD: lambda action: self.stores.unshard(action.stage),
+                Op.RESHARD: lambda action: self.stores.reshard(action.stage),
+            }
         self.channels = Channels.build(plan.placement, groups.pp, device, max_in_flight=plan.send_depth)
         self._forward_engines: dict[tuple[int, int], Engine] = {}
 
@@ -120,17 +126,39 @@ class InferenceRuntime:
         key = num_microbatches, num_slices
         if key not in self._forward_engines:
             schedule = self.plan.forward_schedule(*key)
-            pp_rank, heartbeat = self.coordinates.pp_rank, self.groups.world.heartbeat
             self._forward_engines[key] = Engine(
                 schedule,
-                pp_rank,
+                self.coordinates.pp_rank,
                 self.runners,
                 self.channels,
-                tracer=self.tracer,
-                heartbeat=heartbeat,
-                sharded=self.sharded,
+                self.handlers,
+                self.around(schedule),
+                self.tracer,
+                self.groups.world.heartbeat,
             )
         return self._forward_engines[key]
+
+    def around(self, schedule: Schedule, parts: Parts | None = None) -> list[Around]:
+        """Return what surrounds the actions of this rank's row: with sharded gradients, memory for them and waits for
+        weights. parts: of a schedule of parts.
+        """
+        if self.plan.sharding is None:
+            return []
+        row, stores = schedule.rows[self.coordinates.pp_rank], self.stores
+
+        def needed(action: Action) -> Context | None:
+            # both halves of a pair before their streams
+            slot = row.index(action) + 1 if action.op is Op.OVERLAP else 0
+            calls: list[Callable[[], None]] = []
+            for each in reversed(row[slot : slot + 2] if slot else (action,)):
+                stage = each.stage if parts is None else parts.sites[each.stage].stage
+                if each.op in BACKWARD_OPS:
+                    calls.append(partial(stores.accumulate, stage))
+                if schedule.reads_weights(each):
+                    calls.append(partial(stores.use, stage))
+            return partial(Before, *calls) if calls else None
+
+        return [Around(needed)]
 
     def step(self, microbatches: Sequence[Microbatch], loss: LossFunction, trains: bool) -> Step:
         """Return the engine's inputs for whole microbatches, which are cut into slices where the plan has them."""
@@ -199,7 +227,7 @@ class InferenceRuntime:
 
 
 class RowUpdates:
-    """The engine's `StageWeights` (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503).
+    """Weights that change while a row runs (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503).
 
     An update sums the gradients of this rank's one stage over its replicas, averages them over the microbatches of the
     update and applies them to the master weights of this rank's shards; the new weights become the newest version.
@@ -220,12 +248,17 @@ class RowUpdates:
         self._first, self._num_done = self._buffers.newest, 0
         self._stores.begin_step(versions.group_sizes[0])
 
-    def use(self, stage: int, microbatch: int) -> None:
-        """Install the version of this microbatch."""
-        self._buffers.install(self._place_of(self._versions.version_of[microbatch]))
+    def around(self, action: Action) -> Context | None:
+        """Return a context that installs the version of a computation's microbatch."""
+        number = action.microbatch
+        if action.op not in COMPUTE_OPS or number is None:
+            return None
+        return partial(Before, lambda: self._buffers.install(self._place_of(self._versions.version_of[number])))
 
-    def update(self, stage: int, microbatch: int) -> None:
-        """Run one optimizer step of this rank. Afterwards the gradient buffers hold the average that it applied."""
+    def update(self, action: Action) -> None:
+        """Run one optimizer step of this rank (UPDATE), with the gradients since the last one. Afterwards the gradient
+        buffers hold the average that it applied.
+        """
         sizes = self._versions.group_sizes
         self._stores.finish_gradients()
         denominator = sizes[self._num_done] * self._num_replicas
@@ -246,7 +279,8 @@ class RowUpdates:
 class TrainingRuntime(InferenceRuntime):
     """An InferenceRuntime with optimizer and training engines.
 
-    marks: as in Engine. recorder: records the graphs of --cuda-graph-impl local (CUDA graphs if None).
+    marks: context managers opened around every action under its text form, for profilers. recorder: records the graphs
+    of --cuda-graph-impl local (CUDA graphs if None).
     """
 
     def __init__(
@@ -277,6 +311,9 @@ class TrainingRuntime(InferenceRuntime):
                 router.loss_scale = lambda: self.optimizer.loss_scale
         self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
         self.updates = None if plan.is_synchronous else RowUpdates(self)
+        self.handlers[Op.REDUCE_GRAD] = self._reduce
+        if self.updates is not None:
+            self.handlers[Op.UPDATE] = self.updates.update
         self.graphs = None if plan.config.gpu.cuda_graph_impl == "none" else self._build_graphs(recorder)
         self.marks = marks
         self.offload: Offload | None = None  # moves activations to the host and back; the stages run layers through it
@@ -308,21 +345,20 @@ class TrainingRuntime(InferenceRuntime):
                 stage: CapturedStage(captured, {m: slot for (number, m), slot in slots.items() if number == stage})
                 for stage, captured in self.graphs.stages.items()
             }
-        return Engine(
-            schedule,
-            pp_rank,
-            runners,
-            self.channels,
-            self.stores.reduce,
-            self.tracer,
-            self._stage_streams if Op.OVERLAP in schedule.ops else None,
-            self.updates,
-            self.groups.world.heartbeat,
-            self.marks,
-            self.offload,
-            NO_MOVES if self.offload is None else plan.row_moves(num_microbatches, pp_rank),
-            sharded=self.sharded,
-        )
+        streams = self._stage_streams if Op.OVERLAP in schedule.ops else None
+        around, handlers = self._marked(schedule.text), dict(self.handlers)
+        if streams is not None:
+            around.append(Around.computing(lambda action: streams.computing(action.stage)))
+            handlers[Op.OVERLAP] = lambda action: streams.begin_pair()
+        if self.offload is not None:
+            moves = plan.row_moves(num_microbatches, pp_rank)
+            begin, clear = partial(self.offload.begin, moves), self.offload.clear
+            around.append(Around.computing(self.offload.computing, begin, clear))
+        if self.updates is not None:
+            around.append(Around(self.updates.around))
+        around += self.around(schedule)
+        heartbeat = self.groups.world.heartbeat
+        return Engine(schedule, pp_rank, runners, self.channels, handlers, around, self.tracer, heartbeat, streams)
 
     def _part_engine(self, parts: Parts, num_microbatches: int) -> Engine:
         """Build the engine of this rank's row of parts. A collective over ep, which compares the rows."""
@@ -344,14 +380,25 @@ class TrainingRuntime(InferenceRuntime):
             pp_rank,
             runners,
             self.channels,
-            self.stores.reduce,
+            self.handlers,
+            [*self._marked(parts.text), *self.around(schedule, parts)],
             self.tracer,
-            heartbeat=heartbeat,
-            marks=self.marks,
+            heartbeat,
             parts=parts,
             deliveries=deliveries_for(self.device, heartbeat),
-            sharded=self.sharded,
         )
+
+    def _marked(self, text: Callable[[Action], str]) -> list[Around]:
+        """Return the marks of a profiler around every action, named by its text."""
+        marks = self.marks
+        return [] if marks is None else [Around(lambda action: partial(marks, text(action)))]
+
+    def _reduce(self, action: Action) -> None:
+        """Reduce the gradients of a stage, of which more follow in the step if the action has a microbatch."""
+        if action.microbatch is None:
+            self.stores.reduce(action.stage)
+        else:
+            self.stores.reduce_part(action.stage)
 
     def _build_graphs(self, recorder: CudaRecorder | None) -> RankGraphs:
         return RankGraphs(

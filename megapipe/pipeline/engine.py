@@ -7,10 +7,11 @@ where an action needs a message from a peer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +20,8 @@ from megapipe.comm.trace import Tracer
 from megapipe.gpu.streams import StageStreams
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.pipeline.deliveries import Deliveries
-from megapipe.pipeline.offload import Offload
 from megapipe.pipeline.stage import LossFunction, Pending, Stage, Tensors
-from megapipe.schedule.action import BACKWARD_OPS, COMPUTE_OPS, SHARDING_OPS, Action, Op
-from megapipe.schedule.lifetimes import NO_MOVES, Moves
+from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.lower import without_pairs
 from megapipe.schedule.parts import Parts
 from megapipe.schedule.schedule import Schedule
@@ -43,35 +42,6 @@ class Step:
     loss: LossFunction  # of the last stage; its scalar includes the loss scale
 
 
-class StageWeights(Protocol):
-    """The weights of this rank's stages if they change while the row runs (asynchronous schedules)."""
-
-    def use(self, stage: int, microbatch: int) -> None:
-        """Load the microbatch's weight version into the module; called before its F and each part of its backward."""
-
-    def update(self, stage: int, microbatch: int) -> None:
-        """Run one optimizer step with the gradients since the last one; this microbatch's gradient is the latest."""
-
-
-class Sharded(Protocol):
-    """Weights and gradients of this rank's stages that are whole only while they are needed (data_parallel.stores)."""
-
-    def unshard(self, stage: int) -> None:
-        """Start to gather the weights of a stage (UNSHARD)."""
-
-    def use(self, stage: int) -> None:
-        """Wait for the weights of a stage; called before its F, B and I."""
-
-    def reshard(self, stage: int) -> None:
-        """Free the weights of a stage (RESHARD)."""
-
-    def accumulate(self, stage: int) -> None:
-        """Provide the memory of a stage's gradients; called before its B, I and W."""
-
-    def reduce_part(self, stage: int) -> None:
-        """Start to reduce the gradients of a stage, of which more follow (REDUCE_GRAD with a microbatch)."""
-
-
 @dataclass
 class Run:
     """The state of a running row: the values in flight."""
@@ -86,6 +56,45 @@ class Run:
 
 
 Act = Callable[[Run], None]  # one action of the row
+Handler = Callable[[Action], Any]
+NO_HANDLERS: Mapping[Op, Handler] = MappingProxyType({})
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class Around(NamedTuple):
+    """What surrounds some actions of a row, such as a stream, a range of a profiler or the copies of an offload."""
+
+    context: Callable[[Action], Context | None]  # asked once for each action of a row; None: not around this one
+    begin: Callable[[], Any] = lambda: None  # called at the start of a row
+    clear: Callable[[], Any] = lambda: None  # called when a row is given up
+
+    @classmethod
+    def computing(cls, context: Callable[[Action], AbstractContextManager[Any]], *hooks: Callable[[], Any]) -> Around:
+        """Return a context that is opened around every computation. hooks: `begin` and `clear`."""
+        return cls(lambda action: partial(context, action) if action.op in COMPUTE_OPS else None, *hooks)
+
+
+class Before(AbstractContextManager[None]):
+    """A context that calls functions when it is entered, and may be entered again."""
+
+    def __init__(self, *calls: Callable[[], Any]) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        for call in self._calls:
+            call()
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Bound(NamedTuple):
+    """An action of a row with all that is known of it before the run."""
+
+    action: Action
+    word: bytes  # its text form
+    contexts: tuple[Context, ...]  # each encloses those after it
+    act: Act
 
 
 class Engine:
@@ -95,18 +104,17 @@ class Engine:
     channels: by (boundary, 'activation' | 'gradient', direction); boundary s follows stage s, microbatch m takes
     direction m % number of directions. They bound the sends in flight, at no less than the depth that the schedule's
     proof requires.
-    reduce_gradients: called with a stage at REDUCE_GRAD, when all its weight gradients are complete.
+    handlers: called with the actions of other ops than computations and messages: REDUCE_GRAD, when the weight
+    gradients of its stage are complete (or, with a microbatch, more follow), UPDATE, UNSHARD, RESHARD, OVERLAP.
+    around: what surrounds actions; the first encloses those after it.
     tracer: records start and end of every action, of every wait for a message, and of the whole row.
-    streams: CUDA streams on which the two halves of an OVERLAP run concurrently; without them they run in sequence.
-    weights: needed by schedules with UPDATE.
     heartbeat: notified of every action as it begins.
-    marks: context managers opened around every action under its text form, for profilers.
-    offload, moves: what moves activations to the host and back during the row, and the plan of that.
+    streams: CUDA streams on which the two halves of an OVERLAP run concurrently, with `StageStreams.computing` in
+    `around` and `begin_pair` in `handlers`; without them they run in sequence.
     parts: those of a schedule of parts (schedule.parts). `stages` are then the runners of its parts, and channels,
-    messages and reductions those of the stages: the last reduction of a part in the row is that of its stage.
+    messages and handlers those of the stages (`Parts.stage_row`).
     deliveries: sends the results of all-to-alls when they are there; needed with `parts`.
-    sharded: needed by schedules with UNSHARD, RESHARD or REDUCE_GRAD of a microbatch.
-    Raises ValueError if the stages are not those of the row.
+    Raises ValueError if the stages are not those of the row, or if an op of the schedule has no handler.
     """
 
     def __init__(
@@ -115,17 +123,13 @@ class Engine:
         pp_rank: int,
         stages: Mapping[int, Stage],
         channels: Mapping[ChannelKey, Channel],
-        reduce_gradients: Callable[[int], None] | None = None,
+        handlers: Mapping[Op, Handler] = NO_HANDLERS,
+        around: Sequence[Around] = (),
         tracer: Tracer | None = None,
-        streams: StageStreams | None = None,
-        weights: StageWeights | None = None,
         heartbeat: Heartbeat | None = None,
-        marks: Callable[[str], AbstractContextManager[Any]] | None = None,
-        offload: Offload | None = None,
-        moves: Moves = NO_MOVES,
+        streams: StageStreams | None = None,
         parts: Parts | None = None,
         deliveries: Deliveries | None = None,
-        sharded: Sharded | None = None,
     ) -> None:
         placement = schedule.placement
         if set(stages) != set(placement.stages_of(pp_rank)):
@@ -135,24 +139,34 @@ class Engine:
             )
         if placement.num_ranks > 1 and not schedule.is_lowered:
             raise ValueError(f"schedule {schedule} has no messages: lower it first (schedule.lower)")
-        if weights is None and not schedule.is_synchronous:
-            raise ValueError(f"schedule {schedule} updates weights while it runs: the engine needs `weights`")
-        if sharded is None and schedule.ops & SHARDING_OPS:
-            raise ValueError(f"schedule {schedule} gathers weights while it runs: the engine needs `sharded`")
+        self._binders: dict[Op, Callable[[Action], Act]] = {
+            Op.F: self._forward,
+            Op.B: self._backward,
+            Op.I: self._backward,
+            Op.W: self._backward_weight,
+            Op.SEND_F: self._send,
+            Op.RECV_F: self._receive,
+            Op.SEND_B: self._send,
+            Op.RECV_B: self._receive,
+        }
+        ignored = {Op.OVERLAP}
+        if not any(action.op is Op.REDUCE_GRAD and action.microbatch is not None for action in schedule.rows[pp_rank]):
+            ignored.add(Op.REDUCE_GRAD)  # where gradients are whole, the caller may reduce them after the row
+        self._handlers = dict.fromkeys(ignored, _ignore) | dict(handlers)
+        if unknown := sorted(op.value for op in schedule.ops - self._binders.keys() - self._handlers.keys()):
+            raise ValueError(f"schedule {schedule} holds {', '.join(unknown)}: the engine needs `handlers` of these")
         self.row = schedule.rows[pp_rank] if streams is not None else without_pairs(schedule.rows[pp_rank])
         self.num_units, self.num_slices = schedule.num_units, schedule.num_slices
         self.is_training = schedule.has_backward
         self.last_stage = placement.num_stages - 1
         self._stages = stages
         self._channels = channels
-        self._reduce_gradients = reduce_gradients or (lambda stage: None)
+        self._around = around
         self._tracer = tracer
-        self._streams = streams
         self._heartbeat = heartbeat
-        self._offload, self._moves = offload, moves
-        self._parts, self._deliveries, self._sharded = parts, deliveries, sharded
+        self._streams = streams
+        self._parts, self._deliveries = parts, deliveries
         self._text: Callable[[Action], str] = schedule.text if parts is None else parts.text
-        self._words = tuple(self._text(action).encode() for action in self.row)
         self._num_directions = len(placement.directions)
         # (boundary, direction) of the hops inside a rank
         self._local = {
@@ -161,57 +175,15 @@ class Engine:
             for stage in range(self.last_stage)
             if rank_of_stage[stage] == rank_of_stage[stage + 1]
         }
-        self._reads_weights = schedule.reads_weights
-        self._acts = tuple(self._bind(action, weights, marks) for action in self.row)
+        of_stages = self.row if parts is None else parts.stage_row(self.row)
+        self._acts = tuple(map(self._bind, self.row, of_stages))
 
-    def _bind(
-        self,
-        action: Action,
-        weights: StageWeights | None,
-        marks: Callable[[str], AbstractContextManager[Any]] | None,
-    ) -> Act:
-        """Return the function that runs one action, wrapped by what the run needs around it.
-
-        All that is known before the run is looked up here, once per action. The order of the wrappers matters: a mark
-        encloses the stream, the stream the offload, the offload the weights.
-        """
-        stage, op, _ = action
-        binders: dict[Op, Callable[[Action], Act]] = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.I: self._backward,
-            Op.W: lambda action: lambda run: self._stages[stage].backward_weight(_number(action)),
-            Op.SEND_F: self._send,
-            Op.RECV_F: self._receive,
-            Op.SEND_B: self._send,
-            Op.RECV_B: self._receive,
-            Op.REDUCE_GRAD: self._reduce,
-        }
-        if weights is not None:
-            binders[Op.UPDATE] = lambda action: lambda run: weights.update(stage, _number(action))
-        streams, sharded = self._streams, self._sharded
-        if streams is not None:
-            binders[Op.OVERLAP] = lambda action: lambda run: streams.begin_pair()
-        if sharded is not None:
-            binders[Op.UNSHARD] = lambda action: self._of_first_part(action, sharded.unshard)
-            binders[Op.RESHARD] = lambda action: self._of_first_part(action, sharded.reshard)
-        act = binders[op](action)
-        if sharded is not None:
-            # waits for weights and provides gradients, for both halves of a pair before their streams
-            slot = self.row.index(action) + 1 if op is Op.OVERLAP else 0
-            for each in self.row[slot : slot + 2] if slot else (action,):
-                if self._reads_weights(each):
-                    act = _after(partial(sharded.use, self._stage_of(each.stage)), act)
-                if each.op in BACKWARD_OPS:
-                    act = _after(partial(sharded.accumulate, self._stage_of(each.stage)), act)
-        if op in COMPUTE_OPS:
-            if weights is not None:
-                act = _after(partial(weights.use, stage, _number(action)), act)
-            if self._offload is not None:
-                act = _within(partial(self._offload.computing, action), act)
-            if streams is not None:
-                act = _within(partial(streams.computing, stage), act)
-        return act if marks is None else _within(partial(marks, self._text(action)), act)
+    def _bind(self, action: Action, of_stage: Action) -> Bound:
+        """Look up all that is known of an action before the run. of_stage: what it is to its stage."""
+        bind, handler = self._binders.get(action.op), self._handlers.get(of_stage.op, _ignore)
+        act = (lambda run: handler(of_stage)) if bind is None else bind(action)
+        contexts = tuple([context for each in self._around if (context := each.context(action)) is not None])
+        return Bound(action, self._text(action).encode(), contexts, act)
 
     def run(self, step: Step) -> list[Any]:
         """Run the row once and return the last stage's reports in microbatch order; an empty list on other ranks.
@@ -219,22 +191,51 @@ class Engine:
         Raises ValueError for another number of microbatches than the schedule's. Exceptions of a stage propagate; the
         stages are then cleared, and peers that wait for messages time out.
         """
+        run, heartbeat, tracer = self._begin(step), self._heartbeat, self._tracer
+        row_start = 0 if tracer is None else tracer.now()
+        try:
+            with torch.set_grad_enabled(self.is_training):
+                for action, word, contexts, act in self._acts:
+                    if heartbeat is not None:
+                        heartbeat.act(word)
+                    start = 0 if tracer is None else tracer.now()
+                    if contexts:
+                        with ExitStack() as stack:
+                            for context in contexts:
+                                stack.enter_context(context())
+                            act(run)
+                    else:
+                        act(run)
+                    if tracer is not None:
+                        tracer.event(word.decode(), "action", start, tracer.now(self._stream_of(action)))
+            if self._deliveries is not None:
+                self._deliveries.finish()
+            for channel in self._channels.values():
+                channel.drain()
+        except BaseException:
+            self._clear()
+            raise
+        if heartbeat is not None:
+            heartbeat.act(b"")
+        if tracer is not None:
+            tracer.event("row", "row", row_start, tracer.now())
+        return [run.reports[m] for m in sorted(run.reports)]
+
+    def _begin(self, step: Step) -> Run:
         if len(step.microbatches) != self.num_units:
             what = "microbatches" if self.num_slices == 1 else "slices of microbatches"
             raise ValueError(f"the schedule runs {self.num_units} {what}, {len(step.microbatches)} were given")
         ends = [key for key, channel in self._channels.items() if not channel.sends]
         slices = [()] if self.num_slices == 1 else [(number,) for number in range(self.num_slices)]
-        run = Run(step, {key: [_contents(step.message(key[0], *each), key[1]) for each in slices] for key in ends})
         for runner in self._stages.values():
             runner.begin_row()
-        if self._offload is not None:
-            self._offload.begin(self._moves)
-        try:
-            self._act(run)
-        except BaseException:
-            self._clear()
-            raise
-        return [run.reports[m] for m in sorted(run.reports)]
+        for around in self._around:
+            around.begin()
+        return Run(step, {key: [_contents(step.message(key[0], *each), key[1]) for each in slices] for key in ends})
+
+    def _stream_of(self, action: Action) -> Any:
+        """Return the stream on which a computation ends: each half of a pair on its own; None: on the current one."""
+        return self._streams.of(action.stage) if self._streams and action.op in COMPUTE_OPS else None
 
     def _clear(self) -> None:
         """Give up what is in flight."""
@@ -242,34 +243,8 @@ class Engine:
             self._deliveries.cancel()
         for runner in self._stages.values():
             runner.clear()
-        if self._offload is not None:
-            self._offload.clear()
-
-    def _act(self, run: Run) -> None:
-        """Run all actions of the row."""
-        heartbeat, tracer, streams = self._heartbeat, self._tracer, self._streams
-        row_start = 0 if tracer is None else tracer.now()
-        with torch.set_grad_enabled(self.is_training):
-            for act, action, word in zip(self._acts, self.row, self._words, strict=True):
-                if heartbeat is not None:
-                    heartbeat.act(word)
-                if tracer is None:
-                    act(run)
-                    continue
-                start = tracer.now()
-                act(run)
-                # each half of a pair ends on its own stream; the current stream waits for both
-                own_stream = streams.of(action.stage) if streams and action.op in COMPUTE_OPS else None
-                ended = tracer.now(own_stream)
-                tracer.event(word.decode(), "action", start, ended)
-        if self._deliveries is not None:
-            self._deliveries.finish()
-        for channel in self._channels.values():
-            channel.drain()
-        if heartbeat is not None:
-            heartbeat.act(b"")
-        if tracer is not None:
-            tracer.event("row", "row", row_start, tracer.now())
+        for around in self._around:
+            around.clear()
 
     # Each of the following returns the function that runs one action.
 
@@ -300,6 +275,10 @@ class Engine:
 
         return act
 
+    def _backward_weight(self, action: Action) -> Act:
+        runner, microbatch = self._stages[action.stage], _number(action)
+        return lambda run: runner.backward_weight(microbatch)
+
     def _send(self, action: Action) -> Act:
         stage, microbatch = key = action.stage, _number(action)
         is_output = action.op is Op.SEND_F
@@ -316,26 +295,6 @@ class Engine:
                 deliveries.deliver(message, send)
 
         return act
-
-    def _reduce(self, action: Action) -> Act:
-        """Bind REDUCE_GRAD; of the parts of a stage only the last in the row reduces the gradients of the stage.
-
-        One with a microbatch is not the last of its stage in the step.
-        """
-        stage, sharded = self._stage_of(action.stage), self._sharded
-        if action.microbatch is not None:
-            if sharded is None:
-                raise ValueError(f"{action} is not the last reduction of the stage: the engine needs `sharded`")
-            return self._of_first_part(action, sharded.reduce_part)
-        of_stage = [a for a in self.row if a.op is Op.REDUCE_GRAD and self._stage_of(a.stage) == stage]
-        return (lambda run: self._reduce_gradients(stage)) if action == of_stage[-1] else lambda run: None
-
-    def _of_first_part(self, action: Action, run_stage: Callable[[int], None]) -> Act:
-        """Return what an action of a stage does; of the actions of all its parts only the first does it."""
-        stage = self._stage_of(action.stage)
-        if self._parts is not None and action.stage != self._parts.of_stage[stage][0]:
-            return lambda run: None
-        return lambda run: run_stage(stage)
 
     def _stage_of(self, index: int) -> int:
         """Return the stage of a part; the index itself where the schedule is one of stages."""
@@ -382,22 +341,10 @@ def _contents(tensors: tuple[MessageSpec, ...], kind: str) -> tuple[MessageSpec,
     return tensors if kind == "activation" else tuple(spec for spec in tensors if spec.dtype.is_floating_point)
 
 
+def _ignore(action: Action) -> None:
+    """Do nothing at an action."""
+
+
 def _number(action: Action) -> int:
     assert action.microbatch is not None
     return action.microbatch
-
-
-def _after(first: Callable[[], Any], act: Act) -> Act:
-    def both(run: Run) -> None:
-        first()
-        act(run)
-
-    return both
-
-
-def _within(context: Callable[[], AbstractContextManager[Any]], act: Act) -> Act:
-    def enclosed(run: Run) -> None:
-        with context():
-            act(run)
-
-    return enclosed

@@ -96,7 +96,7 @@ class Unit:
             live.label, self.queue = "weights", WeightQueue()
             self.stage = self._stage(self.queue)
             _give_weights(self.stage, self.dtype, self._gradient_dtype)
-            self.stage.begin_row(True)
+            self.stage.begin_row()
             self.stage.cast_weights()
             live.follow_elements(self.stage)
             live.label = "microbatch"

@@ -69,8 +69,9 @@ def bytes_after_each_action(rank: int, world_size: int, changes: dict[str, Any])
         return run
 
     engine = runtime.engine(count)
-    pairs = zip(engine._acts, engine.row, strict=True)
-    engine._acts = tuple(recorded(act) if action.op in COMPUTE_OPS else act for act, action in pairs)
+    engine._acts = tuple(
+        each._replace(act=recorded(each.act)) if each.action.op in COMPUTE_OPS else each for each in engine._acts
+    )
     with live.hooks:
         TrainStep(runtime).gradients(microbatches).sum()
     return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,7 @@ from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
 from megapipe.gpu.streams import StageStreams
-from megapipe.pipeline.engine import Engine, Step
+from megapipe.pipeline.engine import Around, Engine, Step
 from megapipe.pipeline.stage import StageRunner
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
@@ -112,8 +114,12 @@ def run_lowered(
         rank,
         runners,
         Channels.build(lowered.placement, group, max_in_flight=4),
-        lambda stage: reduced.append((stage, len(queues[stage].waiting))),
-        tracer=tracer,
+        {
+            Op.REDUCE_GRAD: lambda action: reduced.append((action.stage, len(queues[action.stage].waiting))),
+            Op.OVERLAP: lambda action: streams and streams.begin_pair(),
+        },
+        [] if streams is None else [Around.computing(lambda action: streams.computing(action.stage))],
+        tracer,
         streams=streams,
     )
     count = lowered.num_microbatches
@@ -334,6 +340,37 @@ def test_the_trace_has_every_action_in_order_within_the_row() -> None:
     assert all(row.start_ns <= event.start_ns <= event.end_ns <= row.end_ns for event in tracer.events)
 
 
+def test_what_surrounds_actions_is_nested_in_order_adds_no_frame_and_is_cleared_after_an_error() -> None:
+    log: list[str] = []
+
+    def around(name: str) -> Around:
+        @contextmanager
+        def context(action: Action) -> Iterator[None]:
+            log.append(f"{name} {action}")
+            yield
+            log.append(f"{name} ends")
+
+        return Around.computing(context, lambda: log.append(f"{name} begins"), lambda: log.append(f"{name} is cleared"))
+
+    def stage(payload: int) -> Tensor:
+        frames = [frame.name for frame in traceback.extract_stack()]
+        log.append(" ".join(frames[frames.index("run") :]))
+        if payload:
+            raise ArithmeticError("this stage is broken")
+        return torch.ones((), requires_grad=True)
+
+    engine = Engine(
+        build_lowered("1f1b", 1, 1, 1), 0, {0: StageRunner(stage)}, {}, around=[around("outer"), around("inner")]
+    )
+    engine.run(Step([0], lambda boundary: (), lambda output, payload: (output, None)))
+    begun = ["outer begins", "inner begins", "outer 0F0", "inner 0F0", "run act forward stage"]
+    assert log == [*begun, "inner ends", "outer ends", "outer 0B0", "inner 0B0", "inner ends", "outer ends"]
+    log.clear()
+    with pytest.raises(ArithmeticError):
+        engine.run(Step([1], lambda boundary: (), lambda output, payload: (output, None)))
+    assert log == [*begun, "outer is cleared", "inner is cleared"]
+
+
 class Half(nn.Module):
     """A stage that uses only the second of its two inputs."""
 
@@ -377,21 +414,25 @@ class Versions:
         self.made = [module.factor]
         self.log: list[str] = []
 
-    def use(self, stage: int, microbatch: int) -> None:
-        version = max(0, microbatch - self.late)
+    @contextmanager
+    def using(self, action: Action) -> Iterator[None]:
+        assert action.microbatch is not None
+        version = max(0, action.microbatch - self.late)
         self.module.factor = self.made[version]
-        self.log.append(f"{microbatch} uses {version}")
+        self.log.append(f"{action.microbatch} uses {version}")
+        yield
 
-    def update(self, stage: int, microbatch: int) -> None:
+    def update(self, action: Action) -> None:
         self.made.append(nn.Parameter(torch.full((), len(self.made) + 1.0, dtype=torch.float64)))
-        self.log.append(f"update {microbatch}")
+        self.log.append(f"update {action.microbatch}")
 
 
 def run_versions(rank: int, world_size: int) -> tuple[list[float], list[str], list[float | None]]:
     schedule, module = build_lowered("pipedream", world_size, 1, 4), Scaled()
     weights = Versions(module, world_size - 1 - rank)
     channels = Channels.build(schedule.placement, pp_group(rank, world_size), max_in_flight=2)
-    engine = Engine(schedule, rank, {rank: StageRunner(module)}, channels, weights=weights)
+    handlers, around = {Op.UPDATE: weights.update}, [Around.computing(weights.using)]
+    engine = Engine(schedule, rank, {rank: StageRunner(module)}, channels, handlers, around)
     spec = (MessageSpec((), torch.float64),)
     ones = [torch.ones((), dtype=torch.float64)] * 4
     reports = engine.run(Step(ones, lambda boundary: spec, lambda output, payload: (output, float(output))))
@@ -411,8 +452,8 @@ def test_row_with_updates_uses_the_planned_weight_versions(
     assert last_grads == [1, 1, 2, 3, None]
 
 
-def test_a_schedule_with_updates_needs_weights() -> None:
-    with pytest.raises(ValueError, match=r"pipedream.*updates weights while it runs: the engine needs `weights`"):
+def test_a_schedule_with_updates_needs_a_handler_of_them() -> None:
+    with pytest.raises(ValueError, match=r"pipedream.*UPDATE.*handlers"):
         Engine(build_lowered("pipedream", 1, 1, 2), 0, {0: StageRunner(Scaled())}, {})
 
 

@@ -157,7 +157,7 @@ def trained(
     if evaluates:
         numbers.append(step.evaluate(step_microbatches(runtime, rows, 2, rules)).loss)
     runtime.stores.finish_weights()
-    if runtime.sharded is not None:  # the weights of the last stage that ran are freed; evaluation has read them
+    if runtime.plan.sharding is not None:  # the weights of the last stage that ran are freed; evaluation has read them
         return numbers, [], said
     return numbers, [b.parameter(name).clone() for b in runtime.buffers.values() for name in b.names], said
 

@@ -305,8 +305,9 @@ class Generator:
         runtime = self._runtime
         if num_batches not in self._engines:
             schedule = runtime.plan.forward_schedule(num_batches)
-            pp_rank, sharded = runtime.coordinates.pp_rank, runtime.sharded
-            self._engines[num_batches] = Engine(schedule, pp_rank, self._runners, runtime.channels, sharded=sharded)
+            pp_rank, around = runtime.coordinates.pp_rank, runtime.around(schedule)
+            engine = Engine(schedule, pp_rank, self._runners, runtime.channels, runtime.handlers, around)
+            self._engines[num_batches] = engine
         return self._engines[num_batches]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from itertools import compress
 from typing import Any
 
 import pytest
@@ -87,10 +86,9 @@ def dropped_microbatch(patch: pytest.MonkeyPatch, rank: int) -> None:
 
     def planted(self: Engine, schedule: Any, *args: Any, **kwargs: Any) -> None:
         build(self, schedule, *args, **kwargs)
-        kept = [action.microbatch != self.num_units - 1 for action in self.row]
-        self.row, self._words, self._acts = (
-            tuple(compress(part, kept)) for part in (self.row, self._words, self._acts)
-        )
+        last = self.num_units - 1
+        self.row = tuple(action for action in self.row if action.microbatch != last)
+        self._acts = tuple(each for each in self._acts if each.action.microbatch != last)
 
     patch.setattr(Engine, "__init__", planted)
 
