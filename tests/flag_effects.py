@@ -296,6 +296,7 @@ optimizer.muon_extra_scale_factor | --muon-extra-scale-factor 0.2 | records | --
 optimizer.muon_no_split_qkv | --muon-no-split-qkv | records | --optimizer muon
 optimizer.muon_tp_mode | --muon-tp-mode blockwise | outcome | --optimizer muon
 optimizer.muon_fp32_matmul_prec | --muon-fp32-matmul-prec highest | said fp32 on GPUs: highest | --optimizer muon
+optimizer.freeze | --freeze embedding.* | records plan
 optimizer.optimizer_options | --optimizer-options beta2=0.5 | records | {EXTEND}update_rule.py --optimizer lion
 optimizer.optimizer_cpu_offload | --optimizer-cpu-offload | plan memory
 optimizer.use_precision_aware_optimizer | --use-precision-aware-optimizer | plan memory | --bf16

@@ -295,6 +295,7 @@ class Options(TypedDict, total=False):
     muon_split_qkv: bool
     muon_tp_mode: Literal["duplicated", "distributed", "blockwise"] | None
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"]
+    freeze: Sequence[str | PathLike[str]] | None
     optimizer_options: Sequence[str | PathLike[str]] | None
     optimizer_cpu_offload: bool
     no_optimizer_cpu_offload: bool

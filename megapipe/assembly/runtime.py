@@ -184,14 +184,16 @@ class InferenceRuntime:
     def finish_parameters(self) -> None:
         """Return when all parameters are up to date: at once, as inference does not update them."""
 
-    def held_weights(self, key: str = "weights") -> Iterator[tuple[bool, TensorBox]]:
+    def held_weights(self, key: str = "weights", only_frozen: bool = False) -> Iterator[tuple[bool, TensorBox]]:
         """Yield every piece of a parameter on this rank but vocabulary padding, as a box named `key`/parameter, and the
-        states.
+        states. only_frozen: of parameters those that are not trained.
 
         The flag is True if, of all ranks that hold the piece, this one writes it to a checkpoint.
         """
         for stage, stage_buffers in self.buffers.items():
             for buffer in stage_buffers.buffers:
+                if only_frozen and buffer.layout.trainable:
+                    continue
                 is_copy, sharing = buffer.layout.kind == "tied" and stage != 0, buffer.sharing
                 # of the ranks that keep the same weights: whole ones, or with level 3 a shard
                 is_first = sharing.counts_shards and (sharing.level == 3 or sharing.shards.rank == 0)
@@ -426,7 +428,7 @@ class TrainingRuntime(InferenceRuntime):
         return StageGraphs(
             stage,
             self.runners[stage],
-            lambda: [*module.parameters(), *(buffer.gradients for buffer in buffers.buffers)],
+            lambda: [*module.parameters(), *(buffer.gradients for buffer in buffers.trained)],
             prepare,
             self.plan.splits_backward,
         )

@@ -41,7 +41,7 @@ TABLE = {
         "optimizer": """
             optimizer clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum muon_momentum muon_nesterov
             muon_coefficient_type muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_no_split_qkv
-            muon_fp32_matmul_prec optimizer_options main_grads_dtype exp_avg_dtype exp_avg_sq_dtype
+            muon_fp32_matmul_prec optimizer_options freeze main_grads_dtype exp_avg_dtype exp_avg_sq_dtype
         """,
     },
     DATA: {

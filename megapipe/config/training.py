@@ -278,6 +278,11 @@ class OptimizerConfig:
         choices=("medium", "high", "highest"),
         needs=MUON,
     )
+    freeze: tuple[str, ...] = option(
+        (),
+        "patterns of the names of parameters that are not trained, such as 'embedding.*' 'decoder.layers.0.*'; these "
+        "have no gradients, master weights or moments",
+    )
     optimizer_options: tuple[str, ...] = option((), "NAME=NUMBER for each option of an extension's update rule")
     optimizer_cpu_offload: bool = option(
         False,

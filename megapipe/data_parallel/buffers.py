@@ -23,6 +23,7 @@ class StageBuffers:
     """Flat buffers of one stage on one rank. slots: the place of each parameter, by name.
 
     layouts: positions of the parameters (sharding.buffers). grad_dtype: of the main gradients, None for inference.
+    trained: the buffers with gradients.
     num_versions: of the parameters; all versions share one main gradient. sharing, expert_sharing: who holds the same
     dense parameters and experts; parameter() and main_grad() return empty memory while only shards are kept.
     `listener`, if set, is called with a parameter's name whenever the gradient of one microbatch has been added to it.
@@ -44,6 +45,7 @@ class StageBuffers:
         self.buffers = tuple(
             Store(layout, expert_sharing if layout.is_expert else sharing, *options) for layout in layouts
         )
+        self.trained = tuple(buffer for buffer in self.buffers if buffer.layout.trainable)
         self.borrowed: tuple[Store, ...] = ()  # of another stage, of which the module uses parameters
         self.listener: Callable[[str], None] | None = None
         self.unpredictable: frozenset[str] = frozenset()  # the listener is called unknown times per microbatch
@@ -57,7 +59,7 @@ class StageBuffers:
         for name, (buffer, slot) in self.slots.items():
             place = slice(slot.start, slot.stop)
             self._parameters[name] = tuple(version[place].view(slot.shape) for version in buffer.versions)
-            if grad_dtype is not None:
+            if grad_dtype is not None and buffer.layout.trainable:
                 self._main_grads[name] = buffer.gradients[place].view(slot.shape)
         for buffer in self.buffers:
             buffer.free_shared()
@@ -65,6 +67,10 @@ class StageBuffers:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self.slots)
+
+    @property
+    def trained_names(self) -> tuple[str, ...]:
+        return tuple(self._main_grads)
 
     @property
     def newest(self) -> int:
@@ -81,7 +87,7 @@ class StageBuffers:
         return self._parameters[name][self.newest if version is None else version]
 
     def main_grad(self, name: str) -> Tensor:
-        """Return the main gradient of one parameter in its local shape, a view of the flat buffer."""
+        """Return the main gradient of a trainable parameter in its local shape, a view of the flat buffer."""
         return self._main_grads[name]
 
     def fill(self, draw: Draw) -> None:
@@ -109,7 +115,8 @@ class StageBuffers:
 
         Names are those of module.named_parameters(); a Parameter that two submodules share stays shared. Submodules
         with a dict `slots` (hand-written backwards) get a slot from slot_factory for each parameter they hold directly.
-        Every parameter also gets a hook that adds the .grad that autograd left to the main gradient and clears it.
+        Every trained parameter also gets a hook that adds the .grad that autograd left to the main gradient and clears
+        it.
         draw: fills the parameters. lender: buffers of another stage that were materialized before; parameters that
         these buffers lack are shared with it by name, including the slot (the tied embedding of a rank that holds both
         the first and the last stage). Raises ValueError if the module's names or shapes differ from the layouts'.
@@ -131,12 +138,13 @@ class StageBuffers:
                 lender._lend(name, places)
                 self.borrowed += (lender.slots[name][0],)
                 continue
+            needs_gradient = old.requires_grad and self.slots[name][0].layout.trainable
             versions = tuple(
-                nn.Parameter(self.parameter(name, v), requires_grad=old.requires_grad) for v in range(self.num_versions)
+                nn.Parameter(self.parameter(name, v), requires_grad=needs_gradient) for v in range(self.num_versions)
             )
             self._holders += [(owner._parameters, attribute, versions) for owner, attribute in places]
             slot = None
-            if self._main_grads and old.requires_grad:
+            if self._main_grads and needs_gradient:
                 uses, slot = self._install_slots(name, places, slot_factory)
                 if 0 < uses < len(places):  # autograd, which calls the hook once per backward, contributes too
                     unpredictable.add(name)

@@ -72,7 +72,8 @@ class Store:
 
     versions: [layout.numel] in the parameters' dtype, one for each version of the weights that is needed at the same
     time: a single one, unless the schedule is asynchronous. newest: index of the version that was updated last.
-    gradients: [layout.numel], fp32 (fp64 in fp64 runs). Padding between slots is zero and stays zero.
+    gradients: [layout.numel], fp32 (fp64 in fp64 runs), none of frozen parameters. Padding between slots is zero and
+    stays zero.
     parameter_shards, gradient_shards: [layout.numel / layout.num_shards], this rank's shards of all buckets, where
     these are what is kept; None elsewhere. The memory of the whole tensors is then allocated and freed as they are
     needed: at first it exists, because torch makes no views of a tensor without memory.
@@ -104,8 +105,11 @@ class Store:
             self.parameter_shards = _aligned_zeros(size, param_dtype, device)
             self.versions = (torch.empty(layout.numel, dtype=param_dtype, device=device),)
         else:
-            self.versions = tuple(_aligned_zeros(layout.numel, param_dtype, device) for _ in range(num_versions))
+            num_own = num_versions if layout.trainable else 1  # what is frozen is the same in all versions
+            own = tuple(_aligned_zeros(layout.numel, param_dtype, device) for _ in range(num_own))
+            self.versions = own * (num_versions // num_own)
         self.newest = 0
+        grad_dtype = grad_dtype if layout.trainable else None
         if grad_dtype is not None and self.level >= 2:
             self.gradient_shards = _aligned_zeros(size, grad_dtype, device)
             self._gradients = torch.empty(layout.numel, dtype=grad_dtype, device=device)
@@ -127,7 +131,7 @@ class Store:
     @property
     def gradients(self) -> Tensor:
         if self._gradients is None:
-            raise RuntimeError("these buffers have no gradients: they were created with grad_dtype=None")
+            raise RuntimeError("these buffers have no gradients: they are frozen, or were created with grad_dtype=None")
         return self._gradients
 
     @property

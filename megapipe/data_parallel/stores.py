@@ -65,18 +65,22 @@ class Stores:
         self._groups, self._tracer = groups, tracer
         self._overlap_gather, self._overlap_reduce = overlap_gather, overlap_reduce
         self._used = {stage: (*held.buffers, *held.borrowed) for stage, held in self.stages.items()}
-        # partial ones, which wait for sums over tp, are reduced last
+        self._accumulated = {
+            stage: [each for each in used if each.layout.trainable] for stage, used in self._used.items()
+        }
+        # with gradients; partial ones, which wait for sums over tp, are reduced last
         self._own = {
-            stage: sorted(held.buffers, key=lambda store: store.layout.kind == "partial")
+            stage: sorted(held.trained, key=lambda store: store.layout.kind == "partial")
             for stage, held in self.stages.items()
         }
         self._shared = [store for own in self._own.values() for store in own if store.layout.kind == "shared"]
-        self.all = [store for own in self._own.values() for store in own]
+        self._trained = [store for own in self._own.values() for store in own]
+        self.all = [store for held in self.stages.values() for store in held.buffers]
         # buckets that are gathered after an update, in the order of a forward: the reverse of that in the buffer
         self._gathered_once: dict[int, list[Entry]] = {
             stage: [
                 (store, bucket)
-                for store in self.stages[stage].buffers
+                for store in self.stages[stage].trained
                 if store.level in (1, 2)
                 for bucket in reversed(store.layout.buckets)
             ]
@@ -200,14 +204,14 @@ class Stores:
     def begin_step(self, num_microbatches: int) -> None:
         """Zero all gradients and expect those of num_microbatches, whether their backwards are split or not."""
         self._reduced = []
-        for store in self.all:
+        for store in self._trained:
             store.begin_step(num_microbatches)
 
     def accumulate(self, stage: int) -> None:
         """Provide the memory of a stage's whole gradients; called before each part of its backwards."""
-        if any(store.is_read for store in self._used[stage]):
+        if any(store.is_read for store in self._accumulated[stage]):
             self._complete()
-        for store in self._used[stage]:
+        for store in self._accumulated[stage]:
             store.accumulate()
 
     def reduce_part(self, stage: int) -> None:
@@ -230,14 +234,14 @@ class Stores:
         self._complete()
         for store in (each for stage in self._reduced for each in self._complete_ones(stage)):
             self._reduce(store)
-        for store in self.all:
+        for store in self._trained:
             store.complete()
             store.end_step()
-        divided = [store for store in self.all if store.level]
+        divided = [store for store in self._trained if store.level]
         sums = [all_reduce(g, s.sharing.instances, async_op=True) for s in divided for g in s.all_own_gradients()]
         for work in sums:
             work.wait()
-        for store in (each for each in self.all if each.layout.kind == "tied"):
+        for store in (each for each in self._trained if each.layout.kind == "tied"):
             assert self._groups.embedding is not None
             for gradient in store.all_own_gradients():
                 all_reduce(gradient, self._groups.embedding)
@@ -269,7 +273,7 @@ class Stores:
         store.reduce()
 
     def _complete(self) -> None:
-        for store in self.all:
+        for store in self._trained:
             if store.level >= 2:
                 store.complete()
 

@@ -5,7 +5,7 @@ norm, output layer over the padded vocabulary and cross entropy.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapipe.config.config import ResolvedModelConfig
@@ -39,9 +39,10 @@ def loss_block_bytes(is_cuda: bool) -> int:
 
 @dataclass(frozen=True)
 class EmbeddingTable:
-    """The first part of a model."""
+    """The first part of a model. frozen: names of parameters of the model that are not trained."""
 
     model: ResolvedModelConfig
+    frozen: frozenset[str] = frozenset()
 
     def parameters(self, sequence_parallel: bool) -> Iterator[ParamSpec]:
         """Yield the tables. Under sequence parallelism each tp rank sees only the positions of its tokens."""
@@ -75,14 +76,27 @@ class EmbeddingTable:
             deferred_bytes=shape.hidden_bytes(hidden),
             backward=Backward(shape.gathered_bytes(hidden) + shape.tokens * hidden * shape.gradient),
         )
+        if WORD_EMBEDDING in self.frozen:
+            sent = replace(lookup.collectives, weights=0)
+            lookup = replace(lookup, collectives=sent, deferred_bytes=0, backward=Backward(0))
         return Table((lookup,))
 
 
 @dataclass(frozen=True)
 class HeadTable:
-    """The final norm, the output layer and the loss. Tied, the output layer uses the word embedding's table."""
+    """The final norm, the output layer and the loss. Tied, the output layer uses the word embedding's table.
+
+    frozen: names of parameters of the model that are not trained.
+    """
 
     model: ResolvedModelConfig
+    frozen: frozenset[str] = frozenset()
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if the output layer has no weight gradient."""
+        is_untied = self.model.untie_embeddings_and_output_weights
+        return ("output_layer.weight" if is_untied else WORD_EMBEDDING) in self.frozen
 
     @cached_property
     def norm(self) -> NormTable:
@@ -105,7 +119,8 @@ class HeadTable:
 
     def gemm(self, tp: int) -> Gemm:
         """Return the output layer on one of tp ranks; never in 8 bits."""
-        return Gemm(self.model.hidden_size, self.model.padded_vocab_size // tp, is_column=True)
+        rows = self.model.padded_vocab_size // tp
+        return Gemm(self.model.hidden_size, rows, is_column=True, is_trained=not self.is_frozen)
 
     def logits(self, shape: RankShape) -> int:
         """Return the elements of the logits on one rank."""
@@ -152,7 +167,8 @@ class HeadTable:
         in_chunks, weight = shape.loss_chunk is not None, self._weight_gradient_bytes(shape)
         made = column_gradient_bytes(gemm, shape) - weight_gradient_bytes(gemm, shape) + weight
         final_norm = (
-            *(Kept("final norm", shape.own_tokens * gemm.inputs, element),) * 2,  # its input and its output
+            # its input and, for the weight gradient, its output
+            *(Kept("final norm", shape.own_tokens * gemm.inputs, element),) * (1 if self.is_frozen else 2),
             *self.norm.statistics(shape.own_tokens, shape, "final norm"),
         )
         loss = [Kept("loss", shape.tokens, wide)] * (1 if in_chunks else 2)
@@ -162,8 +178,9 @@ class HeadTable:
         keeps_logits = () if in_chunks else (kept_logits,)
         frees = total_bytes((*final_norm, *keeps_logits, *loss))
         logits_gradient = 2 * shape.tokens * wide if in_chunks else logits * element
+        waits = 0 if self.is_frozen else hidden + logits_gradient
         if shape.splits_backward:  # the gradient of the logits waits, in their place, and the input of the output layer
-            frees -= hidden + logits_gradient
+            frees -= waits
         operations = (
             Operation("final_layernorm", final_norm),
             Operation(
@@ -171,7 +188,7 @@ class HeadTable:
                 keeps_logits,
                 gemm=gemm,
                 collectives=collectives(gemm, shape),
-                deferred_bytes=hidden + logits_gradient,
+                deferred_bytes=waits,
                 reads_weights_in_w=in_chunks,
                 backward=Backward(made, frees),
             ),

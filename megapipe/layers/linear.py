@@ -11,12 +11,21 @@ known and not counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.dtypes import BLOCK, MICRO_BLOCK, SCALES_MULTIPLE, blocks_of, micro_scales
-from megapipe.layers.table import ALL_REDUCE, Collectives, Gemm, RankShape
+from megapipe.layers.table import (
+    ALL_REDUCE,
+    Backward,
+    Collectives,
+    Gemm,
+    Operation,
+    RankShape,
+    Table,
+    total_bytes,
+)
 from megapipe.sharding.spec import Init, ParamSpec, Slicing
 
 COPIES = 2  # of a weight, one byte an element: as it is, and transposed
@@ -63,7 +72,51 @@ def collectives(gemm: Gemm, shape: RankShape) -> Collectives:
     """
     if not shape.sequence_parallel:
         return Collectives(inputs=ALL_REDUCE) if gemm.is_column else Collectives(forward=ALL_REDUCE)
-    return Collectives(1, 1, 1 if gemm.is_column or shape.splits_backward else 0)
+    return Collectives(1, 1, int(gemm.is_trained and (gemm.is_column or shape.splits_backward)))
+
+
+# linear -> what is kept as its input and, but for routers, read by its weight gradient alone
+INPUTS = {"linear_qkv": "norm outputs", "linear_fc1": "norm outputs", "linear_fc2": "mlp activation"}
+
+
+def without_weight_gradients(table: Table, frozen: Collection[str], shape: RankShape, hidden: int) -> Table:
+    """Return a table in which the linears `frozen` have no weight gradient: nothing of them waits for W, and inputs
+    that nothing else reads are not kept. hidden: bytes of the gradient of the part's input.
+
+    Experts and linears of latents keep their inputs here, which is at least what they take.
+    """
+    operations, start = {operation.name: operation for operation in table.operations}, table.operations[0].name
+    less_left = less_at_start = 0
+    for name in [name for name, operation in operations.items() if name in frozen and operation.gemm is not None]:
+        operation, held = operations[name], 0
+        gemm, gradient = operation.gemm, operation.deferred_bytes
+        assert gemm is not None
+        if not gemm.is_fp8 and not shape.splits_backward:
+            gathered = shape.gathered_bytes(gemm.inputs) if gemm.is_column else 0
+            held = weight_gradient_bytes(gemm, shape) + gathered
+        sent = replace(operation.collectives, weights=0)
+        operations[name] = _without(replace(operation, deferred_bytes=0, collectives=sent), "", held)
+        for keeper in (name, start) if name in INPUTS and "router" not in operations else ():
+            before = total_bytes(operations[keeper].keeps)
+            operations[keeper] = _without(operations[keeper], INPUTS[name], frees=not shape.splits_backward)
+            gradient -= before - total_bytes(operations[keeper].keeps)
+        less_left += gradient
+        less_at_start += 0 if name == "linear_proj" else gradient
+    left = table.left_bytes
+    if shape.splits_backward:  # output gradients do not wait while the first operation's backward runs, nor after it
+        operations[start], left = _without(operations[start], "", less_at_start), max(hidden, left - less_left)
+    return replace(table, operations=tuple(operations.values()), left_bytes=left)
+
+
+def _without(operation: Operation, kept: str, held: int = 0, frees: bool = False) -> Operation:
+    """Return an operation that does not keep tensors of this name, whose backward holds so much less. frees: it is this
+    backward that would free them.
+    """
+    keeps, backward = tuple(each for each in operation.keeps if each.name != kept), operation.backward
+    if backward is not None:
+        freed = frees * (total_bytes(operation.keeps) - total_bytes(keeps))
+        backward = Backward(max(0, backward.held - held), max(0, backward.frees - freed))
+    return replace(operation, keeps=keeps, backward=backward)
 
 
 def column_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
@@ -72,7 +125,7 @@ def column_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
     """
     whole = shape.tokens * gemm.inputs * shape.element
     reduced = shape.hidden_bytes(gemm.inputs) if shape.sequence_parallel else 0
-    gathered = 0 if shape.splits_backward else shape.gathered_bytes(gemm.inputs)
+    gathered = shape.gathered_bytes(gemm.inputs) if gemm.is_trained and not shape.splits_backward else 0
     return whole + reduced + gathered + weight_gradient_bytes(gemm, shape)
 
 
@@ -98,7 +151,7 @@ def weight_gradient_bytes(gemm: Gemm, shape: RankShape) -> int:
         return fp8_gradient_bytes(gemm, shape)
     is_wide = shape.element == shape.wide
     adds_in_place = is_wide if shape.gradient_dtype is None else shape.gradient_dtype == shape.dtype
-    if shape.splits_backward or adds_in_place:
+    if shape.splits_backward or adds_in_place or not gemm.is_trained:
         return 0
     return gemm.num_weights * (shape.wide if shape.is_cuda and shape.gradient == shape.wide else shape.element)
 

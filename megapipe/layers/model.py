@@ -6,7 +6,9 @@ Names are Megatron-Core's (`decoder.layers.3.self_attention.linear_qkv.weight`),
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -15,10 +17,11 @@ from megapipe.config.layers import LayerConfig, layer_configs, why_masked
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.dtypes import FP8_BLOCKS
+from megapipe.errors import ConfigError
 from megapipe.layers.attention import AttentionTable
 from megapipe.layers.ends import EmbeddingTable, HeadTable
 from megapipe.layers.latent_attention import LatentAttentionTable
-from megapipe.layers.linear import fp8_layers
+from megapipe.layers.linear import fp8_layers, without_weight_gradients
 from megapipe.layers.mlp import MLPTable
 from megapipe.layers.moe import MoETable
 from megapipe.layers.prediction import PredictionTable
@@ -27,6 +30,7 @@ from megapipe.sharding.spec import Owner, ParamSpec
 from megapipe.sharding.state_dtypes import state_dtypes
 
 Part = AttentionTable | MLPTable | MoETable
+NEAR_NAMES = 3  # names of parameters that a message gives
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +42,7 @@ class LayerSpec:
 
     parts: tuple[Part, ...]
     is_fp8: bool  # its linears and experts multiply in 8 bits
+    frozen: frozenset[str] = frozenset()  # linears whose weights are not trained
 
     @cached_property
     def hidden_size(self) -> int:
@@ -54,6 +59,11 @@ class LayerSpec:
     @cached_property
     def experts(self) -> MoETable | None:
         return next((part for part in self.parts if isinstance(part, MoETable)), None)
+
+    @cached_property
+    def unfrozen(self) -> LayerSpec:
+        """The layer with all of its weights trained."""
+        return replace(self, frozen=frozenset()) if self.frozen else self
 
     def attention_flops(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token."""
@@ -89,7 +99,8 @@ class LayerTable(Table):
 @cache
 def layer_table(layer: LayerSpec, shape: RankShape) -> LayerTable:
     """Return what one microbatch does in a layer on one rank."""
-    parts = tuple(part.table(shape) for part in layer.parts)
+    hidden = shape.hidden_bytes(layer.hidden_size)
+    parts = tuple(without_weight_gradients(part.table(shape), layer.frozen, shape, hidden) for part in layer.parts)
     return LayerTable(tuple(operation for part in parts for operation in part.operations), parts=parts)
 
 
@@ -114,39 +125,57 @@ class ModelSpec:
 
 @cache
 def model_spec(
-    model: ResolvedModelConfig, precision: PrecisionConfig, cp_comm_type: tuple[str, ...] = ("p2p",)
+    model: ResolvedModelConfig,
+    precision: PrecisionConfig,
+    cp_comm_type: tuple[str, ...] = ("p2p",),
+    freeze: tuple[str, ...] = (),
 ) -> ModelSpec:
-    """Return the parts of a resolved model. cp_comm_type: one, or one for each layer."""
+    """Return the parts of a resolved model. cp_comm_type: one, or one for each layer. freeze: as for
+    `model_parameters`.
+    """
+    parameters = model_parameters(model, False, 1, freeze) if freeze else ()
+    frozen = frozenset(spec.name for spec in parameters if not spec.trainable)
+
+    def frozen_linears(prefix: str) -> frozenset[str]:
+        return frozenset(name.split(".")[-2] for name in frozen if name.startswith(prefix) and name.endswith(".weight"))
 
     @cache
-    def layer_spec(layer: LayerConfig, is_fp8: bool, comm_type: str) -> LayerSpec:  # alike layers are one object
+    def layer_spec(
+        layer: LayerConfig, is_fp8: bool, comm_type: str, frozen: frozenset[str]
+    ) -> LayerSpec:  # alike layers are one object
         parts: list[Part] = []
         if layer.has_attention:
             table = LatentAttentionTable if layer.multi_latent_attention else AttentionTable
             parts.append(table(layer, is_fp8, comm_type))
         if layer.has_mlp:
             parts.append(MLPTable(layer, is_fp8) if layer.num_experts is None else MoETable(layer, is_fp8))
-        return LayerSpec(tuple(parts), is_fp8)
+        return LayerSpec(tuple(parts), is_fp8, frozen)
 
     in_fp8 = fp8_layers(precision, model.num_layers)
     kinds = cp_comm_type * (model.num_layers if len(cp_comm_type) == 1 else 1)
     layers = (
-        layer_spec(layer, number in in_fp8, kind)
+        layer_spec(layer, number in in_fp8, kind, frozen_linears(f"decoder.layers.{number}."))
         for number, (layer, kind) in enumerate(zip(layer_configs(model), kinds, strict=True))
     )
     last, last_in_fp8 = layer_configs(model)[-1], model.num_layers - 1 in in_fp8
     predictions = tuple(PredictionTable(model, number, last_in_fp8) for number in range(model.mtp_num_layers or 0))
     return ModelSpec(
-        EmbeddingTable(model),
+        EmbeddingTable(model, frozen),
         tuple(layers),
-        HeadTable(model),
-        tuple((prediction, layer_spec(last, last_in_fp8, kinds[-1])) for prediction in predictions),
+        HeadTable(model, frozen),
+        tuple(
+            (prediction, layer_spec(last, last_in_fp8, kinds[-1], frozen_linears(prediction.layer_prefix)))
+            for prediction in predictions
+        ),
     )
 
 
 @cache
-def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool, etp: int = 1) -> tuple[ParamSpec, ...]:
-    """Return all parameters of a resolved model. etp: ranks that share every expert.
+def model_parameters(
+    model: ResolvedModelConfig, sequence_parallel: bool, etp: int = 1, freeze: tuple[str, ...] = ()
+) -> tuple[ParamSpec, ...]:
+    """Return all parameters of a resolved model. etp: ranks that share every expert. freeze: patterns of the names of
+    those that are not trained; raises ConfigError if one matches no name, or if all are frozen.
 
     sequence_parallel: norms, row-parallel biases and position embeddings then see only a slice of the sequence, so
     that their gradients are partial over tp (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
@@ -169,7 +198,30 @@ def model_parameters(model: ResolvedModelConfig, sequence_parallel: bool, etp: i
         own = of_layer(layer, prediction.layer_prefix, prediction.layer_number)
         found += (replace(parameter, owner="head") for parameter in own)
         found += prediction.norms[2].parameters(prediction.prefix, "head", sequence_parallel)
-    return tuple(found)
+    frozen = frozen_names([spec.name for spec in found], freeze)
+    return tuple(replace(spec, trainable=False) if spec.name in frozen else spec for spec in found)
+
+
+def frozen_names(names: Sequence[str], patterns: Iterable[str]) -> frozenset[str]:
+    """Return the names that a pattern of --freeze matches, such as `decoder.layers.0.*`. Raises ConfigError for a
+    pattern without a match, and if nothing is left to train.
+    """
+    frozen = set[str]()
+    for pattern in patterns:
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            near = difflib.get_close_matches(pattern, names, NEAR_NAMES, 0.0)
+            raise ConfigError(
+                f"--freeze {pattern} matches no parameter of the model; give a name or a pattern of names, which are "
+                f"such as {', '.join(near)}"
+            )
+        frozen.update(matching)
+    if len(frozen) == len(names):
+        raise ConfigError(
+            f"--freeze {' '.join(patterns)} matches every parameter, so that nothing is trained; leave some out, or "
+            "give --skip-train to evaluate only"
+        )
+    return frozenset(frozen)
 
 
 @cache

@@ -188,6 +188,7 @@ class Gemm:
     is_column: bool
     is_fp8: bool = False  # the operands have 8 bits
     is_replicated: bool = False
+    is_trained: bool = True  # it has a weight gradient
 
     @property
     def width(self) -> int:

@@ -238,7 +238,9 @@ class GPTStage(nn.Module):
         """Return the hidden states that enter the layers: those of the previous stage, or the embedding's."""
         if self.stage_layers.has_embedding:
             assert isinstance(self.embedding, Embedding)
-            return self.embedding(microbatch)
+            embedded = self.embedding(microbatch)
+            # gradients of activations flow to the start of the model, whichever parameters are frozen
+            return embedded if embedded.requires_grad or not torch.is_grad_enabled() else embedded.requires_grad_()
         if hidden is None:
             raise ValueError(f"without the embedding a stage needs the hidden states before it: {self.stage_layers}")
         return hidden

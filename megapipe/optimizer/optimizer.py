@@ -82,7 +82,7 @@ class Optimizer:
         self.shards = [
             Shard(stage, store, bucket, dtypes.moments(bucket.has_matrices), self._on_host, dtypes.narrow)
             for stage, buffers in stages.items()
-            for store in buffers.buffers
+            for store in buffers.trained
             for bucket in store.layout.buckets
         ]
         self.rule: UpdateRule | NarrowAdam | CompiledAdam | Muon | RegisteredRule

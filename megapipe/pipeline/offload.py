@@ -120,7 +120,7 @@ class _Carried:
         self._written: Any = None
 
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.is_leaf and tensor.requires_grad:  # parameters, and the stage's input
+        if tensor.is_leaf and tensor.requires_grad:  # trained parameters, and the stage's input
             return tensor
         storage, address = tensor.untyped_storage(), _address(tensor)
         if address in self._stay or storage.nbytes() // tensor.element_size() < self._min_elements:

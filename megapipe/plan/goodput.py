@@ -72,7 +72,9 @@ def checkpoint_bytes(plan: RunPlan) -> tuple[int, int]:
     if plan.config.checkpoint.no_save_optim:
         element = dict.fromkeys(element, plan.shape.element)
     whole = sum(  # vocabulary padding is not saved
-        element[spec.matrix is not None] * (spec.num_elements // spec.shape[0]) * (spec.true_rows or spec.shape[0])
+        (element[spec.matrix is not None] if spec.trainable else plan.shape.element)
+        * (spec.num_elements // spec.shape[0])
+        * (spec.true_rows or spec.shape[0])
         for spec in plan.specs
     )
     shards = (plan.shard_elements(plan.placement.stages_of(rank)) for rank in range(plan.topology.pp))

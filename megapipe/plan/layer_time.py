@@ -23,7 +23,7 @@ from megapipe.layers.attention import AttentionTable
 from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
 from megapipe.layers.moe import INDEX_BYTES, MoETable
-from megapipe.layers.table import ALL_REDUCE, AttentionWork, Collectives, Documents, Gemm, RankShape, ring_bytes
+from megapipe.layers.table import ALL_REDUCE, AttentionWork, Collectives, Documents, Gemm, RankShape, Table, ring_bytes
 from megapipe.plan.activations import without_recompute
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.run_plan import RunPlan
@@ -178,16 +178,17 @@ def layer_seconds(
     """
     clock = _Clock(shape, layer.hidden_size, hardware, tp_link)
     plain = replace(without_recompute(shape), documents=Documents())
-    table, gemms = layer_table(layer, plain), layer.linears(shape.tp)
+    table, gemms = layer_table(layer.unfrozen, plain), layer.linears(shape.tp)
     columns = [gemm for gemm in gemms if gemm.is_column and not gemm.is_replicated]
     rows = [gemm for gemm in gemms if not gemm.is_column]
-    mixture = layer.experts
+    mixture, of = layer.experts, {Op.W: _trained(layer, table, gemms)}
 
     def products(op: Op) -> float:
-        return sum(clock.gemm(gemm, op) for gemm in gemms) + (0.0 if mixture is None else clock.routed(mixture, op))
+        of_linears = sum(clock.gemm(gemm, op) for gemm in of.get(op, gemms))
+        return of_linears + (0.0 if mixture is None else clock.routed(mixture, op))
 
     def casts_of(op: Op) -> float:
-        return clock.casts(op, gemms) + (0.0 if mixture is None else clock.expert_casts(op, mixture))
+        return clock.casts(op, of.get(op, gemms)) + (0.0 if mixture is None else clock.expert_casts(op, mixture))
 
     cores = [operation.attention for operation in table.operations if operation.attention is not None]
     attention = sum(map(clock.attention, cores))
@@ -218,11 +219,19 @@ def layer_seconds(
         forward["cp"], inputs["cp"], again["cp"] = _context_seconds(layer.attention, shape, links, computed)
     if mixture is not None:
         inputs["ep"] = (2 if shape.recomputes("moe") or again.pop("ep", 0.0) else 1) * rows_seconds
-    in_w = table.collectives.weights * clock.collective()
+    in_w = layer_table(layer, plain).collectives.weights * clock.collective()
     weights = {"gemm": products(Op.W), "pointwise": casts_of(Op.W), "tp": in_w}
     backward = {part: inputs[part] + again.get(part, 0.0) for part in inputs}
-    hidden = sum(map(clock.hidden, columns))
-    return OpSeconds(forward, backward, weights, hidden).with_overhead(hardware.stack.overhead)
+    return OpSeconds(forward, backward, weights, sum(map(clock.hidden, columns))).with_overhead(hardware.stack.overhead)
+
+
+def _trained(layer: LayerSpec, table: Table, gemms: Iterable[Gemm]) -> list[Gemm]:
+    """Return the linears of a layer that have weight gradients."""
+    trained = list(gemms)
+    for operation in table.operations:
+        if operation.gemm is not None and operation.name in layer.frozen:
+            trained.remove(operation.gemm)
+    return trained
 
 
 def _context_seconds(
@@ -259,7 +268,10 @@ def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link
             "pointwise": (2 + again) * logits / rate,
             "tp": clock.reduction(gemm, Op.I),
         },
-        {"gemm": clock.gemm(gemm, Op.W), "tp": model.head.table(shape).collectives.weights * clock.collective()},
+        {
+            "gemm": clock.gemm(gemm, Op.W) * gemm.is_trained,
+            "tp": model.head.table(shape).collectives.weights * clock.collective(),
+        },
         clock.hidden(gemm),
     ).with_overhead(hardware.stack.overhead)
     if not model.predictions:

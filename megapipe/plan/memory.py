@@ -170,7 +170,9 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     copies = 0  # of all gradients in bf16, made while the last microbatch's activations exist if reductions overlap
     sent_in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and plan.shape.gradient_dtype != "bf16"
     if sent_in_bf16 and plan.topology.num_replicas > 1 and plan.sharding is None:
-        copies = 2 * plan.num_elements(stages) + (in_backward if plan.config.parallel.overlap_grad_reduce else 0)
+        copies = 2 * plan.elements_by_kind(stages).total() + (
+            in_backward if plan.config.parallel.overlap_grad_reduce else 0
+        )
     items = {
         **state,
         **({} if plan.sharding is None else peak.whole.items()),
@@ -239,20 +241,23 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     """Return the bytes of weights, gradients, masters and moments of this rank's shard, and 8-bit copies."""
     stages, num_versions = plan.placement.stages_of(pp_rank), plan.num_weight_versions(pp_rank)
     element, dtypes = plan.shape.element, plan.state_dtypes(pp_rank)
-    elements, shard = plan.num_elements(stages), plan.shard_elements(stages)
+    elements, shard = plan.elements_by_kind(stages).total(), plan.shard_elements(stages)
     weights = gradients = elements
+    gathers = plan.sharding is not None and plan.sharding.gathers
     if plan.sharding is not None:  # of both, or of gradients only shards are kept
         gradients = sum(shard.values())
-        weights = gradients if plan.sharding.gathers else elements
-    slack = sum(len(plan.buffers(stage, 0)) for stage in stages) * BUFFER_ALIGNMENT_BYTES
+        weights = gradients if gathers else elements
+    layouts = [layout for stage in stages for layout in plan.buffers(stage, 0)]
+    frozen = sum(each.numel // (each.num_shards if gathers else 1) for each in layouts if not each.trainable)
+    slack = len(layouts) * BUFFER_ALIGNMENT_BYTES
     copies = 0  # Transformer Engine's copies are not known
     if plan.shape.transformer_impl == "local":
         held = (plan.partition.stages[stage] for stage in stages)
         gemms = (gemm for layers in held for gemm in fp8_gemms(plan.model, plan.shape, layers))
         copies = sum(fp8_weight_bytes(gemm, plan.shape) for gemm in gemms)
     return {
-        "weights": num_versions * (weights * element + slack),
-        "gradients": gradients * dtypes.gradient_bytes + slack,
+        "weights": num_versions * (weights * element + slack) + frozen * element,
+        "gradients": gradients * dtypes.gradient_bytes + BUFFER_ALIGNMENT_BYTES * len(plan.trained_buffers(stages)),
         "optimizer": sum(count * dtypes.state_bytes(kind) for kind, count in shard.items()),
         "fp8 weights": copies,
     }
@@ -276,11 +281,12 @@ def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
         return (elements[True] + muon_work(plan, pp_rank).temporary_elements) * dtypes.gradient_bytes
     if not (dtypes.is_narrow or dtypes.rule_bytes) or plan.config.optimizer.optimizer_cpu_offload:
         return of_norm
-    shards = ((bucket, layout) for stage in stages for layout in plan.buffers(stage, 0) for bucket in layout.buckets)
-    largest = max(
+    shards = ((bucket, layout) for layout in plan.trained_buffers(stages) for bucket in layout.buckets)
+    sizes = (
         min(max(slot.numel for slot in bucket.slots), (bucket.stop - bucket.start) // layout.num_shards)
         for bucket, layout in shards
     )
+    largest = max(sizes, default=0)
     return max(of_norm, dtypes.update_bytes * min(CHUNK, largest))
 
 

@@ -35,7 +35,7 @@ def muon_work(plan: RunPlan, pp_rank: int) -> MuonWork:
     optimizer, topology = plan.config.optimizer, plan.topology
     if OPTIMIZERS[optimizer.optimizer].matrix_states is None:
         return MuonWork()
-    layouts = [layout for stage in plan.placement.stages_of(pp_rank) for layout in plan.buffers(stage, 0)]
+    layouts = plan.trained_buffers(plan.placement.stages_of(pp_rank))
     flops, temporary = 0, 0
     sent: dict[str, float] = {}
     for is_expert, group, columns in ((False, "tp", topology.tp), (True, "etp", topology.etp)):

@@ -281,6 +281,10 @@ def _stages(plan: RunPlan) -> Iterator[str]:
         once = f"less {copies:,} of the {copied}'s copy = {sum(counts) - copies:,}, {once}"
     total = ("sum", "", f"{sum(counts):,}", once)
     yield from text_table([("stage", "pp_rank", "parameters", "holds"), *rows, total], left=(-1,))
+    frozen = sum(spec.num_elements for spec in plan.specs if not spec.trainable)
+    if frozen:
+        patterns = " ".join(plan.config.optimizer.freeze)
+        yield f"  frozen   {frozen:,} parameters, which are not trained (--freeze {patterns})"
     if plan.model.has_experts:
         share = plan.active_parameters / sum(spec.num_elements for spec in plan.specs)
         of_all = f"{share:.1%} of all, of the experts those that a token chooses; FLOPs count these"

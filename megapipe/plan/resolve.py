@@ -72,7 +72,7 @@ def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) 
     logging = convert(ResolvedLoggingConfig, config.logging, log_interval=interval)
     sections = {"model": model, "parallel": parallel, "training": training, "optimizer": optimizer}
     resolved = convert(ResolvedConfig, config, **sections, data=data, logging=logging)
-    specs = model_parameters(model, parallel.sequence_parallel, topology.etp)
+    specs = model_parameters(model, parallel.sequence_parallel, topology.etp, optimizer.freeze)
     plan = _balanced_and_checked(RunPlan(resolved, topology, placement, partition, specs, batch, schedule_name))
     _audit_slices(model, parallel.sequence_parallel, tp, topology.ep, topology.etp)
     audit_stages(specs, dict(enumerate(plan.stage_specs)))

@@ -113,12 +113,13 @@ class ParameterLayout:
     sequence_parallel: bool
     partition: Partition
     etp: int
+    freeze: tuple[str, ...]
     options: BufferOptions
 
     @cached_property
     def stages(self) -> tuple[tuple[ParamSpec, ...], ...]:
         """The parameters of every stage, in model order."""
-        specs = model_parameters(self.model, self.sequence_parallel, self.etp)
+        specs = model_parameters(self.model, self.sequence_parallel, self.etp, self.freeze)
         has_copy = self.options.tied_kind == "tied"
         return tuple(
             stage_parameters(specs, range(first, end), has_embedding, has_head, has_tied_copy=has_copy)
@@ -148,7 +149,9 @@ class RunPlan:
     @cached_property
     def model(self) -> ModelSpec:
         """The parts of the model."""
-        model = model_spec(self.config.model, self.config.precision, self.config.parallel.cp_comm_type)
+        config = self.config
+        freeze = config.optimizer.freeze
+        model = model_spec(config.model, config.precision, config.parallel.cp_comm_type, freeze)
         if self.expert_load == BALANCED:
             return model
         return with_load(model, self.expert_load.of(self.config.model, self.topology.ep))
@@ -228,11 +231,16 @@ class RunPlan:
             t.sharing(True)[0] if parallel.use_distributed_optimizer else 1,
             OPTIMIZERS[self.config.optimizer.optimizer].matrix_states is not None,
         )
-        return _parameter_layout(self.config.model, parallel.sequence_parallel, self.partition, t.etp, options)
+        freeze = self.config.optimizer.freeze
+        return _parameter_layout(self.config.model, parallel.sequence_parallel, self.partition, t.etp, freeze, options)
 
     def buffers(self, stage: int, tp_rank: int) -> tuple[BufferLayout, ...]:
         """Return the flat buffers of a stage on this tp_rank."""
         return _stage_buffers(self._parameter_layout, stage, tp_rank)
+
+    def trained_buffers(self, stages: Iterable[int]) -> tuple[BufferLayout, ...]:
+        """Return the buffers of these stages that have gradients; they are of equal size on all tp_ranks."""
+        return tuple(layout for stage in stages for layout in self.buffers(stage, 0) if layout.trainable)
 
     @property
     def active_parameters(self) -> int:
@@ -243,12 +251,14 @@ class RunPlan:
 
     def num_elements(self, stages: Iterable[int]) -> int:
         """Return the parameters of these stages on one rank, padding of the buffers included."""
-        return self.elements_by_kind(stages).total()
+        return sum(layout.numel for stage in stages for layout in self.buffers(stage, 0))
 
     def elements_by_kind(self, stages: Iterable[int]) -> Counter[bool]:
-        """Return the parameters of these stages on one rank, padding included: False dense ones, True of experts."""
+        """Return the trained parameters of these stages on one rank, padding included: False dense ones, True of
+        experts.
+        """
         held: Counter[bool] = Counter()
-        for layout in (layout for stage in stages for layout in self.buffers(stage, 0)):
+        for layout in self.trained_buffers(stages):
             held[layout.is_expert] += layout.numel
         return held
 
@@ -257,7 +267,7 @@ class RunPlan:
         buckets of matrices that the update rule treats as such, False for all others.
         """
         total = {False: 0, True: 0}
-        for layout in (layout for stage in stages for layout in self.buffers(stage, 0)):
+        for layout in self.trained_buffers(stages):
             for bucket in layout.buckets:
                 is_apart = self._parameter_layout.options.matrices_apart and bucket.has_matrices
                 total[is_apart] += (bucket.stop - bucket.start) // layout.num_shards

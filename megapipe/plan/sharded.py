@@ -60,6 +60,9 @@ class RowBytes:
         self.used = {
             stage: [*self.own[stage], *(self.shared if plan.borrows_embedding(stage) else ())] for stage in stages
         }
+        self.trained = {
+            stage: [buffer for buffer in used if self.layouts[buffer].trainable] for stage, used in self.used.items()
+        }
         self.element, self.gradient = plan.shape.element, plan.state_dtypes(pp_rank).gradient_bytes
         self.overlaps = plan.config.parallel.overlap_grad_reduce
         self.in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and self.gradient > BF16_BYTES
@@ -99,11 +102,11 @@ class RowBytes:
             self.users.update(self.used[stage])
         elif op is Op.RESHARD:
             self.users.subtract(self.used[stage])
-        elif op in BACKWARD_OPS and any(buffer not in self.open for buffer in self.used[stage]):
+        elif op in BACKWARD_OPS and any(buffer not in self.open for buffer in self.trained[stage]):
             # copies in bf16 stay until the next reduction
-            if not self.in_bf16 and any(buffer in self.in_flight for buffer in self.used[stage]):
+            if not self.in_bf16 and any(buffer in self.in_flight for buffer in self.trained[stage]):
                 self.in_flight.clear()
-            self.open.update({buffer: self.layouts[buffer].numel * self.gradient for buffer in self.used[stage]})
+            self.open.update({buffer: self.layouts[buffer].numel * self.gradient for buffer in self.trained[stage]})
         elif op is Op.REDUCE_GRAD:
             copies = self._reduce(stage, is_last=microbatch is None)
         else:

@@ -147,7 +147,7 @@ def optimizer_bytes(plan: RunPlan, pp_rank: int, is_compiled: bool) -> int:
         count * update_bytes(dtypes, element, is_compiled, of_matrix)
         for of_matrix, count in plan.shard_elements(stages).items()
     )
-    return of_shard + plan.num_elements(stages) * dtypes.gradient_bytes
+    return of_shard + plan.elements_by_kind(stages).total() * dtypes.gradient_bytes
 
 
 def update_bytes(dtypes: StateDtypes, element: int, is_compiled: bool = False, of_matrix: bool = False) -> int:
@@ -348,7 +348,7 @@ def _reduced_by_buckets(plan: RunPlan, hardware: Hardware, timeline: Timeline, p
         done, seconds = timeline.starts[pp_rank][slot], reduction_seconds(plan, hardware, stage)
         buckets = 1
         if not plan.topology.mirrored_pipeline:
-            buckets = max(1, sum(len(layout.buckets) for layout in plan.buffers(stage, 0)))
+            buckets = max(1, sum(len(layout.buckets) for layout in plan.trained_buffers((stage,))))
         begun = done - timeline.costs.seconds[stage, last_op] / plan.rank_speeds[pp_rank] * (buckets - 1) / buckets
         free = max(max(begun, free) + seconds, done + seconds / buckets)
     return free
@@ -372,7 +372,7 @@ def _exposed_gather(plan: RunPlan, hardware: Hardware, held: tuple[int, ...], st
     if not plan.config.parallel.overlap_param_gather:
         return total
     hidden = sum(stages[stage].of(Op.F) for stage in held)
-    buckets = sum(len(layout.buckets) for stage in held for layout in plan.buffers(stage, 0))
+    buckets = sum(len(layout.buckets) for layout in plan.trained_buffers(held))
     waits = sum(stages[stage].of(Op.F) for stage in range(held[0]))
     return max(total - hidden, total / max(buckets, 1), waits) - waits
 

@@ -46,7 +46,7 @@ def gather_bytes(plan: RunPlan, stage: int, kinds: tuple[bool, ...] = KINDS) -> 
 def instance_bytes(plan: RunPlan, stage: int, is_expert: bool) -> float:
     """Return the bytes of summing a stage's shards of gradients over the instances of the distributed optimizer."""
     num_shards, num_instances = plan.topology.sharing(is_expert)
-    layouts = [layout for layout in plan.buffers(stage, 0) if layout.is_expert == is_expert]
+    layouts = [layout for layout in plan.trained_buffers((stage,)) if layout.is_expert == is_expert]
     elements = sum(layout.numel // layout.num_shards for layout in layouts)
     in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and num_shards == 1  # as a reduction
     return ALL_REDUCE * ring_bytes(elements * (2 if in_bf16 else plan.shape.gradient), num_instances)
@@ -123,7 +123,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     whole, split_up = ({stage: stage_collectives(plan, stage, splits) for stage in held} for splits in (False, True))
     collectives = sum(ran[stage, Op.B] * whole[stage] + ran[stage, Op.I] * split_up[stage] for stage in held) / slices
     # the all-reduce of the tied embedding's gradients between the first rank and the last, after the replicas' sums
-    tied = [layout for stage in held for layout in plan.buffers(stage, 0) if layout.kind == "tied"]
+    tied = [layout for layout in plan.trained_buffers(held) if layout.kind == "tied"]
     tied_elements = sum(layout.numel // layout.num_shards for layout in tied)
 
     muon = {group: count * plan.shape.gradient for group, count in muon_work(plan, pp_rank).sent.items()}

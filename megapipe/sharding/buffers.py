@@ -1,7 +1,8 @@
 """Flat buffers: where each parameter of a stage starts, how buffers are cut into buckets, and buckets into shards.
 
 A bucket is what one collective moves; over the group of replicas the distributed optimizer gives every rank one equal
-shard of every bucket (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054). Parameters and gradients share one layout.
+shard of every bucket (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054). Parameters and gradients share one layout;
+frozen parameters are in buffers of their own, which have no gradients.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from megapipe.sharding.boxes import Piece, pieces
 from megapipe.sharding.spec import ParamSpec
@@ -17,6 +18,7 @@ from megapipe.sharding.spec import ParamSpec
 ALIGNMENT = 32  # elements: 64 bytes at bf16 and more at wider types; fp64 kernels change their bits with alignment
 
 BufferKind = Literal["plain", "expert", "partial", "tied", "shared"]
+BUFFER_KINDS: tuple[BufferKind, ...] = get_args(BufferKind)
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,13 @@ class BufferLayout:
     experts (ep x etp cut them in place of tp); 'partial' ones first need sums over tp replicas, at the end of a stage;
     'tied' holds the word embedding of a model whose head is on another rank, summed over the embedding group at the
     end; 'shared' holds it where the head is another stage of the same rank, whose gradients come into the same memory:
-    complete when both are done.
+    complete when both are done. trainable: False for a buffer of frozen parameters.
     """
 
     kind: BufferKind
     buckets: tuple[Bucket, ...]
     num_shards: int
+    trainable: bool = True
 
     @property
     def is_expert(self) -> bool:
@@ -103,20 +106,26 @@ def layout_buffers(
     it gets a separate buffer. matrices_apart: a bucket holds only matrices of hidden layers, or none, since the update
     rule keeps other states of them.
     """
-    kinds: dict[BufferKind, list[ParamSpec]] = {"plain": [], "expert": [], "partial": [], "tied": [], "shared": []}
+    held: dict[tuple[bool, BufferKind], list[ParamSpec]] = {
+        (trainable, kind): [] for trainable in (True, False) for kind in BUFFER_KINDS
+    }
     for spec in reversed(specs):
+        kind: BufferKind = "plain"
         if spec.tied and tied_kind != "plain":
-            kinds[tied_kind].append(spec)
+            kind = tied_kind
         elif spec.is_expert:
-            kinds["expert"].append(spec)
-        else:
-            kinds["partial" if spec.summed_over_replicas(tp_rank, tp) else "plain"].append(spec)
-    cuts = dict.fromkeys(kinds, (tp_rank, tp, num_shards)) | {"expert": (0, num_expert_ranks, num_expert_shards)}
-    return tuple(
-        BufferLayout(kind, tuple(_fill(members, *cuts[kind], bucket_size, matrices_apart)), cuts[kind][-1])
-        for kind, members in kinds.items()
-        if members
-    )
+            kind = "expert"
+        elif spec.trainable and spec.summed_over_replicas(tp_rank, tp):
+            kind = "partial"
+        held[spec.trainable, kind].append(spec)
+    dense, expert = (tp_rank, tp, num_shards), (0, num_expert_ranks, num_expert_shards)
+    found = []
+    for (trainable, kind), members in held.items():
+        cut = expert if kind == "expert" else dense
+        if members:
+            buckets = tuple(_fill(members, *cut, bucket_size, matrices_apart))
+            found.append(BufferLayout(kind, buckets, cut[-1], trainable))
+    return tuple(found)
 
 
 def shard_pieces(bucket: Bucket, tp_rank: int, tp: int, start: int, stop: int) -> Iterator[tuple[int, Piece]]:

@@ -170,6 +170,7 @@ class ParamSpec:
     true_rows: int | None = None  # rows of dim 0 without vocabulary padding, which is never saved
     # how the weights of a hidden layer's linear are stored, which --optimizer muon updates as whole matrices
     matrix: Literal["outputs x inputs", "inputs x outputs"] | None = None
+    trainable: bool = True  # a frozen one (--freeze) has no gradient, no master weights and no moments
 
     def intervals(self, tp_rank: int, tp: int) -> tuple[Interval, ...]:
         """Return the rows of dimension `slicing.dim` (0 if replicated) in tp_rank's local tensor, in order."""

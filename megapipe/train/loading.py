@@ -358,7 +358,8 @@ def _data_changes(folder: CheckpointFolder, own: Fingerprint | None) -> tuple[li
 def _load_tensors(
     runtime: TrainingRuntime, folder: CheckpointFolder, with_optimizer: bool, may_leave_out: bool = False
 ) -> None:
-    """Fill masters (else weights) and, if asked for, moments; parameters and masters agree afterwards.
+    """Fill masters (else weights) and, if asked for, moments; parameters and masters agree afterwards. The moments of
+    parameters that were frozen when the checkpoint was saved become zero.
 
     may_leave_out: the checkpoint may hold parameters that the model lacks. Raises CheckpointError on all ranks.
     """
@@ -374,12 +375,22 @@ def _load_tensors(
     for held in wanted:
         if held.key != "master":
             padding_of(held.piece, held.values).zero_()  # vocabulary padding is not saved
-    states = [box for _, box in runtime.held_states("master")]
-    named = {f"{held.key}/{held.piece.spec.name}" for held in wanted} | {box.name for box in states}
-    keys = {name.split("/")[0] for name in folder.manifest.tensors} if with_optimizer else {"master"}
+    frozen = [box for _, box in runtime.held_weights("master", only_frozen=True)]
+    saved = folder.manifest.tensors
+    keys = {name.split("/")[0] for name in saved} if with_optimizer else {"master"}
+    named = {f"{held.key}/{held.piece.spec.name}" for held in wanted} | {
+        f"{key}/{box.name.removeprefix('master/')}" for box in frozen for key in keys
+    }
     check_all_asked_for(folder, named, keys, may_leave_out, world, runtime.device)
-    boxes = (tensor_box(held.key, held.piece, held.values) for held in wanted)
-    load_tensors(folder, [*(box for box in boxes if box is not None), *states], world)
+    had_moments = {name.partition("/")[2] for name in saved if not name.startswith("master/")}
+    boxes = []
+    for held in wanted:
+        if held.key == "master" or held.piece.spec.name in had_moments:
+            boxes.append(tensor_box(held.key, held.piece, held.values))
+        else:
+            held.values.zero_()
+    load_tensors(folder, (box for box in boxes if box is not None), world)
+    load_tensors(folder, frozen, world, may_round=True)  # of the master weights that they had before
     runtime.optimizer.load_state(wanted)
 
 
@@ -398,8 +409,8 @@ def load_whole(runtime: TrainingRuntime, weights: Weights) -> None:
         if box.name != name:  # the pieces of a parameter follow each other
             name, whole = box.name, weights[box.name].detach()
         box.values.copy_(whole[box.box.slices].reshape(-1))
-    for _, box in runtime.held_states("master"):
-        box.values.copy_(weights[box.name].detach())
+    for _, box in runtime.held_weights("master", only_frozen=True):
+        box.values.copy_(weights[box.name].detach()[box.box.slices].reshape(-1))
     runtime.optimizer.load_state(held)
 
 

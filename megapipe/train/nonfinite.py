@@ -148,7 +148,7 @@ class _Search:
 
         def checked(microbatch: int, *rest: Any) -> Any:
             result = original(microbatch, *rest)
-            for name in runtime.buffers[stage].names:
+            for name in runtime.buffers[stage].trained_names:
                 if name not in self._bad_weights and not _is_finite(runtime.buffers[stage].main_grad(name)):
                     self._bad_weights.add(name)
                     if not self._has_forward(microbatch, stage) and (microbatch, stage) not in self.bad_gradients:

@@ -231,7 +231,7 @@ def prepare_save(
 
 def boxes_to_save(runtime: TrainingRuntime) -> Iterator[TensorBox]:
     """Yield the boxes that this rank writes: masters and moments; without the optimizer masters alone, or weights if
-    they are other memory."""
+    they are other memory. Frozen weights are their own masters."""
     with_optimizer = not runtime.plan.config.checkpoint.no_save_optim
     # the same on all ranks, those without parameters included
     masters_are_parameters = runtime.parameter_dtype == runtime.main_dtype
@@ -239,6 +239,6 @@ def boxes_to_save(runtime: TrainingRuntime) -> Iterator[TensorBox]:
         held = (h for h in runtime.optimizer.state() if h.primary and (with_optimizer or h.key == "master"))
         boxes = (tensor_box(h.key, h.piece, h.values) for h in held)
         yield from (box for box in boxes if box is not None)
-        yield from (box for is_primary, box in runtime.held_states("master") if is_primary)
+        yield from (box for is_primary, box in runtime.held_weights("master", only_frozen=True) if is_primary)
     else:
         yield from (box for is_primary, box in runtime.held_weights() if is_primary)

@@ -62,6 +62,7 @@ optimizer.adam_beta2 | --adam-beta2 0.95 | optimizer
 optimizer.adam_eps | --adam-eps 1e-6 | optimizer
 optimizer.adam_beta2 | --adam-beta2 0.95 | optimizer | {MUON}
 optimizer.optimizer | --optimizer muon | optimizer
+optimizer.freeze | --freeze embedding.* | optimizer
 optimizer.sgd_momentum | --sgd-momentum 0.5 | optimizer | {SGD}
 optimizer.muon_momentum | --muon-momentum 0.95 | optimizer | {MUON}
 optimizer.muon_nesterov | --muon-nesterov | optimizer | {MUON}

@@ -49,6 +49,7 @@ EXAMPLES = {
     "narrow moments": "--use-precision-aware-optimizer",
     "fp8 of parts without its modules": "--fp8-format hybrid --mtp-num-layers 1",
     "fp64": "--dtype fp64",
+    "frozen parameters": "--freeze embedding.*",
     "delayed scales": "--fp8-format hybrid --fp8-recipe delayed --transformer-impl transformer_engine",
     "recompute by hand": "--recompute-granularity selective",
     "full recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",

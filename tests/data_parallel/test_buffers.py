@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -180,3 +181,17 @@ def test_versions_compute_apart_and_add_their_gradients_up() -> None:
         assert torch.equal(buffers.main_grad(name), gradient)
     loss_of_new.backward()
     assert not torch.equal(buffers.main_grad("up.weight"), expected[3])
+
+
+def test_a_frozen_parameter_has_neither_gradient_nor_memory_for_one() -> None:
+    specs = [replace(spec, trainable=spec.name not in ("embedding.weight", "up.bias")) for spec in toy_specs()]
+    buffers, module = stage_buffers(specs), Toy()
+    buffers.materialize(module, draw)
+    module(tokens_of(0, 0)).backward()
+    assert set(buffers.trained_names) == {"norm.weight", "norm.bias", "up.weight", "down.weight"}
+    for name, parameter in module.named_parameters():
+        assert parameter.requires_grad == (name in buffers.trained_names) and parameter.grad is None
+        assert name not in buffers.trained_names or buffers.main_grad(name).any()
+    (frozen,) = (buffer for buffer in buffers.buffers if not buffer.layout.trainable)
+    with pytest.raises(RuntimeError, match="frozen"):
+        _ = frozen.gradients

@@ -41,6 +41,18 @@ def test_a_stage_of_unlike_layers_takes_the_seconds_of_each(name: str) -> None:
         assert len(set(each)) == len(KINDS)
 
 
+def test_frozen_weights_have_no_products_in_w_and_all_others() -> None:
+    def seconds(freeze: tuple[str, ...]) -> dict[Op, float]:
+        (stage,) = stage_seconds(resolve(small_config(dtype="bf16", freeze=freeze), 1), SLOW)
+        return {op: stage.of(op) for op in (Op.F, Op.I, Op.W)}
+
+    whole, none = seconds(()), seconds(("decoder.layers.*.linear_*.weight",))
+    half = seconds(tuple(f"decoder.layers.{number}.*" for number in range(4)))
+    assert all(each[op] == pytest.approx(whole[op]) for each in (half, none) for op in (Op.F, Op.I))
+    assert none[Op.W] < half[Op.W] < whole[Op.W]
+    assert half[Op.W] == pytest.approx((whole[Op.W] + none[Op.W]) / 2)  # the rest is that of the head
+
+
 @pytest.mark.parametrize(
     ("dtype", "changes", "num_bytes"),
     [

@@ -167,6 +167,20 @@ def test_bytes_of_a_parameter(changes: dict[str, object], weight: float, gradien
     assert items["optimizer"] == optimizer * elements
 
 
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_frozen_parameters_take_the_bytes_of_their_weights_alone(level: str) -> None:
+    changes = {"dtype": "bf16", "data_parallel_sharding_strategy": level}
+    of_all = rank_memory(resolve(small_config(**changes), 4), 0).items
+    plan = resolve(small_config(**changes, freeze=("decoder.layers.[0-5].*",)), 4)
+    items, (trained, frozen) = rank_memory(plan, 0).items, plan.buffers(0, 0)
+    assert (trained.trainable, frozen.trainable) == (True, False)
+    gradient_shards, state_shards = (1 if level in whole else 4 for whole in (("no_shard", "optim"), ("no_shard",)))
+    assert items["gradients"] == 4 * trained.numel // gradient_shards + 64
+    assert items["optimizer"] == 12 * trained.numel // state_shards
+    assert items["weights"] == pytest.approx(of_all["weights"], rel=0.01)  # besides padding
+    assert items["activations"] < of_all["activations"]
+
+
 def test_a_1f1b_rank_keeps_one_microbatch_for_each_rank_behind_it() -> None:
     plan = resolve(small_config(pipeline_model_parallel_size=4, global_batch_size=16), 4)
     for rank in all_rank_memory(plan):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megapipe.errors import ConfigError
+from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
 from tests.tiny import small_config
 
@@ -150,3 +151,27 @@ def test_key_value_heads_that_no_group_of_ranks_shares_are_refused() -> None:
     heads = {**changes, "num_attention_heads": 12, "tensor_model_parallel_size": 4, "kv_channels": 8}
     with pytest.raises(ConfigError, match=r"^layer 1: --num-query-groups 3 and --tensor-model-parallel-size 4: one"):
         resolve(small_config(**heads, layer_pattern=("1", "1 num_query_groups=3")), 4)
+
+
+@pytest.mark.parametrize(
+    ("freeze", "words"),
+    [
+        (("embedding.*", "decoder.layers.8.*"), ["--freeze decoder.layers.8.* matches no", "decoder.layers."]),
+        (("*",), ["--freeze *", "--skip-train"]),
+        (("decoder.*", "embedding.*"), ["--freeze decoder.* embedding.*", "every parameter"]),
+    ],
+    ids=["a pattern without a match", "all", "all in parts"],
+)
+def test_patterns_that_freeze_nothing_or_everything_are_refused(freeze: tuple[str, ...], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(small_config(freeze=freeze), 1)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_patterns_are_of_whole_names_and_told() -> None:
+    plan = resolve(small_config(freeze=("decoder.layers.1.*", "*.linear_fc1.bias")), 1)
+    frozen = {spec.name for spec in plan.specs if not spec.trainable}
+    assert {name.split(".")[2] for name in frozen if "fc1.bias" not in name} == {"1"}  # layer 10 would not be
+    assert sum(name.endswith("fc1.bias") for name in frozen) == plan.config.model.num_layers
+    (line,) = [line for line in plan_text(plan).splitlines() if "frozen" in line]
+    assert f"{sum(spec.num_elements for spec in plan.specs if not spec.trainable):,}" in line

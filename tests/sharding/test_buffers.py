@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given
@@ -46,6 +47,25 @@ def test_shards_of_all_ranks_cover_every_local_element_once(
     assert covered == {
         s.name: int(slot.numel) for s in specs for lay in layouts for slot in lay.slots if slot.spec is s
     }
+
+
+@given(
+    tp=st.sampled_from([1, 2]),
+    frozen=st.sets(st.integers(0, 30)),
+    bucket_size=st.sampled_from([1, 300, 10**6]),
+    tied_kind=st.sampled_from(["plain", "tied", "shared"]),
+)
+def test_frozen_parameters_are_in_buffers_of_their_own_and_change_no_others(
+    tp: int, frozen: set[int], bucket_size: int, tied_kind: BufferKind
+) -> None:
+    whole = model_parameters(resolved_model(num_layers=2), tp > 1)
+    specs = tuple(replace(spec, trainable=place not in frozen) for place, spec in enumerate(whole))
+    layouts = layout_buffers(specs, 0, tp, 3, bucket_size, tied_kind)
+    audit_buffers(specs, layouts, 0, tp)
+    assert all(slot.spec.trainable == layout.trainable for layout in layouts for slot in layout.slots)
+    assert not any(layout.kind == "partial" and not layout.trainable for layout in layouts)  # nothing is summed
+    alone = layout_buffers([spec for spec in specs if spec.trainable], 0, tp, 3, bucket_size, tied_kind)
+    assert tuple(layout for layout in layouts if layout.trainable) == alone
 
 
 def test_buckets_fill_from_the_last_layer_back() -> None:

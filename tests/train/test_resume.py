@@ -33,6 +33,12 @@ INTERLEAVED_ZERO = {
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
 }
+SHARDED_FROZEN = {
+    "pipeline_model_parallel_size": 2,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "dtype": "bf16",
+    "freeze": ("embedding.*", "decoder.layers.[01].*", "*.linear_fc1.*"),
+}
 TENSOR_PARALLEL_FP16 = {
     "tensor_model_parallel_size": 2,
     "sequence_parallel": True,
@@ -96,8 +102,8 @@ def interrupted(
 
 @pytest.mark.parametrize(
     ("world", "changes", "steps"),
-    [(4, INTERLEAVED_ZERO, 10), (2, TENSOR_PARALLEL_FP16, 6)],
-    ids=["interleaved_zero_bf16_dropout", "tp_fp16_with_overflows"],
+    [(4, INTERLEAVED_ZERO, 10), (2, TENSOR_PARALLEL_FP16, 6), (4, SHARDED_FROZEN, 4)],
+    ids=["interleaved_zero_bf16_dropout", "tp_fp16_with_overflows", "frozen_zero3_bf16"],
 )
 def test_a_run_resumed_halfway_equals_an_uninterrupted_one(
     rank_pools: Callable[[int], RankPool], tmp_path: Path, world: int, changes: dict[str, Any], steps: int

@@ -29,6 +29,7 @@ LACKING = {
     "fp64": "it does not compute in fp64",
     "slices": "its modules know whole sequences",
     "sharded gradients": "its modules hold their weights, which would have to be gathered",
+    "frozen parameters": "its linears add the gradient of a bias only together with that of the weight",
     "CUDA graphs": "it keeps state in Python, which a replay does not change",
     "overlapped tp": "it overlaps in its own way, with user buffers that are not set up here",
     "activation offload": "it keeps casts of its weights among the activations, which would be offloaded too",

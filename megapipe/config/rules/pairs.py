@@ -143,6 +143,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "another optimizer than Adam": lambda c: c.optimizer.optimizer != "adam" and f"--optimizer {c.optimizer.optimizer}",
     "narrow moments": lambda c: c.optimizer.use_precision_aware_optimizer and "--use-precision-aware-optimizer",
+    "frozen parameters": lambda c: bool(c.optimizer.freeze) and f"--freeze {' '.join(c.optimizer.freeze)}",
     "fp8 of parts without its modules": _fp8_of_own_parts,
     "fp64": lambda c: c.precision.dtype == "fp64" and "--dtype fp64",
     "delayed scales": lambda c: (

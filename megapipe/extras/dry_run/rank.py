@@ -212,14 +212,15 @@ def count_step(
         pool = runtime.offload.pool
         pool.allocate = partial(live.outside, pool.allocate)
     buffers = [buffer for held in runtime.buffers.values() for buffer in held.buffers]
+    trained = [buffer for held in runtime.buffers.values() for buffer in held.trained]
     live.name((tensor for buffer in buffers for tensor in buffer.kept_parameters), "weights")
-    live.name((buffer.kept_gradients for buffer in buffers), "gradients")
+    live.name((buffer.kept_gradients for buffer in trained), "gradients")
     live.follow((b.parameters for b in buffers if b.level == 3), "gathered weights")
-    live.follow((b.gradients for b in buffers if b.level >= 2), "whole gradients")
+    live.follow((b.gradients for b in trained if b.level >= 2), "whole gradients")
     held = dict(runtime.optimizer.held())
     if "host" in held:  # Muon copies matrices to the device and computes there
         live.leave_out(held.pop("host"))
-        if not any(bucket.has_matrices for buffer in buffers for bucket in buffer.layout.buckets):
+        if not any(bucket.has_matrices for buffer in trained for bucket in buffer.layout.buckets):
             rule: Any = runtime.optimizer.rule
             rule.step = live.uncounted(rule.step)
     for item, tensors in held.items():

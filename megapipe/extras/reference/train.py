@@ -120,6 +120,7 @@ def build_optimizer(
             "decoupled": name in ("embedding.word_embeddings.weight", "output_layer.weight"),
         }
         for name, parameter in model.named_parameters()
+        if parameter.requires_grad
     ]
     if update is not None:
         return RuleOptimizer(groups, update)
@@ -200,7 +201,10 @@ def asynchronous_step(
         for k in group:
             weights = {name: history[delays.versions(stage_of[name], k)][name] for name in parameters}
             for microbatch in microbatches[k]:
-                leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+                leaves = {
+                    name: weight.detach().requires_grad_(parameters[name].requires_grad)
+                    for name, weight in weights.items()
+                }
                 found, count = torch.func.functional_call(model, leaves, kwargs=dict(microbatch))
                 (found / count.clamp(min=1)).backward()
                 loss_sum, num_tokens = loss_sum + found.item(), num_tokens + count.item()

@@ -173,7 +173,10 @@ class Frontier:
         hardware: Hardware,
         pinned: Callable[[Layout], bool],
     ) -> None:
-        """Raises ConfigError without a global batch size."""
+        """Raises ConfigError without a global batch size, and with --freeze."""
+        if config.optimizer.freeze:
+            rule = "the search bounds layouts by the memory of models that are trained whole"
+            raise ConfigError(f"--freeze: {rule}; leave it out, and plan the layouts it finds with it")
         if config.training.global_batch_size is None:
             raise ConfigError("--global-batch-size is missing; set it: the sequences of a step limit the parallelism")
         self._bounds, self._pinned, self._most_bytes = bounds, pinned, NEAR_MISS * hardware.usable_bytes
@@ -280,7 +283,7 @@ def search(
     config: with a vocabulary size and a global batch size.
     pinned: returns True for the layouts to consider (default: all).
     load: of experts; of a layout with a small ep as much of it as that ep allows.
-    Raises ConfigError without a global batch size, if no layout is legal, and if none nearly fits.
+    Raises ConfigError without a global batch size, with --freeze, if no layout is legal, and if none nearly fits.
     """
     hardware = hardware.on(world_size)
     bounds, steps = Bounds(config, world_size, hardware, load), ShortSteps(config, world_size, hardware, load)

@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Iterable
 
 from megapipe.config.config import Config, convert
-from megapipe.config.layers import LayerConfig, layer_configs
+from megapipe.config.layers import layer_configs
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.verify.shrink import layer_pattern, unlike_layers
+from megapipe.extras.verify.shrink import frozen_of_layers, kinds_of_layers, layer_pattern, unlike_layers
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.schedule_choice import BY_HAND
@@ -76,7 +76,7 @@ def _layer_counts(plan: RunPlan, is_cut: bool) -> list[int]:
 
     is_cut: also where the layers of a stage together decide what each recomputes.
     """
-    config, layers = plan.config, layer_configs(plan.config.model)
+    config, layers = plan.config, kinds_of_layers(plan)
     units = min(config.parallel.data_parallel_sharding_units, MAX_UNITS)
     recompute = config.recompute  # of a block also a layer behind it
     groups = max(MIN_LAYERS, units, (recompute.recompute_num_layers or 0) + (recompute.recompute_method == "block"))
@@ -94,7 +94,8 @@ def _with_layers(plan: RunPlan, whole: Config, counts: list[int]) -> Config:
     """Return the configuration with so many layers of every stage."""
     config = plan.config
     partition = plan.whole_stages().partition
-    layers: tuple[LayerConfig, ...] = unlike_layers(layer_configs(config.model), partition, counts)
+    numbers = unlike_layers(kinds_of_layers(plan), partition, counts)
+    layers = [layer_configs(config.model)[number] for number in numbers]
     has_experts = [int(layer.num_experts is not None) for layer in layers]
     model = convert(
         ModelConfig,
@@ -116,4 +117,5 @@ def _with_layers(plan: RunPlan, whole: Config, counts: list[int]) -> Config:
         pipeline_schedule=plan.schedule_name,
         num_virtual_stages_per_pipeline_rank=config.parallel.num_virtual_stages_per_pipeline_rank,
     )
-    return dataclasses.replace(whole, model=model, parallel=parallel)
+    optimizer = dataclasses.replace(whole.optimizer, freeze=frozen_of_layers(plan, numbers))
+    return dataclasses.replace(whole, model=model, parallel=parallel, optimizer=optimizer)

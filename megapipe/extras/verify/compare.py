@@ -239,7 +239,7 @@ class Difference:
 def gradient_pieces(runtime: TrainingRuntime) -> Iterator[HeldPiece]:
     """Yield this rank's reduced gradients as views: its shards with the distributed optimizer, else whole ones."""
     for stage, buffers in runtime.buffers.items():
-        for store in buffers.buffers:
+        for store in buffers.trained:
             for bucket in store.layout.buckets:
                 (low, high), gradients = store.shard_range(bucket), store.own_gradients(bucket)
                 for position, piece in store.pieces(bucket, low, high):

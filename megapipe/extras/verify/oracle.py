@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,8 @@ class Oracle:
         self._config, self._device, self._dp = config, torch.device(device), dp
         self.model = ReferenceGPT(reference_config(config)).to(self._device, torch.float64)
         self.model.load_state_dict({name: weight.double() for name, weight in weights.items()})
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad = not any(fnmatchcase(name, pattern) for pattern in config.optimizer.freeze)
         optimizer = config.optimizer
         self._optimizer = build_optimizer(
             self.model,

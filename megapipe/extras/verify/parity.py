@@ -133,7 +133,8 @@ def compare_with_oracle(
         mine = RankStep(rank, result.loss, norm, *summaries, routing, result.ahead)
         covered = [(held.piece.spec.name, held.piece.box) for held in trainer.averaged]
         everywhere = gather_objects((mine, covered), groups.world)
-        missing = uncovered(plan.specs, [box for _, boxes in everywhere for box in boxes])
+        trained = [spec for spec in plan.specs if spec.trainable]
+        missing = uncovered(trained, [box for _, boxes in everywhere for box in boxes])
         if missing:
             raise RuntimeError(
                 f"no rank has compared the whole gradients of {', '.join(missing)}: the comparison proves nothing "

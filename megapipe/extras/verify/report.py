@@ -193,9 +193,12 @@ def found_text(small: Shrunk, steps: Sequence[ParityStep]) -> str:
     failed = next((step for step in steps if not step.passes), None)
     if failed is None:
         count, ranks = len(small.plan.specs), small.plan.topology.world_size
+        trained = sum(spec.trainable for spec in small.plan.specs)
         layers = len(expert_layers(small.plan.config.model))
         experts = f", the experts of every token in {layers} layer(s)" if layers else ""
-        lines.append(f"  same: loss, gradient norm, {count} gradients and {count} weights{experts} on {ranks} rank(s)")
+        lines.append(
+            f"  same: loss, gradient norm, {trained} gradients and {count} weights{experts} on {ranks} rank(s)"
+        )
     else:
         lines.append("")
         for text in _failure(small, failed):

@@ -71,11 +71,12 @@ def shrink(
             f"--verify-grid native compares with fp64, in which tokens may choose other experts than in "
             f"{config.precision.dtype}; use --verify-grid for a model with experts"
         )
-    layers = layer_configs(config.model)
+    layers, numbers = layer_configs(config.model), list(range(config.model.num_layers))
     if partition.num_layers > MAX_LAYERS:  # all stages lose the same number of layers, so that the largest keeps two
         fewer = max(max(partition.layer_counts) - 2, 0)
         counts = [max(count - fewer, min(count, 1)) for count in partition.layer_counts]
-        layers = unlike_layers(layers, partition, counts)
+        numbers = unlike_layers(kinds_of_layers(plan), partition, counts)
+        layers = tuple(layers[number] for number in numbers)
         partition = from_counts(counts, sum(counts))
     training, num_microbatches = _training(plan)
     precision, recompute, offload = _precision(config.precision, mode), config.recompute, config.offload
@@ -105,7 +106,10 @@ def shrink(
         recompute=recompute,
         offload=offload,
         training=training,
-        optimizer=_optimizer(optimizer, *RATES["bf16" if rounds_to_bf16 else precision.dtype]),
+        optimizer=dataclasses.replace(
+            _optimizer(optimizer, *RATES["bf16" if rounds_to_bf16 else precision.dtype]),
+            freeze=frozen_of_layers(plan, numbers),
+        ),
         precision=precision,
         data=DataConfig(**_values(config.data, DATA_KEPT)),
     )
@@ -126,17 +130,36 @@ def _values(section: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(section, name) for name in names}
 
 
-def unlike_layers(
-    layers: Sequence[LayerConfig], partition: Partition, counts: Sequence[int]
-) -> tuple[LayerConfig, ...]:
-    """Return the layers that the stages keep, so many of each: first kinds new to the model, then new to the stage."""
-    kept: list[LayerConfig] = []
+def unlike_layers(kinds: Sequence[Any], partition: Partition, counts: Sequence[int]) -> list[int]:
+    """Return the numbers of the layers that the stages keep, so many of each: first kinds new to the model, then new to
+    the stage. kinds: of the layers, in order.
+    """
+    kept: list[int] = []
     for stage, count in zip(partition.stages, counts, strict=True):
-        held = layers[stage.first_layer : stage.last_layer_exclusive]
-        known = [layer in held[:place] for place, layer in enumerate(held)]
-        order = sorted(range(len(held)), key=lambda place: (known[place], held[place] in kept))
-        kept += [held[place] for place in sorted(order[:count])]
-    return tuple(kept)
+        first, seen = stage.first_layer, [kinds[number] for number in kept]
+        held = kinds[first : stage.last_layer_exclusive]
+        known = [kind in held[:place] for place, kind in enumerate(held)]
+        order = sorted(range(len(held)), key=lambda place: (known[place], held[place] in seen))
+        kept += [first + place for place in sorted(order[:count])]
+    return kept
+
+
+def kinds_of_layers(plan: RunPlan) -> list[tuple[LayerConfig, frozenset[str]]]:
+    """Return the layers of a plan with the names, within the layer, of parameters that are not trained."""
+    return [(layer, _frozen_in(plan, number)) for number, layer in enumerate(layer_configs(plan.config.model))]
+
+
+def _frozen_in(plan: RunPlan, layer: int) -> frozenset[str]:
+    """Return the names, within a layer, of its parameters that are not trained."""
+    frozen = (spec.name for spec in plan.specs if spec.owner == layer and not spec.trainable)
+    return frozenset(name.removeprefix(f"decoder.layers.{layer}.") for name in frozen)
+
+
+def frozen_of_layers(plan: RunPlan, numbers: Sequence[int]) -> tuple[str, ...]:
+    """Return the names of the parameters that are not trained in a model of the layers of these numbers."""
+    ends = [spec.name for spec in plan.specs if not spec.trainable and isinstance(spec.owner, str)]
+    held = ((place, name) for place, layer in enumerate(numbers) for name in sorted(_frozen_in(plan, layer)))
+    return (*ends, *(f"decoder.layers.{place}.{name}" for place, name in held))
 
 
 def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> ModelConfig:
