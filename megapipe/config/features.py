@@ -88,6 +88,7 @@ FEATURES = (
     Feature("chunked loss", "--cross-entropy-chunk-size 64"),
     Feature("moe overlap", f"{PP2} --pipeline-schedule dualpipe-v {EXPERTS} --overlap-moe-expert-parallel-comm"),
     Feature("layer pattern", "--window-size 16 --window-attn-skip-freq 2"),
+    Feature("frozen", "--freeze embedding.* decoder.layers.0.* decoder.layers.5.*.weight"),
     Feature("balance auto", f"{PP2} --pipeline-balance auto"),
 )
 
