@@ -22,6 +22,7 @@ from megapipe.data.loader import Loader
 from megapipe.environment import read_environment
 from megapipe.extras.cli.command import main as megapipe
 from megapipe.extras.convert.hugging_face import start_from
+from megapipe.extras.convert.snapshot import read_checkpoint
 from megapipe.extras.verify.compare import FP64
 from megapipe.extras.verify.oracle import GlobalBatch, Oracle, drawn_slices, whole_weights
 from megapipe.extras.verify.parity import compare_with_oracle
@@ -126,7 +127,6 @@ def test_one_command_trains_a_hugging_face_folder_and_exports_it(folder: Path, t
     assert losses[-1] < losses[0]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert megapipe(["convert", str(tmp_path / "run"), str(tmp_path / "export"), "--no-check"]) == 0, printed
-    from megapipe.extras.convert.snapshot import read_checkpoint
     from megapipe.extras.convert.special_tokens import ends_of
     from megapipe.extras.verify.conversion import compare
 
@@ -205,6 +205,18 @@ def test_a_run_that_is_resumed_ends_with_the_same_bits(folder: Path, tmp_path: P
     assert furthest(tmp_path / "whole", tmp_path / "parts") == 0.0
     code, said = job(words + " --sft-tokenizer-prompt-format plain --train-iters 8", base="")
     assert code == 1 and "  data:\n" in said
+
+
+def test_frozen_weights_of_a_folder_stay_as_they_are(folder: Path, tmp_path: Path) -> None:
+    words = flags(
+        folder, tmp_path, f"--save {tmp_path / 'run'} --train-iters 1 --freeze embedding.* decoder.layers.0.*"
+    )
+    code, said = job(words, base="")
+    assert code == 0, said
+    _, before = start_from(load_config(words.split()))
+    for name, after in read_checkpoint(tmp_path / "run").weights.items():
+        is_frozen = name.startswith(("embedding.", "decoder.layers.0."))
+        assert torch.equal(after.detach(), before[f"master/{name}"].detach().to(after.dtype)) == is_frozen, name
 
 
 REFUSED = {
