@@ -115,12 +115,10 @@ class GPTStage(nn.Module):
         self.loss = Loss(config, loss, kernels) if layers.has_head else None
         self.group_runner: GroupRunner | None = None
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
-        every = layer_configs(config) if configs is None else configs
-        held = {number: every[number] for number in numbers}
-        predicting = range(
-            config.num_layers, config.num_layers + (config.mtp_num_layers or 0 if layers.has_head else 0)
-        )
-        held |= dict.fromkeys(predicting, layer_configs(config)[-1])
+        configs = configs or layer_configs(config)
+        num_ahead = config.mtp_num_layers or 0 if layers.has_head else 0
+        predicting = range(config.num_layers, config.num_layers + num_ahead)
+        held = {number: configs[number] for number in numbers} | dict.fromkeys(predicting, configs[-1])
         self.context_parallel: dict[int, ContextParallel] = {}
         self.part = WHOLE_SEQUENCE
         if context is not None and context.cp.size > 1:
