@@ -62,7 +62,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Around(NamedTuple):
-    """What surrounds some actions of a row, such as a stream, a range of a profiler or the copies of an offload."""
+    """A context of some actions of a row, such as a stream, a range of a profiler or the copies of an offload."""
 
     context: Callable[[Action], Context | None]  # asked once for each action of a row; None: not around this one
     begin: Callable[[], Any] = lambda: None  # called at the start of a row

@@ -1,4 +1,4 @@
-"""What layers keep and make, found by running them once on tensors that have shapes and no values.
+"""Layers run once on tensors that have shapes and no values, to find what they keep and make.
 
 - `layers`:    `trace_layers`, `trace_embedding`, `trace_head`, `trace_parts`
 - `traced`:    `Traced`, what was counted, for any number of sequences

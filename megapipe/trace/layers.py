@@ -23,18 +23,25 @@ def trace_layers(layers: tuple[TracedLayer, ...], shape: RankShape) -> Traced:
     return _of_batch(partial(_layers, layers), shape)
 
 
-def trace_embedding(model: ResolvedModelConfig, shape: RankShape) -> Traced:
-    """Run the embedding."""
-    return _of_batch(partial(_end, model, StageLayers(0, 0, True, False), False, "p2p"), shape)
+def trace_embedding(model: ResolvedModelConfig, shape: RankShape, frozen: frozenset[str] = frozenset()) -> Traced:
+    """Run the embedding. frozen: names of parameters that are not trained."""
+    return _of_batch(partial(_end, model, StageLayers(0, 0, True, False), frozen, False, "p2p"), shape)
 
 
-def trace_head(model: ResolvedModelConfig, shape: RankShape, is_fp8: bool = False, comm_type: str = "p2p") -> Traced:
+def trace_head(
+    model: ResolvedModelConfig,
+    shape: RankShape,
+    frozen: frozenset[str] = frozenset(),
+    is_fp8: bool = False,
+    comm_type: str = "p2p",
+) -> Traced:
     """Run the final norm, the output layer, the loss and multi-token prediction.
 
-    is_fp8, comm_type: of the latter, as of a `TracedLayer`.
+    frozen: names of parameters that are not trained. is_fp8, comm_type: of multi-token prediction, as of a
+    `TracedLayer`.
     """
     count = model.num_layers
-    return _of_batch(partial(_end, model, StageLayers(count, count, False, True), is_fp8, comm_type), shape)
+    return _of_batch(partial(_end, model, StageLayers(count, count, False, True), frozen, is_fp8, comm_type), shape)
 
 
 @cache
@@ -60,5 +67,12 @@ def _layers(layers: tuple[TracedLayer, ...], shape: RankShape) -> Traced:
 
 
 @cache
-def _end(model: ResolvedModelConfig, stage: StageLayers, is_fp8: bool, comm_type: str, shape: RankShape) -> Traced:
-    return Unit(model, stage, (), shape, is_fp8, comm_type).traced()
+def _end(
+    model: ResolvedModelConfig,
+    stage: StageLayers,
+    frozen: frozenset[str],
+    is_fp8: bool,
+    comm_type: str,
+    shape: RankShape,
+) -> Traced:
+    return Unit(model, stage, (), shape, is_fp8, comm_type, frozen).traced()

@@ -12,7 +12,7 @@ SIZES = ("masks", "rotary", "shared_masks", "shared_rotary", "waiting")
 
 @dataclass(frozen=True)
 class Traced:
-    """What one microbatch, or a slice of it, keeps and makes on one rank, in bytes.
+    """Bytes that one microbatch, or a slice of it, keeps and makes on one rank.
 
     forward, backward, weights: of F, B (I where the shape splits the backward) and W, at each tensor that it makes, the
     bytes over those that are there when it starts, the gradient of the output aside; of F over what it keeps.

@@ -45,19 +45,21 @@ DROPOUT_KEY = DropoutKey(0, 0, 0)  # any: there are no values
 
 class TracedLayer(NamedTuple):
     """One layer. is_fp8: its linears multiply in 8 bits. comm_type: how it reaches the keys of other cp ranks.
-    imbalance: rows that reach this rank's experts, over the mean.
+    imbalance: rows that reach this rank's experts, over the mean. frozen: linears whose weights are not trained.
     """
 
     config: LayerConfig
     is_fp8: bool
     comm_type: str
     imbalance: float = 1.0
+    frozen: frozenset[str] = frozenset()
 
 
 class Unit:
     """A stage of a few layers, or of an end of the model, on one rank.
 
-    each: its layers; () for an end. is_fp8, comm_type: of the layers of multi-token prediction.
+    each: its layers; () for an end. is_fp8, comm_type: of the layers of multi-token prediction. frozen: names of the
+    parameters of an end that are not trained.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class Unit:
         shape: RankShape,
         is_fp8: bool = False,
         comm_type: str = "p2p",
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         self.model, self.layers, self.shape = model, layers, shape
         # which layers are in 8 bits depends on how many there are
         self.each = [layer._replace(config=replace(layer.config, num_layers=len(each))) for layer in each]
         self.dtype = _dtype(shape.dtype)
+        self.frozen = frozen
         self.comm_types = [layer.comm_type for layer in each] or [comm_type]
         self.precision = _precision(shape, [layer.is_fp8 for layer in each] or [is_fp8])
 
@@ -95,7 +99,7 @@ class Unit:
         with MetaMode("cuda" if self.shape.is_cuda else "cpu"), self.live as live:
             live.label, self.queue = "weights", WeightQueue()
             self.stage = self._stage(self.queue)
-            _give_weights(self.stage, self.dtype, self._gradient_dtype)
+            self._give_weights()
             self.stage.begin_row()
             self.stage.cast_weights()
             live.follow_elements(self.stage)
@@ -155,9 +159,11 @@ class Unit:
         inputs = () if self.layers.has_embedding else (self._hidden(STEP),)
         start = live.level - sum(each.nbytes for each in inputs)
         live.watch()
-        runner.forward(0, inputs, microbatch, _loss if self.layers.has_head else None)
-        del inputs
-        kept, level = tuple(live.alive().values()), live.level
+        output = runner.forward(0, inputs, microbatch, _loss if self.layers.has_head else None)
+        # a frozen embedding's is a leaf, which counts for the layer that it goes to
+        sent = None if output is None else live.number_of(output[0])
+        del inputs, output
+        kept, level = tuple(each for number, each in live.alive().items() if number != sent), live.level
         forward = live.levels_over(level)
         masks, rotary = live.by_label["masks"], live.by_label["rotary"]
         gradient = None if self.layers.has_head else self._hidden(MESSAGES)
@@ -225,6 +231,31 @@ class Unit:
             configs=[layer.config for layer in self.each] or None,
         )
 
+    def _give_weights(self) -> None:
+        """Give the stage parameters and, where these are trained, main gradients to which everything is added."""
+        names = {parameter: name for name, parameter in self.stage.named_parameters()}
+        places: dict[nn.Parameter, list[tuple[Any, str]]] = {}
+        for module in self.stage.modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(parameter, []).append((module, attribute))
+        for old, held in places.items():
+            weight, is_trained = torch.empty(old.shape, dtype=self.dtype, device=META), not self._is_frozen(names[old])
+            new = nn.Parameter(weight, requires_grad=is_trained)
+            for module, attribute in held:
+                module._parameters[attribute] = new
+            if is_trained:
+                _give_gradient(new, held, torch.empty(old.shape, dtype=self._gradient_dtype, device=META))
+        for router in self.stage.routers().values():
+            if router.expert_bias is not None:
+                router.expert_bias = router.expert_bias.to(META)
+
+    def _is_frozen(self, name: str) -> bool:
+        if not self.each:
+            return name in self.frozen
+        _, _, number, *_, module, kind = name.split(".")  # decoder.layers.0.mlp.linear_fc1.weight
+        return kind == "weight" and module in self.each[int(number)].frozen
+
     @property
     def _gradient_dtype(self) -> torch.dtype:
         name = self.shape.gradient_dtype
@@ -268,27 +299,13 @@ def _loss(output: StageLoss, _: Microbatch) -> tuple[Tensor, None]:
     return output.loss_sum + sum(each.loss_sum for each in output.ahead), None
 
 
-def _give_weights(stage: GPTStage, dtype: torch.dtype, gradient_dtype: torch.dtype) -> None:
-    """Give the stage parameters of this dtype, and main gradients, to which everything is added."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in stage.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(parameter, []).append((module, name))
-    for old, held in places.items():
-        new = nn.Parameter(torch.empty(old.shape, dtype=dtype, device=META))
-        total = torch.empty(old.shape, dtype=gradient_dtype, device=META)
-        by_hand = [(module, name) for module, name in held if isinstance(getattr(module, "slots", None), dict)]
-        slot = GradientSlot(total, sum(getattr(module, "uses", 1) for module, _ in by_hand))
-        for module, name in held:
-            module._parameters[name] = new
-        for module, name in by_hand:
-            slots: Any = module.slots
-            slots[name] = slot
-        new.register_post_accumulate_grad_hook(partial(_add, total))
-    for router in stage.routers().values():
-        if router.expert_bias is not None:
-            router.expert_bias = router.expert_bias.to(META)
+def _give_gradient(parameter: nn.Parameter, places: Sequence[tuple[Any, str]], total: Tensor) -> None:
+    """Let everything that computes a gradient of a parameter add it to `total`. places: (module, attribute)."""
+    by_hand = [(module, name) for module, name in places if isinstance(getattr(module, "slots", None), dict)]
+    slot = GradientSlot(total, sum(getattr(module, "uses", 1) for module, _ in by_hand))
+    for module, name in by_hand:
+        module.slots[name] = slot
+    parameter.register_post_accumulate_grad_hook(partial(_add, total))
 
 
 def _add(total: Tensor, parameter: Tensor) -> None:

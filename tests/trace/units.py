@@ -57,7 +57,7 @@ def planned(features: tuple[str, ...], device: str) -> RunPlan:
 def traced_layer(layer: LayerSpec) -> TracedLayer:
     comm_type = "p2p" if layer.attention is None else layer.attention.cp_comm_type
     imbalance = 1.0 if layer.experts is None else layer.experts.imbalance
-    return TracedLayer(layer.parts[0].model, layer.is_fp8, comm_type, imbalance)
+    return TracedLayer(layer.parts[0].model, layer.is_fp8, comm_type, imbalance, layer.frozen)
 
 
 def shapes_of(plan: RunPlan) -> list[RankShape]:
@@ -85,9 +85,9 @@ def compared(plan: RunPlan) -> Iterator[Compared]:
 def of_end(plan: RunPlan, shape: RankShape, is_head: bool, stage: StageLayers) -> tuple[Bytes, Bytes]:
     model, end = plan.model, stage.last_layer_exclusive if is_head else stage.first_layer
     last = traced_layer(model.predictions[0][1] if model.predictions else model.layers[-1])
-    traced = trace_embedding(plan.config.model, shape)
+    traced = trace_embedding(plan.config.model, shape, model.embedding.frozen)
     if is_head:
-        traced = trace_head(plan.config.model, shape, last.is_fp8, last.comm_type)
+        traced = trace_head(plan.config.model, shape, model.head.frozen, last.is_fp8, last.comm_type)
     alone = StageLayers(end, end, not is_head, is_head)
     kept = sum(total for table in end_tables(model, shape, alone) for total in bytes_by_name(table.keeps).values())
     kept += sum(total_bytes(group_keeps(group, shape)) for group in prediction_groups(model, shape, alone))
