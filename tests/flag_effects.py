@@ -299,7 +299,7 @@ optimizer.muon_fp32_matmul_prec | --muon-fp32-matmul-prec highest | said fp32 on
 optimizer.freeze | --freeze embedding.* | records plan
 optimizer.optimizer_options | --optimizer-options beta2=0.5 | records | {EXTEND}update_rule.py --optimizer lion
 optimizer.optimizer_cpu_offload | --optimizer-cpu-offload | plan memory
-optimizer.use_precision_aware_optimizer | --use-precision-aware-optimizer | plan memory | --bf16
+optimizer.use_precision_aware_optimizer | --use-precision-aware-optimizer | outcome | --bf16 --exp-avg-dtype bf16
 optimizer.main_grads_dtype | --main-grads-dtype bf16 | plan memory | {NARROW}
 optimizer.exp_avg_dtype | --exp-avg-dtype bf16 | records | {NARROW}
 optimizer.exp_avg_sq_dtype | --exp-avg-sq-dtype bf16 | records | {NARROW}
