@@ -80,14 +80,14 @@ def test_pipeline_ranks_that_share_a_gpu_replay_their_stages(schedule: str, tmp_
 
 
 def strict_job(rank: int, world_size: int, flags: str, strict_from: int) -> tuple[int, str, list[int], int]:
-    """Run a job in which starting a step may not wait for the device, from a step on. Returns its exit code and output,
-    the calls of modules before each step, and all of them.
+    """Run a job in which the gradients of a step may not wait for the device, from a step on. Returns its exit code and
+    output, the calls of modules before each step, and all of them.
     """
-    start, forward = TrainStep.start, torch.nn.Module.__call__
+    start, forward = TrainStep.gradients, torch.nn.Module.__call__
     steps: list[int] = []
     calls: list[int] = []
 
-    def strict(self: TrainStep, *arguments: object) -> bool:
+    def strict(self: TrainStep, *arguments: object) -> object:
         steps.append(len(calls))
         if len(steps) > strict_from:
             torch.cuda.set_sync_debug_mode("error")
@@ -101,7 +101,7 @@ def strict_job(rank: int, world_size: int, flags: str, strict_from: int) -> tupl
         calls.append(1)
         return forward(self, *arguments, **named)
 
-    TrainStep.start = strict  # type: ignore[assignment, method-assign]
+    TrainStep.gradients = strict  # type: ignore[assignment, method-assign]
     torch.nn.Module.__call__ = counted  # type: ignore[assignment, method-assign]
     return *job(flags), steps, len(calls)
 

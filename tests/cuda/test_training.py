@@ -161,9 +161,9 @@ def test_a_resumed_run_on_a_gpu_is_bit_exact(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", ["", OFFLOAD, f"{FULL} --recompute-keep-attention --attention-dropout 0"])
 def test_nothing_in_a_launched_step_waits_for_the_device(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    start, calls = TrainStep.start, []
+    start, calls = TrainStep.gradients, []
 
-    def strict(self: TrainStep, *arguments: object) -> bool:
+    def strict(self: TrainStep, *arguments: object) -> object:
         calls.append(1)
         if len(calls) > 1:  # the first compiles and allocates
             torch.cuda.set_sync_debug_mode("error")
@@ -172,7 +172,7 @@ def test_nothing_in_a_launched_step_waits_for_the_device(flags: str, monkeypatch
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(TrainStep, "start", strict)
+    monkeypatch.setattr(TrainStep, "gradients", strict)
     code, said = job(
         f"--device {CARD} --bf16 --train-iters {STEPS} --hidden-dropout 0.1 --use-distributed-optimizer {flags}"
     )

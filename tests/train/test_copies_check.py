@@ -36,21 +36,21 @@ def flip(values: torch.Tensor, element: int) -> None:
 
 def flipping(rank: int, victims: tuple[int, ...], name: str, where: str = "parameter") -> None:
     """Flip a bit in the memory of the victim ranks after step STRIKES_AFTER."""
-    finish, count = TrainStep.finish, 0
+    run, count = TrainStep.run, 0
 
     def finished(self: TrainStep, *arguments: Any) -> Any:
         nonlocal count
-        result = finish(self, *arguments)
+        result = run(self, *arguments)
         count += 1
         if count == STRIKES_AFTER:
-            TrainStep.finish = finish  # type: ignore[method-assign]
+            TrainStep.run = run  # type: ignore[method-assign]
             runtime = self.runtime
             runtime.stores.finish_weights()
             strike(runtime, name, where)
         return result
 
     if rank in victims:
-        TrainStep.finish = finished  # type: ignore[method-assign]
+        TrainStep.run = finished  # type: ignore[method-assign]
 
 
 def strike(runtime: TrainingRuntime, name: str, where: str) -> None:

@@ -215,7 +215,7 @@ def host_waits(seen: list[str]) -> Iterator[None]:
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """Record where the host reads device values in each part of a step."""
-    found: dict[str, list[str]] = {"start": [], "finish": []}
+    found: dict[str, list[str]] = {"gradients": [], "run": []}  # of which the first is a part
     for part, seen in found.items():
         run = getattr(TrainStep, part)
 
@@ -241,15 +241,15 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         pytest.param("--log-num-zeros-in-grad --decoupled-lr 0.1 --fp16 --initial-loss-scale 64", id="fp16"),
     ],
 )
-def test_host_reads_nothing_of_the_device_until_a_step_has_been_started(
+def test_host_reads_nothing_of_the_device_until_the_gradients_of_a_step_are_launched(
     flags: str, waits: dict[str, list[str]]
 ) -> None:
     code, said = job(f"--train-iters 3 {flags}")
     assert code == 0, said
-    assert waits["start"] == []
-    per_step = [sorted(set(waits["finish"]))]
-    assert 0 < len(waits["finish"]) <= 3 * 8, per_step
-    assert set(waits["finish"]) == {"streams.values"}, per_step
+    assert waits["gradients"] == []
+    per_step = [sorted(set(waits["run"]))]
+    assert 0 < len(waits["run"]) <= 3 * 8, per_step
+    assert set(waits["run"]) == {"streams.values"}, per_step
 
 
 @pytest.mark.parametrize("before", [0, 1, 2], ids=["off", "warnings", "on"])

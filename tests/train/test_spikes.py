@@ -63,25 +63,17 @@ def louder(rank: int, *windows: tuple[int, int]) -> None:
     """Multiply the loss of a global batch of 8 by five if it holds samples from these positions of the data."""
     from megapipe.train.step import TrainStep
 
-    start, finish = TrainStep.start, TrainStep.finish
+    run = TrainStep.run
 
-    def remembered(self: TrainStep, microbatches: Any, *rest: Any) -> Any:
-        done = start(self, microbatches, *rest)
-        self.places = {i for ids in microbatches.sample_ids.values() for i in ids}  # type: ignore[attr-defined]
-        return done
-
-    def recorded(self: TrainStep, *rest: Any) -> Any:
+    def recorded(self: TrainStep, microbatches: Any, *rest: Any) -> Any:
         import dataclasses
 
-        result = finish(self, *rest)
-        hit = any(
-            first <= place // 8 * 8 < past
-            for first, past in windows
-            for place in self.places  # type: ignore[attr-defined]
-        )
+        result = run(self, microbatches, *rest)
+        places = {place for ids in microbatches.sample_ids.values() for place in ids}
+        hit = any(first <= place // 8 * 8 < past for first, past in windows for place in places)
         return dataclasses.replace(result, loss=result.loss * (5 if hit else 1))
 
-    TrainStep.start, TrainStep.finish = remembered, recorded  # type: ignore[method-assign]
+    TrainStep.run = recorded  # type: ignore[method-assign]
 
 
 def account(root: Path, step: int) -> dict[str, Any]:
@@ -152,8 +144,7 @@ class Crash(BaseException):
 def in_process(monkeypatch: pytest.MonkeyPatch, *windows: tuple[int, int]) -> None:
     from megapipe.train.step import TrainStep
 
-    for name in ("start", "finish"):
-        monkeypatch.setattr(TrainStep, name, getattr(TrainStep, name))
+    monkeypatch.setattr(TrainStep, "run", TrainStep.run)
     louder(0, *windows)
 
 
