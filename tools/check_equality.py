@@ -53,7 +53,7 @@ class Checkout:
                 words = ["-m", "megapipe", "launch", "--nproc-per-node", str(world_size), *words]
             ended = self.run(*words, folder=Path(folder))
             if ended.returncode:
-                return {"code": ended.returncode, "message": ended.stderr.strip().splitlines()[-1:]}
+                return {"code": ended.returncode, "message": ended.stderr.strip().rpartition("\n")[2]}
             rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         keys = ("loss", "grad_norm")
         return {
@@ -125,7 +125,11 @@ def record_grids(checkout: Checkout) -> list[dict[str, Any]]:
 
 def record_quickstart(checkout: Checkout) -> list[dict[str, Any]]:
     config = ["--config", str(checkout.path / "configs" / "quickstart.yaml"), "--vocab-size", "2048", "--mock-data"]
-    return [checkout.train(8, [*config, "--train-iters", "6", "--log-interval", "1", "--eval-iters", "1"])]
+    steps = "--train-iters 6 --lr-warmup-iters 2 --lr-wsd-decay-iters 2 --log-interval 1 --eval-iters 1"
+    result = checkout.train(8, [*config, *steps.split()])
+    if result["code"]:
+        raise SystemExit("configs/quickstart.yaml does not train, so there is nothing to compare: " + result["message"])
+    return [result]
 
 
 def record_fixtures(checkout: Checkout) -> dict[str, Any]:

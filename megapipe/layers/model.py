@@ -212,14 +212,14 @@ def frozen_names(names: Sequence[str], patterns: Iterable[str]) -> frozenset[str
         if not matching:
             near = difflib.get_close_matches(pattern, names, NEAR_NAMES, 0.0)
             raise ConfigError(
-                f"--freeze {pattern} matches no parameter of the model; give a name or a pattern of names, which are "
-                f"such as {', '.join(near)}"
+                f"--freeze {pattern} matches no parameter of the model; give a name, such as {', '.join(near)}, or a "
+                "pattern of names"
             )
         frozen.update(matching)
     if len(frozen) == len(names):
         raise ConfigError(
-            f"--freeze {' '.join(patterns)} matches every parameter, so that nothing is trained; leave some out, or "
-            "give --skip-train to evaluate only"
+            f"--freeze {' '.join(patterns)} matches every parameter, so that nothing is trained; leave some out, or, "
+            "to evaluate only, give --skip-train without --freeze"
         )
     return frozenset(frozen)
 

@@ -149,7 +149,7 @@ class Engine:
             Op.SEND_B: self._send,
             Op.RECV_B: self._receive,
         }
-        ignored = {Op.OVERLAP}
+        ignored = {Op.OVERLAP} if streams is None else set()  # whose halves then run in sequence
         if not any(action.op is Op.REDUCE_GRAD and action.microbatch is not None for action in schedule.rows[pp_rank]):
             ignored.add(Op.REDUCE_GRAD)  # where gradients are whole, the caller may reduce them after the row
         self._handlers = dict.fromkeys(ignored, _ignore) | dict(handlers)

@@ -19,12 +19,14 @@ from megapipe.trace.unit import TracedLayer, Unit
 
 
 def trace_layers(layers: tuple[TracedLayer, ...], shape: RankShape) -> Traced:
-    """Run consecutive layers as one group, such as those of one checkpoint of full recompute."""
+    """Return what a microbatch keeps and makes in consecutive layers, in bytes on one rank. They run as one group, as
+    those of one checkpoint of full recompute do.
+    """
     return _of_batch(partial(_layers, layers), shape)
 
 
 def trace_embedding(model: ResolvedModelConfig, shape: RankShape, frozen: frozenset[str] = frozenset()) -> Traced:
-    """Run the embedding. frozen: names of parameters that are not trained."""
+    """Return what a microbatch keeps and makes in the embedding. frozen: names of parameters that are not trained."""
     return _of_batch(partial(_end, model, StageLayers(0, 0, True, False), frozen, False, "p2p"), shape)
 
 
@@ -35,7 +37,7 @@ def trace_head(
     is_fp8: bool = False,
     comm_type: str = "p2p",
 ) -> Traced:
-    """Run the final norm, the output layer, the loss and multi-token prediction.
+    """Return what a microbatch keeps and makes in final norm, output layer, loss and multi-token prediction.
 
     frozen: names of parameters that are not trained. is_fp8, comm_type: of multi-token prediction, as of a
     `TracedLayer`.
@@ -46,7 +48,9 @@ def trace_head(
 
 @cache
 def trace_parts(layer: TracedLayer, shape: RankShape) -> dict[Part, Traced]:
-    """Run one layer in the parts of --overlap-moe-expert-parallel-comm; what passes between them is not counted."""
+    """Return what a microbatch keeps and makes in each part of a layer (--overlap-moe-expert-parallel-comm). What
+    passes between parts is counted by the one that keeps it.
+    """
     return Unit(layer.config, StageLayers(0, 1, False, False), (layer,), shape).traced_parts()
 
 
