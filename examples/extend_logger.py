@@ -1,6 +1,7 @@
 """A logger of your own: metrics as CSV, one file for each metric.
 
-megapipe pretrain --extension examples/extend_logger.py --logger csv --save runs/one --config configs/quickstart.yaml
+megapipe launch --nproc-per-node 4 pretrain --extension examples/extend_logger.py --logger csv --save runs/one \
+    --config configs/quickstart.yaml --mock-data --vocab-size 1000
 """
 
 from pathlib import Path

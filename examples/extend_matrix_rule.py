@@ -1,8 +1,9 @@
 """A rule over whole matrices of your own: (M M^T + d I)^(-1/2) M for the momentum M, by eigenvalues, as in Shampoo
 (Gupta et al. 2018, arXiv:1802.09568).
 
-megapipe pretrain --extension examples/extend_matrix_rule.py --optimizer whitened --optimizer-options scale=0.1 \
-    --config configs/quickstart.yaml --use-distributed-optimizer --lr 3e-3
+megapipe launch --nproc-per-node 4 pretrain --extension examples/extend_matrix_rule.py --optimizer whitened \
+    --optimizer-options scale=0.1 --config configs/quickstart.yaml --mock-data --vocab-size 1000 \
+    --use-distributed-optimizer --lr 3e-3
 
 Each matrix arrives whole on one rank, whatever the grid, and everything else is updated by AdamW, as with Muon.
 """

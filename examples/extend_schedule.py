@@ -2,7 +2,8 @@
 
 megapipe schedule draw eager-1f1b --extension examples/extend_schedule.py -p 4 -m 8
 megapipe launch --nproc-per-node 4 pretrain --extension examples/extend_schedule.py --pipeline-schedule eager-1f1b \
-    --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --config configs/quickstart.yaml --verify-grid
+    --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank none \
+    --config configs/quickstart.yaml --mock-data --vocab-size 1000 --verify-grid
 
 Each rank runs up to twice as many forwards ahead as 1F1B does, so that messages have more time to arrive, for about
 twice the memory (Eager-1F1B of Zhuang et al. 2022, arXiv:2211.05322).

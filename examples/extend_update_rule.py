@@ -1,7 +1,8 @@
 """An update rule of your own: Lion (Chen et al. 2023, arXiv:2302.06675).
 
-megapipe pretrain --extension examples/extend_update_rule.py --optimizer lion --optimizer-options beta2=0.98 \
-    --config configs/quickstart.yaml --use-distributed-optimizer --lr 3e-4
+megapipe launch --nproc-per-node 4 pretrain --extension examples/extend_update_rule.py --optimizer lion \
+    --optimizer-options beta2=0.98 --config configs/quickstart.yaml --mock-data --vocab-size 1000 \
+    --use-distributed-optimizer --lr 3e-4
 
 Weights, gradient and states are flat parts of a parameter, so the rule is sharded, saved, resharded and planned like
 Adam.

@@ -3,7 +3,7 @@
     megapipe convert --extension examples/nemotron_family.py Minitron-4B-Base checkpoints/minitron
     megapipe convert --extension examples/nemotron_family.py checkpoints/minitron export --to hugging-face
 
-docs/conversion_family.md explains it.
+docs/convert.md explains it.
 """
 
 from __future__ import annotations

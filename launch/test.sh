@@ -171,12 +171,14 @@ else
     check_types &
     checker=$!
     trap 'kill $checker 2>/dev/null || true; rm -f "$types"' EXIT
-    phase "tests without torch" "$python" -m pytest --phase torchfree -n 2 --dist loadfile "${options[@]}"
+    # One thread each: two thread pools on the same two cores took a sixth longer.
+    phase "tests without torch" env OMP_NUM_THREADS=1 "$python" -m pytest --phase torchfree -n 2 --dist loadfile "${options[@]}"
     phase types show_types
     trap 'rm -f "$types"' EXIT
-    # Ranks wait for each other a third of the time, so two tests share two cores. Tests that measure time run alone
-    # (tests/conftest.py). One thread each: two thread pools on the same two cores took a sixth longer.
+    # Ranks wait for each other a third of the time, so two tests share two cores; where processes are started and killed they
+    # wait most of it. Tests that measure time run alone (tests/conftest.py).
     phase "tests, two at a time" env OMP_NUM_THREADS=1 "$python" -m pytest --phase together -n 2 --dist loadfile "${options[@]}"
+    phase "tests that wait" env OMP_NUM_THREADS=1 "$python" -m pytest --phase waiting -n 2 --dist loadfile "${options[@]}"
     phase "tests, one at a time" "$python" -m pytest --phase alone "${options[@]}"
 fi
 report

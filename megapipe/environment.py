@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from megapipe.errors import ConfigError
 
@@ -72,6 +73,19 @@ class Environment:
     def ends_together(self) -> bool:
         """True if a launcher ends all other ranks when this one has failed: an agent that has started all of them."""
         return self.has_agent_store and self.num_nodes == 1
+
+
+def cache_folder() -> Path | None:
+    """Return the folder of megapipe in the user's cache ($XDG_CACHE_HOME, else ~/.cache). None without a home, and in a
+    rank of a job, all of which would write there at once.
+    """
+    if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+        return None
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    try:
+        return (given if given.is_absolute() else Path.home() / ".cache") / "megapipe"
+    except RuntimeError:
+        return None
 
 
 def set_tokenizer_threads(num_threads: int) -> None:

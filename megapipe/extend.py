@@ -1,5 +1,5 @@
-"""The interface for extensions: what adds schedules, norms, activations, kinds of attention, update rules, tokenizers,
-data sets and loggers to megapipe, without a fork.
+"""The interface for extensions: what adds schedules, norms, activations, kinds of attention, token mixers, update
+rules, tokenizers, data sets and loggers to megapipe, without a fork.
 
 A file that calls these functions at its top level is an extension; `--extension FILE.py` loads it, and an installed
 package with an entry point in the group `megapipe.extensions` is found by the names that it adds. Each function
@@ -11,7 +11,7 @@ None of this imports torch: functions of an extension may import it themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megapipe.config.config import Config
@@ -23,6 +23,7 @@ from megapipe.config.model import (
     ActivationKind,
     AttentionHeads,
     AttentionKind,
+    MixerKind,
     NormKind,
 )
 from megapipe.config.training import ADAM_STATES, OPTIMIZERS, UpdateKind, UpdateStep
@@ -54,6 +55,7 @@ __all__ = [
     "register_dataset",
     "register_logger",
     "register_matrix_rule",
+    "register_mixer",
     "register_norm",
     "register_schedule",
     "register_tokenizer",
@@ -141,55 +143,72 @@ def _sizes(family: ScheduleFamily) -> tuple[tuple[int, int, int], ...]:
     return tuple(dict.fromkeys(found))
 
 
-def register_norm(
-    name: str, *, has_bias: bool = False, backward_tensors: float = 8.0
-) -> Callable[[Function], Function]:
+def register_norm(name: str, *, has_bias: bool = False) -> Callable[[Function], Function]:
     """Register a function (x, weight, bias, epsilon) -> x's shape as --normalization `name`.
 
     x: [..., size]; weight: [size], 1 at the start, 1 + weight with --apply-layernorm-1p; bias: [size], or None without
     has_bias. All are in at least fp32, and the result is rounded to the model's dtype. Only x is kept for the backward,
-    which runs the function again. backward_tensors: tensors of x's size in at least fp32 that the backward holds at
-    most, for the planned memory; --dry-run counts them.
+    which runs the function again.
     """
 
     def register(function: Function) -> Function:
-        _check_number(f"norm {name!r}", backward_tensors)
-        NORMALIZATIONS.add(name, NormKind(0, has_bias, backward_tensors, function))
+        NORMALIZATIONS.add(name, NormKind(0, has_bias, function))
         return function
 
     return register
 
 
-def register_activation(
-    name: str, *, is_gated: bool = False, backward_tensors: float = 4.0
-) -> Callable[[Function], Function]:
+def register_activation(name: str, *, is_gated: bool = False) -> Callable[[Function], Function]:
     """Register a function x -> y of tensors as --activation `name`, elementwise.
 
     x: [..., F], or with is_gated [..., 2 F], the halves gate and up of a linear twice as wide; y: [..., F], all in the
-    model's dtype. Only x is kept for the backward, which runs the function again. backward_tensors: tensors of y's size
-    that the backward holds at most besides x, y and their gradients.
+    model's dtype. Only x is kept for the backward, which runs the function again.
     """
 
     def register(function: Function) -> Function:
-        _check_number(f"activation {name!r}", backward_tensors)
-        ACTIVATIONS.add(name, ActivationKind(is_gated, False, backward_tensors, function))
+        ACTIVATIONS.add(name, ActivationKind(is_gated, function=function))
         return function
 
     return register
 
 
-def register_attention(name: str, *, backward_squares: float = 4.0) -> Callable[[Function], Function]:
+def register_attention(name: str) -> Callable[[Function], Function]:
     """Register a function (q, k, v, mask, heads) -> output as --attention-kind `name`.
 
     q, output: [batch, heads, s, d] with the heads of this tensor-parallel rank; k, v: [batch, heads, keys, d]; mask: to
     add to scores, 0 or -infinity, [1 or batch, 1, s, keys] in q's dtype; heads: `AttentionHeads`, with the scale of the
     scores and the global numbers of the heads. Only q, k and v are kept for the backward, which runs the function
-    again. backward_squares: tensors [batch, heads, s, s] that the backward holds at most.
+    again.
     """
 
     def register(function: Function) -> Function:
-        _check_number(f"attention kind {name!r}", backward_squares)
-        ATTENTIONS.add(name, AttentionKind(backward_squares, function))
+        ATTENTIONS.add(name, AttentionKind(function))
+        return function
+
+    return register
+
+
+def register_mixer(
+    name: str,
+    *,
+    reference: Callable[..., Any],
+    options: Mapping[str, float] | None = None,
+    check: Callable[..., Iterable[str]] = lambda config, layer, options: (),
+) -> Callable[[Function], Function]:
+    """Register a subclass of `megapipe.model.mixer.Mixer` as --attention-kind `name`: a token mixer with linears and
+    parameters of its own, in the place of a layer's attention.
+
+    reference: (hidden size, has biases, options) -> a module of plain PyTorch from [b, s, h] to [b, s, h], on one
+    process, whose parameters have the names and shapes of the whole mixer; --verify-grid compares with it. options:
+    names with defaults, which --attention-options NAME=NUMBER replaces. check: (Config, the layer's model section,
+    options) -> error messages for configurations that the mixer cannot run.
+    """
+
+    def register(function: Function) -> Function:
+        missing = [method for method in ("declare", "mix") if not callable(getattr(function, method, None))]
+        if missing:
+            raise ConfigError(f"token mixer {name!r} has no {missing[0]}: register a subclass of Mixer")
+        ATTENTIONS.add(name, AttentionKind(mixer=MixerKind(function, reference, dict(options or {}), check)))
         return function
 
     return register

@@ -73,6 +73,12 @@ def count_text(number: int, noun: str) -> str:
     return f"{number:,} {noun}{plural}"
 
 
+def grid_text(tp: int, pp: int, dp: int | None = None, cp: int | str = 1, chunks: int = 1) -> str:
+    """Return a grid as 'tp 2 x cp 2 x pp 4 x 2 chunks x dp 8'; a cp of 1, one chunk and a dp of None are left out."""
+    sizes = [f"tp {tp}", f"cp {cp}" if cp != 1 else "", f"pp {pp}", f"{chunks} chunks" if chunks > 1 else ""]
+    return " x ".join(filter(None, [*sizes, "" if dp is None else f"dp {dp}"]))
+
+
 def range_text(numbers: Sequence[int]) -> str:
     """Return consecutive numbers as '3' or '3 to 7'."""
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

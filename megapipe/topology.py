@@ -100,6 +100,11 @@ class Topology:
     num_instances: int = 1  # of the sharded optimizer, into which the replicas are divided (HSDP)
     divides_ep: bool = False  # into nodes and the places in each: the dispatcher that sends a token once to a node
 
+    @property
+    def experts_text(self) -> str:
+        """The grid of the experts in words: 'etp 1 x ep 4 x 2 copies x pp 1'."""
+        return f"etp {self.etp} x ep {self.ep} x {self.edp} copies x pp {self.pp}"
+
     @classmethod
     def of_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **options: Any) -> Topology:
         """Return the topology with dp = world_size / (tp x cp x pp). Raises ConfigError if that is not an integer."""

@@ -40,16 +40,17 @@ TORCH_FREE_PATHS = (
     *(package.replace(".", "/") + "/" for package in TORCH_FREE),
     *(f"test_{package}.py" for package in (*TORCH_FREE, "import_rules")),
 )
-# tests that measure time or expect events within seconds; they do not run in parallel with other tests
-ALONE_FOLDERS = ("extras/calibrate/", "extras/doctor/", "faults/", "cuda/", "lab/", "launch/")
-ALONE_FILES = (
-    "comm/test_store_exchange.py",
-    "test_harness.py",
-    *(f"train/test_{what}.py" for what in ("hangs", "kills", "pipeline_profile", "signals", "stragglers")),
+# tests that measure time; they do not run in parallel with other tests
+ALONE = (
+    *("extras/calibrate/", "extras/doctor/", "lab/", "launch/test_hang.py", "test_harness.py"),
+    *("comm/test_store_exchange.py", "cuda/test_bench.py", "cuda/test_clocks.py"),
+    *(f"train/test_{what}.py" for what in ("hangs", "pipeline_profile", "stragglers")),
 )
-NOT_ALONE_FILES = tuple(
-    f"launch/test_{what}.py"
-    for what in ("bad_input", "elsewhere", "leaving", "ports", "saved_model", "scripts", "traces", "wrong_ranks")
+ALONE_ON_A_GPU = ("cuda/",)
+# tests that wait for processes to start, to be killed and to end: two cores are idle most of the time
+WAITING = (
+    *("faults/", "train/test_kills.py", "train/test_signals.py"),
+    *(f"launch/test_{what}.py" for what in ("early_kills", "elastic", "launch", "orphans", "restarts", "slurm")),
 )
 
 # The everyday suite draws the same examples every time; with --hypothesis-seed (launch/test.sh --all) others are drawn.
@@ -61,7 +62,7 @@ if hypothesis is not None:
     hypothesis.settings.load_profile("megapipe")
 LIVE_RANKS = 14  # of the pools of a session; idle ranks, too, take memory and time
 LONG_TESTS = TESTS / "long_tests.txt"  # its head describes its lines
-PHASES = ("torchfree", "together", "alone")
+PHASES = ("torchfree", "together", "waiting", "alone")
 NOT_IN_PART = "a case of another part: --all runs a 20th at each commit, --all --ledger-part all every one"
 LEFT_OUT = {"--all": "a long test: run with --all", "--gpu": "needs a CUDA device: run with --gpu"}
 
@@ -96,8 +97,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--phase",
         choices=PHASES,
-        help="collect only the files of packages that import no torch, of tests that may run two at a time, or of tests"
-        " that run alone because they measure time or wait for seconds",
+        help="collect only the files of packages that import no torch, of tests that may run two at a time, of tests"
+        " that wait for seconds, or of tests that run alone because they measure time",
     )
 
 
@@ -118,19 +119,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.ledger_parts = parts  # type: ignore[attr-defined]
 
 
-def phase_of(path: Path) -> str:
+def phase_of(path: Path, has_gpu: bool) -> str:
     """Return the phase of launch/test.sh in which a test file runs."""
     place = path.relative_to(TESTS).as_posix()
     if place.startswith(TORCH_FREE_PATHS):
         return "torchfree"
-    is_alone = place in ALONE_FILES or (place.startswith(ALONE_FOLDERS) and place not in NOT_ALONE_FILES)
-    return "alone" if is_alone else "together"
+    if place.startswith(ALONE + ALONE_ON_A_GPU * has_gpu):
+        return "alone"
+    return "waiting" if place.startswith(WAITING) else "together"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     phase = config.getoption("--phase")
     if phase and collection_path.name.startswith("test_") and TESTS in collection_path.parents:
-        return None if phase_of(collection_path) == phase else True
+        return None if phase_of(collection_path, config.getoption("--gpu")) == phase else True
     return None
 
 
@@ -179,7 +181,7 @@ def cost_class(item: pytest.Item) -> int:
         return 5
     if item.get_closest_marker("gpu"):
         return 4
-    if TESTS in item.path.parents and phase_of(item.path) == "torchfree":
+    if TESTS in item.path.parents and phase_of(item.path, has_gpu=False) == "torchfree":
         return 1
     names = {*vars(getattr(item, "module", object)), *getattr(item, "fixturenames", ())}
     return 3 if names & {"run_ranks", "RankPool", "rank_pools"} else 2

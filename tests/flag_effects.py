@@ -158,6 +158,7 @@ model.attn_logit_softcapping | --attn-logit-softcapping 0.1 | records
 model.final_logit_softcapping | --final-logit-softcapping 0.1 | records
 model.softmax_scale | --softmax-scale 2 | records
 model.attention_kind | --attention-kind sigmoid | records | {EXTEND}layer.py
+model.attention_options | --attention-options expand=2 | records | {EXTEND}mixer.py --attention-kind decay
 model.attention_softmax_in_fp32 | --attention-softmax-in-fp32 | saved_bytes | --bf16
 model.hidden_dropout | --hidden-dropout 0.5 | records
 model.attention_dropout | --attention-dropout 0.5 | records

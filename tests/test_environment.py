@@ -184,7 +184,7 @@ def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
 
 @pytest.mark.parametrize("nodes", ["node[03-05", "node03-05],b", "a[1-2]b[07-08", "n[1[2]]", "n[],b", "n[1,2"])
 def test_a_list_of_nodes_with_a_broken_bracket_is_refused(nodes: str) -> None:
-    with pytest.raises(ConfigError, match=r"SLURM_STEP_NODELIST is .*expected something like node.*set MASTER_ADDR"):
+    with pytest.raises(ConfigError, match=r"SLURM_STEP_NODELIST .*MASTER_ADDR"):
         first_node(nodes)
 
 

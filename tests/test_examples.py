@@ -82,5 +82,5 @@ def test_the_examples_run_under_a_launcher_and_a_broken_callback_ends_all_ranks(
     ended = subprocess.run([*launch, "broken.py"], capture_output=True, text=True, cwd=tmp_path)
     said = ended.stdout + ended.stderr
     assert ended.returncode == 1, said
-    assert "the callback Broken.on_step_end raised ValueError: the plot has no axis" in said
+    assert "Broken.on_step_end raised ValueError" in said
     assert 'raise ValueError("the plot has no axis")' in said and "a bug in megapipe" not in said

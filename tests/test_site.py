@@ -61,6 +61,26 @@ def test_links_between_pages_name_files(page: Path) -> None:
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
+@pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), REPOSITORY / "README.md"], ids=lambda page: page.stem)
+def test_no_line_of_text_begins_with_a_comment(page: Path) -> None:
+    found = re.findall(r"^<!--.*?-->[ \t]*\S.*", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert not found, "the whole line would be HTML, and its links and emphasis stay as they are written"
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    folders = ("megapipe", "tools", "launch", "configs", "examples")
+    paths = [
+        path for folder in folders for path in (REPOSITORY / folder).rglob("*") if path.suffix not in (".pyc", ".so")
+    ]
+    named: dict[str, set[str]] = {}
+    for path in paths:
+        if path.is_file():
+            for page in re.findall(r"docs/[a-z_0-9]+\.md", path.read_text(encoding="utf-8", errors="ignore")):
+                named.setdefault(page, set()).add(str(path.relative_to(REPOSITORY)))
+    assert len(named) > 20
+    assert not {page: by for page, by in named.items() if not (REPOSITORY / page).exists()}
+
+
 def test_the_reading_path_has_existing_files_and_fits_a_day() -> None:
     guide = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \d+ \| (.+?) \|", guide, re.MULTILINE)
@@ -70,7 +90,8 @@ def test_the_reading_path_has_existing_files_and_fits_a_day() -> None:
 
 
 def test_every_rule_of_the_design_names_tests_that_exist() -> None:
-    rules = re.split(r"^\d+\. ", (DOCS / "design.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8").partition("## Nine rules")[2].partition("\n## ")[0]
+    rules = re.split(r"^\d+\. ", page, flags=re.MULTILINE)[1:]
     assert len(rules) == 9
     for rule in rules:
         tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", rule)

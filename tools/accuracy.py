@@ -5,7 +5,7 @@ python -m tools.accuracy [--rows] [--write] [SOURCE ...]
 Reads all files of tests/extras/search/published_data/. Prints a table of errors with a line a source, of dense models
 and of mixtures, what is outside or refused, and a line for each sweep: layouts of one model and batch that a source
 measured on the same GPUs. --rows: also published and predicted seconds of each row. --write: write the tables into
-docs/accuracy.md, and the spread of differences within sweeps, which `megapipe plan` prints, into
+docs/time_model.md, and the spread of differences within sweeps, which `megapipe plan` prints, into
 megapipe/extras/search/spread.py. Nothing is fitted here.
 """
 
@@ -24,7 +24,7 @@ from megapipe.formatting import text_table
 from tests.extras.search.published import LABELS, PUBLISHED, Row, published_rows, sweeps
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, SPREAD_FILE = ROOT / "docs" / "accuracy.md", ROOT / "megapipe" / "extras" / "search" / "spread.py"
+PAGE, SPREAD_FILE = ROOT / "docs" / "time_model.md", ROOT / "megapipe" / "extras" / "search" / "spread.py"
 LEAST_PAIRS = 10  # of a kind of difference
 # settings of rows -> the aspect of layouts in `extras.search.layout.ASPECTS`
 ASPECT_OF = {
@@ -176,7 +176,7 @@ SWEEPS = (
 
 
 def tables() -> dict[str, str]:
-    """Return the tables of docs/accuracy.md, by the name of their marker."""
+    """Return the tables of docs/time_model.md, by the name of their marker."""
     lines = [sweep_line(name, rows) for name, rows in sweeps().items()]
     near = sum(line[3] == "yes" for line in lines)
     return {
@@ -202,7 +202,7 @@ def write(page: Path = PAGE) -> None:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", action="store_true", help="print each row")
-    parser.add_argument("--write", action="store_true", help="write docs/accuracy.md and spread.py")
+    parser.add_argument("--write", action="store_true", help="write docs/time_model.md and spread.py")
     parser.add_argument("sources", nargs="*", metavar="SOURCE", help="only these")
     given = parser.parse_args(arguments)
     if given.write:

@@ -84,8 +84,8 @@ are our choice.
 ## Published runs
 
 These are the recipes of [composition.md](composition.md) at the sizes of public sources. Planned is the memory of the
-fullest rank. A dry run counts the same rank with the code that trains ([dry_run.md](dry_run.md)), and the difference is
-counted against planned. Parameters are within 2 % of the published number, active ones within 7 %.
+fullest rank. A dry run counts the same rank with the code that trains ([without_gpu.md](without_gpu.md)), and the
+difference is counted against planned. Parameters are within 2 % of the published number, active ones within 7 %.
 
 `tools/recipes.yaml` has the flags of every recipe, all sources, and whether its layout was published or is our choice.
 

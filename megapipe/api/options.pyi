@@ -130,6 +130,7 @@ class Options(TypedDict, total=False):
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
     attention_kind: str
+    attention_options: Sequence[str | PathLike[str]] | None
     softmax_type: Literal["vanilla", "off-by-one", "learnable"]
     softmax_scale: float | None
     attention_softmax_in_fp32: bool

@@ -8,7 +8,7 @@ from pathlib import Path
 from megapipe.api.config import Config
 from megapipe.assembly.datasets import with_vocabulary
 from megapipe.errors import ConfigError
-from megapipe.extras.report.timeline import grid_text, svg
+from megapipe.extras.report.timeline import svg, timeline_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.compare import Model
@@ -87,7 +87,7 @@ class PipelineSchedule:
 
     def draw(self, columns: int = 160) -> str:
         """Return a drawing for a terminal, a line for each rank, with F = I = W."""
-        return grid_text(self.simulate(), columns)
+        return timeline_text(self.simulate(), columns)
 
     def svg(self, path: str | PathLike[str] | None = None) -> str:
         """Return a drawing as SVG with a memory curve for each rank, with F = I = W. path: also write it there."""

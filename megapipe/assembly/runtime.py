@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from megapipe.assembly.compose import DrawSlice, communicators, compose_stage, parameter_dtype
+from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.shard import TensorBox, tensor_box
 from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.collectives import gather_objects
-from megapipe.comm.groups import Group, ProcessGroups
+from megapipe.comm.groups import ProcessGroups
 from megapipe.comm.trace import Tracer
+from megapipe.data.batch import Batch
 from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.stores import Stores
 from megapipe.errors import ScheduleError
@@ -167,6 +169,12 @@ class InferenceRuntime:
             return Step(microbatches, self.message, loss)
         sliced = SlicedMicrobatches(microbatches, slices, trains)
         return Step(sliced, lambda boundary, number: self.message(boundary, slices[number].length), loss)
+
+    def microbatches(self, count: int, read: Callable[[int], Batch], step: int | None) -> Microbatches:
+        """Return this rank's microbatches of a step. read: microbatch number -> Batch. step: None without dropout."""
+        topology, dp_rank = self.plan.topology, self.coordinates.dp_rank
+        keys = None if step is None else Keys(self.plan.config.training.seed, step, dp_rank, topology.dp)
+        return Microbatches(count, read, keys, self.device, self.sequence_part, self.packs_documents, self.num_ahead)
 
     def message(self, boundary: int, seq: int | None = None) -> tuple[MessageSpec, ...]:
         """Return what crosses a stage boundary: hidden states [s / cp, b, h]; [s / cp / tp, b, h] with sequence
@@ -365,7 +373,7 @@ class TrainingRuntime(InferenceRuntime):
     def _part_engine(self, parts: Parts, num_microbatches: int) -> Engine:
         """Build the engine of this rank's row of parts. A collective over ep, which compares the rows."""
         pp_rank, schedule = self.coordinates.pp_rank, self.plan.part_schedule(num_microbatches)
-        ep = Group.alone("ep") if self.device.type == "meta" else self.groups.ep  # nothing is compared in a dry run
+        ep = self.groups.ep
         digests = gather_objects(exchange_digest(schedule.rows[pp_rank], parts), ep)
         if len(set(digests)) > 1:
             ranks = ", ".join(f"{rank}: {found}" for rank, found in zip(ep.ranks, digests, strict=True))

@@ -264,9 +264,15 @@ def _function_of(layer: LayerConfig, longest: int) -> dict[str, Any]:
     """Return the options that have an effect on what a layer, and the model around it, compute for sequences up to
     `longest` tokens."""
     unused = {key.removeprefix("model.") for key, kind in classes().items() if kind != FUNCTION}
-    unused |= {*OF_EACH_LAYER, "num_layers"}
-    if not layer.has_attention:
+    unused |= {*OF_EACH_LAYER, "num_layers", "mixer"}
+    if layer.mixer is not None:  # it says itself what has an effect
+        unused |= {*ATTENTION_OPTIONS} - {"attention_kind"}
+        options = tuple(f"{name}={value:g}" for name, value in layer.mixer_options.items())
+        layer = replace(layer, has_attention=True, attention_options=options)
+    elif not layer.has_attention:
         unused |= {*ATTENTION_OPTIONS}
+    if layer.mixer is None:
+        unused.add("attention_options")
     if not layer.has_mlp:
         unused |= {"ffn_hidden_size", "activation"}
     unused |= idle_options(layer)

@@ -185,11 +185,23 @@ def all_to_all(
                 f"all_to_all in group {group}: {whole.shape[0]} rows of {name} are divided as {list(rows)}"
             )
 
-    def launch(received: Tensor, sent: Tensor) -> Any:
-        splits = list(output_rows), list(input_rows)
-        return dist.all_to_all_single(received, sent, *splits, group=group.handle, async_op=True)
+    return _run("all_to_all", group, (output, tensor), async_op, _exchange(output_rows, input_rows, group))
 
-    return _run("all_to_all", group, (output, tensor), async_op, launch)
+
+def shift(output: Tensor, tensor: Tensor, step: int, group: Group, async_op: bool = False) -> Work:
+    """Send tensor [n, ...] to the rank of the group `step` places on, and write that of the rank as far before into
+    output [n, ...].
+    """
+    _check_contiguous("shift", group, output, tensor)
+    sends, receives = [0] * group.size, [0] * group.size
+    sends[(group.rank + step) % group.size] = receives[(group.rank - step) % group.size] = tensor.shape[0]
+    return _run("shift", group, (output, tensor), async_op, _exchange(receives, sends, group))
+
+
+def _exchange(output_rows: Sequence[int], input_rows: Sequence[int], group: Group) -> Callable[[Tensor, Tensor], Any]:
+    """Return what launches an all-to-all of so many rows from and to each rank."""
+    splits = list(output_rows), list(input_rows)
+    return lambda output, tensor: dist.all_to_all_single(output, tensor, *splits, group=group.handle, async_op=True)
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, async_op: bool = False) -> Work:
@@ -225,8 +237,8 @@ def broadcast_object(obj: Any, group: Group, source: int = 0) -> Any:
 
 def gather_objects(obj: Any, group: Group, destination: int | None = None) -> list[Any]:
     """Return the objects of all ranks, by group rank: on every rank, or only on `destination`, and [] on the others."""
-    if group.handle is None:
-        return [obj]
+    if group.handle is None or isinstance(group.handle, FakeHandle):
+        return [obj] * group.size
     data = pack(obj)
     with _blocking("gather_objects", group):
         lengths = _lengths(group, data)

@@ -246,7 +246,7 @@ def fake_process_groups(topology: Topology, global_rank: int, traffic: Traffic) 
     groups: dict[str, Any] = {}
     for name in GROUP_NAMES:
         ranks = topology.group_of(name, global_rank)
-        handle = FakeHandle(name, traffic) if len(ranks) > 1 else None
+        handle = traffic.handle(name) if len(ranks) > 1 else None
         groups[name] = Group(name, ranks, ranks.index(global_rank), handle) if ranks else None
     groups |= {name: groups[replicas] for name, replicas in _undivided(topology).items()}
     return ProcessGroups(**groups)
@@ -299,8 +299,10 @@ def second_communicator(group: Group) -> Group:
 
     Called by all ranks of the world together, on a group of the same kind.
     """
-    if group.handle is None or isinstance(group.handle, FakeHandle):
+    if group.handle is None:
         return group
+    if isinstance(group.handle, FakeHandle):
+        return dataclasses.replace(group, handle=group.handle.another(f"{group.name} 2"))
     backend, mine = dist.get_backend(group.handle), group
     for ranks in group.siblings:
         handle = new_handle(ranks, f"{group.name} 2", backend, group.timeout_seconds, group.name, group.nccl)
@@ -375,6 +377,10 @@ class Traffic:
     bytes: Counter[OperationKey] = field(default_factory=Counter)
     observe: Callable[[Tensor], None] | None = None
 
+    def handle(self, kind: str) -> FakeHandle:
+        """Return the fake backend of a group of this kind, which records here."""
+        return FakeHandle(kind, self)
+
     def record(self, kind: str, operation: str, num_bytes: int) -> None:
         self.counts[kind, operation] += 1
         self.bytes[kind, operation] += num_bytes
@@ -410,6 +416,10 @@ class FakeHandle:
     def __init__(self, kind: str, traffic: Traffic) -> None:
         self._kind = kind
         self._traffic = traffic
+
+    def another(self, name: str) -> FakeHandle:
+        """Return a further communicator of the same ranks; here this one, since none waits for another."""
+        return self
 
     def start(self, operation: str, tensors: Sequence[Tensor]) -> FakeWork:
         """Record one collective. tensors: its inputs and outputs, the whole tensor among them."""

@@ -33,7 +33,8 @@ TABLE = {
             moe_shared_expert_gate moe_router_topk moe_router_score_function moe_router_pre_softmax
             moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
             moe_router_norm_topk_prob moe_router_group_score_topk moe_apply_probs_on_input
-            mtp_num_layers attn_logit_softcapping final_logit_softcapping attention_kind softmax_type softmax_scale
+            mtp_num_layers attn_logit_softcapping final_logit_softcapping attention_kind attention_options
+            softmax_type softmax_scale
         """,
     },
     OPTIMIZER: {

@@ -54,7 +54,7 @@ class KernelsConfig:
         "auto",
         "torch.compile what a transformer block computes between its linears and attention; auto: on GPUs with Triton, "
         "if a block gives equal results and is faster, else not; on: on CPUs too, an error where it cannot work; see "
-        "docs/compile.md",
+        "docs/kernels.md",
         choices=("auto", "on", "off"),
     )
     moe_grouped_gemm: bool | None = option(
@@ -93,8 +93,8 @@ class GpuConfig:
     )
     cuda_graph_impl: str = option(
         "none",
-        "local: record forward and backward of every stage once and launch each as one CUDA graph; see docs/gpu.md; "
-        "Megatron's other kinds record nothing here",
+        "local: record forward and backward of every stage once and launch each as one CUDA graph; see "
+        "docs/kernels.md; Megatron's other kinds record nothing here",
         choices=("none", "local", *OTHER_GRAPHS),
         more_flags=(Flag("--enable-cuda-graph", "local"),),
     )

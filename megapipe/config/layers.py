@@ -14,8 +14,8 @@ from typing import Any
 from megapipe.config.config import Config, ResolvedModelConfig, convert, fields_by_key
 from megapipe.config.fields import nearest, read_value
 from megapipe.config.layer_pattern import PARTS, expanded, marked_layers
-from megapipe.config.model import ATTENTIONS, ModelConfig
-from megapipe.config.options import NONE_WORDS, number_in
+from megapipe.config.model import ATTENTIONS, MixerKind, ModelConfig
+from megapipe.config.options import NONE_WORDS, number_in, read_numbers
 from megapipe.errors import ConfigError
 from megapipe.formatting import ranges_text
 
@@ -60,6 +60,36 @@ class LayerConfig(ResolvedModelConfig):
 
     has_attention: bool = True
     has_mlp: bool = True
+    mixer: str | None = None  # the kind of token mixer that stands in attention's place
+
+    @cached_property
+    def missing_parts(self) -> tuple[str, ...]:
+        """The parts that it lacks; a mixer takes the place of attention."""
+        is_there = {"attention": self.has_attention or self.mixer is not None, "mlp": self.has_mlp}
+        return tuple(part for part in PARTS if not is_there[part])
+
+    @cached_property
+    def used_options(self) -> tuple[str, ...]:
+        """The options in which layers may differ that have an effect in it."""
+        of = OPTIONS_OF | ({"attention": ("attention_kind",)} if self.mixer is not None else {})
+        idle = (() if self.rotary else ROTARY_OPTIONS) + (() if self.qk_layernorm else ("qk_layernorm_scope",))
+        held = (names for part, names in of.items() if part not in self.missing_parts)
+        return tuple(name for names in held for name in names if name not in idle)
+
+    @property
+    def mixer_kind(self) -> MixerKind:
+        """The row of its token mixer."""
+        assert self.mixer is not None
+        kind = ATTENTIONS[self.mixer].mixer
+        assert kind is not None
+        return kind
+
+    @cached_property
+    def mixer_options(self) -> dict[str, float]:
+        """The options of its token mixer, of those in --attention-options its own. Raises ConfigError."""
+        defaults = self.mixer_kind.options
+        own = [word for word in self.attention_options if word.partition("=")[0] in defaults]
+        return read_numbers("--attention-options", own, defaults, f"--attention-kind {self.mixer}")
 
     @cached_property
     def rotary(self) -> tuple[Any, ...] | None:
@@ -126,7 +156,7 @@ def layer_kinds(model: ModelConfig) -> dict[LayerConfig, list[int]]:
 def layer_settings(model: ModelConfig) -> list[dict[str, Any]]:
     """Return what each layer has in place of the model's options, by name. Raises ConfigError.
 
-    Besides options of the model the names are has_attention and has_mlp.
+    Besides options of the model the names are has_attention, has_mlp and mixer.
     """
     layers: list[dict[str, Any]] = [{} for _ in range(model.num_layers)]
     flags = {}  # option -> the flag that sets it in some layers
@@ -150,7 +180,16 @@ def layer_settings(model: ModelConfig) -> list[dict[str, Any]]:
         for name, text in given.items():
             settings |= _setting(model, name, text)
         _check_effects(vars(model) | settings, given)
+    for settings in layers:
+        kind = settings.get("attention_kind", model.attention_kind)
+        if _is_mixer(kind) and settings.get("has_attention", True):
+            settings |= {"has_attention": False, "mixer": kind}
     return layers
+
+
+def _is_mixer(kind: str) -> bool:
+    """Return True for a token mixer. A checkpoint may name a kind of an extension that is not loaded."""
+    return kind in ATTENTIONS and ATTENTIONS[kind].mixer is not None
 
 
 def _setting(model: ModelConfig, name: str, text: str) -> dict[str, Any]:
@@ -188,6 +227,8 @@ def _check_effects(layer: dict[str, Any], given: Collection[str]) -> None:
     if len(missing) == len(PARTS):
         raise ConfigError(f"{PATTERN}: a layer without {' and '.join(PARTS)} does nothing; lower --num-layers")
     lost = {name: part for part in missing for name in OPTIONS_OF[part]}
+    if _is_mixer(layer["attention_kind"]):
+        lost = {name: "attention" for name in OPTIONS_OF["attention"] if name != "attention_kind"} | lost
     if layer["position_embedding_type"] != "rope":
         lost = dict.fromkeys(ROTARY_OPTIONS, "rotary positions") | lost
     if not layer["qk_layernorm"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ class NormKind:
 
     statistics: int = 0  # numbers in at least fp32 that are kept of each vector
     has_bias: bool = False
-    backward_tensors: float = 0.0  # of x's shape, in at least fp32, that a function's backward makes
     function: Callable[..., Any] | None = None
 
 
@@ -37,7 +36,6 @@ class ActivationKind:
 
     is_gated: bool = False
     keeps_output: bool = False  # the backward needs the output, which the next linear keeps, in place of the input
-    backward_tensors: float = 0.0  # [..., F] that its backward makes besides its input's gradient
     function: Callable[..., Any] | None = None
     is_wide: bool = False  # gated, and 4 x hidden size wide without --ffn-hidden-size: Megatron narrows SwiGLU alone
 
@@ -52,16 +50,32 @@ class AttentionHeads:
 
 
 @dataclass(frozen=True)
-class AttentionKind:
-    """Core attention: from queries, keys and values to a weighted sum of values.
+class MixerKind:
+    """A token mixer of an extension, which stands in attention's place with linears and parameters of its own.
 
-    function: of an extension: (q, k, v, mask, AttentionHeads) -> output. Softmax: model/attention.py.
-    has_chunks: a window is a chunk of the sequence, of which a query sees what comes before it (Llama-4).
+    module: a subclass of `model.mixer.Mixer`. reference: (hidden size, has biases, options) -> a plain PyTorch module
+    of one process, [b, s, h] -> [b, s, h], whose parameters have the same names. options: names with defaults, which
+    --attention-options replaces. check: (configuration, layer, options) -> errors, after megapipe's own.
     """
 
-    backward_squares: float = 0.0  # [b, heads, s, s] that a function's backward makes
+    module: Any
+    reference: Callable[..., Any]
+    options: Mapping[str, float]
+    check: Callable[..., Iterable[str]]
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """Core attention: from queries, keys and values to a weighted sum of values; or what stands in attention's place.
+
+    function: of an extension: (q, k, v, mask, AttentionHeads) -> output. Softmax: model/attention.py. mixer: the whole
+    branch of an extension. has_chunks: a window is a chunk of the sequence, of which a query sees what comes before it
+    (Llama-4).
+    """
+
     function: Callable[..., Any] | None = None
     has_chunks: bool = False
+    mixer: MixerKind | None = None
 
 
 NORMALIZATIONS = Registry(
@@ -73,10 +87,10 @@ ACTIVATIONS = Registry(
     {
         "gelu": ActivationKind(),
         "gelu_tanh": ActivationKind(),
-        "swiglu": ActivationKind(is_gated=True, backward_tensors=2),
-        "geglu_tanh": ActivationKind(is_gated=True, backward_tensors=2),
-        "quick_geglu": ActivationKind(is_gated=True, is_wide=True, backward_tensors=3),
-        "squared_relu": ActivationKind(backward_tensors=1),
+        "swiglu": ActivationKind(is_gated=True),
+        "geglu_tanh": ActivationKind(is_gated=True),
+        "quick_geglu": ActivationKind(is_gated=True, is_wide=True),
+        "squared_relu": ActivationKind(),
         "relu": ActivationKind(keeps_output=True),
     },
 )
@@ -476,8 +490,7 @@ class ModelConfig:
     )
     mtp_num_layers: int | None = count(
         None,
-        "multi-token prediction: modules that each predict one token further ahead (docs/multi_token_prediction.md); "
-        "unset: none",
+        "multi-token prediction: modules that each predict one token further ahead (docs/layers.md); unset: none",
         "modules",
     )
     mtp_loss_scaling_factor: float = option(
@@ -490,6 +503,9 @@ class ModelConfig:
         "how scores become weights of the values; chunked: a softmax over the tokens before a token in its chunk of "
         "window-size tokens (Llama-4)",
         choices=ATTENTIONS,
+    )
+    attention_options: tuple[str, ...] = option(
+        (), "NAME=NUMBER for each option of an extension's token mixer (docs/extend.md)"
     )
     softmax_type: str = option(
         "vanilla",

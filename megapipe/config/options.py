@@ -7,13 +7,16 @@ declarations.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 import re
 import types
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from megapipe.errors import ConfigError
 
 TAKES_VALUE: Any = object()  # as the value of a Flag: the value follows it on the command line
 NONE_WORDS = ("none", "null", "~")
@@ -172,6 +175,25 @@ def number_in(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
+
+
+def read_numbers(flag: str, words: Sequence[str], defaults: Mapping[str, float], owner: str) -> dict[str, float]:
+    """Return the options of an extension: its defaults, and in their place the numbers of words NAME=NUMBER.
+
+    owner: the flag that chose the extension, for messages. Raises ConfigError.
+    """
+    found = dict(defaults)
+    for word in words:
+        name, _, text = word.partition("=")
+        value = number_in(text)
+        if name not in found:
+            if not found:
+                raise ConfigError(f"{flag} {word}: {owner} has no options; leave it out")
+            raise ConfigError(f"{flag} {word}: no option of {owner}; its options are {', '.join(found)}")
+        if value is None or not math.isfinite(value):
+            raise ConfigError(f"{flag} {word}: expected {name}=NUMBER")
+        found[name] = value
+    return found
 
 
 def number_with_suffix(text: str) -> float | None:

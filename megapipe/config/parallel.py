@@ -66,7 +66,7 @@ class ParallelConfig:
         False,
         "run the all-to-alls of experts under computation: stages run in parts, and the parts of a forward and of the "
         "backward of another microbatch take turns (1f1b, interleaved, dualpipe, dualpipe-v); see "
-        "docs/expert_schedules.md",
+        "docs/experts.md",
         needs=EXPERTS,
     )
     delay_wgrad_compute: bool = option(
@@ -103,7 +103,7 @@ class ParallelConfig:
         "auto",
         "how layers that are not placed by hand are divided: to minimize the work of the busiest pipeline rank, by "
         "measured times or by FLOPs, with embedding and loss counted (auto: measured if --pipeline-layer-times is "
-        "given); by FLOPs of each stage (cost); or in equal numbers; see docs/balance.md",
+        "given); by FLOPs of each stage (cost); or in equal numbers; see docs/planner.md",
         choices=("auto", "measured", "flops", "cost", "even"),
     )
     pipeline_layer_times: str | None = option(
@@ -190,7 +190,7 @@ class ParallelConfig:
     data_parallel_sharding_strategy: str | None = option(
         None,
         "what the dp ranks shard: nothing (no_shard); master weights and moments (optim, ZeRO-1); gradients too "
-        "(optim_grads, ZeRO-2); weights too (optim_grads_params, ZeRO-3 or FSDP); see docs/sharded_weights.md",
+        "(optim_grads, ZeRO-2); weights too (optim_grads_params, ZeRO-3 or FSDP); see docs/memory.md",
         choices=SHARDING_STRATEGIES,
         derived="optim with --use-distributed-optimizer, else no_shard",
         more_flags=(
@@ -322,7 +322,7 @@ class RecomputeConfig:
         None,
         "in place of the other recompute options: share of the activation memory that full recompute would save and "
         "that is kept instead; each layer recomputes what saves the most bytes per FLOP: 1 keeps everything, 0 only "
-        "what full recompute keeps; see docs/activation_memory.md",
+        "what full recompute keeps; see docs/memory.md",
         at_least=0,
         at_most=1,
     )

@@ -291,7 +291,7 @@ class OptimizerConfig:
     )
     use_precision_aware_optimizer: bool = option(
         False,
-        "allow main gradients and moments narrower than fp32; see docs/gpu_memory.md",
+        "allow main gradients and moments narrower than fp32; see docs/memory.md",
     )
     main_grads_dtype: str = option(
         "fp32",

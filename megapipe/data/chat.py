@@ -201,7 +201,7 @@ def _chat(line: bytes, origin: str) -> Chat:
     if "prompt" in content and "completion" in content:
         pair = [("user", content["prompt"]), ("assistant", content["completion"])]
         return Chat(origin, PROMPT, *_checked([{"role": role, "content": text} for role, text in pair], origin))
-    way = next((f"{key}: {text}" for key, text in OTHER_FORMS.items() if key in content), "see docs/conversations.md")
+    way = next((f"{key}: {text}" for key, text in OTHER_FORMS.items() if key in content), "see docs/finetuning.md")
     keys = ", ".join(map(str, list(content)[:4])) or "nothing"
     raise DataError(f"{origin} holds {keys}; expected messages, or prompt and completion ({way})")
 

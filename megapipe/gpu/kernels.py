@@ -21,6 +21,7 @@ from megapipe.config.training import OPTIMIZERS
 from megapipe.dtypes import ELEMENT_BYTES, FP8_BLOCKS
 from megapipe.environment import missing_for_triton
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
+from megapipe.gpu.meta_results import MetaResults
 from megapipe.registry import BUILT_IN
 
 FUSED_GROUPS = (9, 10)  # compute capabilities for which torch has a grouped GEMM in one kernel, in bf16
@@ -275,7 +276,8 @@ def compiled(function: AnyFunction, is_exact: bool = False) -> AnyFunction:
                 if is_known and not is_exact:
                     _mark_rows(x, *others)
             return kernels[kind](x, *others)  # type: ignore[no-any-return]
-        with _disable_current_modes():  # a dry run counts the result of the one kernel, not the function's temporaries
+        # what counts sees the result of the one kernel, not the function's temporaries
+        with _disable_current_modes(), MetaResults():
             results = function(x, *others)
 
         def made(result: Tensor) -> Tensor:

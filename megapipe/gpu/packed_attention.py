@@ -11,15 +11,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
-
-# versions differ in whether grouped queries have to be allowed
-GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,19 @@ def torch_kernel(
     q: Tensor, k: Tensor, v: Tensor, borders: DocumentBorders, *, scale: float, window: int | None
 ) -> Tensor:
     """Run torch's flash kernel. window: tokens that a token sees, itself included; None: all before it."""
+    kernel = _varlen_attention()
     left = -1 if window is None or window >= borders.longest else window - 1
     starts, longest = borders.starts, borders.longest
-    output = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(left, 0), **GROUPED)
+    output = kernel(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(left, 0))
     assert isinstance(output, Tensor)
     return output
+
+
+@cache
+def _varlen_attention() -> Callable[..., Any]:
+    """Return torch's kernel. It is imported where it is used: it imports dynamo, which takes two seconds."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # versions differ in whether grouped queries have to be allowed
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return partial(varlen_attn, **grouped)

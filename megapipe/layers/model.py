@@ -19,17 +19,18 @@ from megapipe.config.parallel import ParallelConfig
 from megapipe.dtypes import FP8_BLOCKS
 from megapipe.errors import ConfigError
 from megapipe.layers.attention import AttentionTable
+from megapipe.layers.branch import Branch
 from megapipe.layers.ends import EmbeddingTable, HeadTable
 from megapipe.layers.latent_attention import LatentAttentionTable
-from megapipe.layers.linear import fp8_layers, without_weight_gradients
+from megapipe.layers.linear import fp8_layers
+from megapipe.layers.mixer import MixerTable
 from megapipe.layers.mlp import MLPTable
 from megapipe.layers.moe import MoETable
 from megapipe.layers.prediction import PredictionTable
-from megapipe.layers.table import WHOLE, CommChunks, Documents, Gemm, RankShape, Table
+from megapipe.layers.table import WHOLE, CommChunks, Documents, RankShape
 from megapipe.sharding.spec import Owner, ParamSpec
 from megapipe.sharding.state_dtypes import state_dtypes
 
-Part = AttentionTable | MLPTable | MoETable
 NEAR_NAMES = 3  # names of parameters that a message gives
 
 
@@ -40,7 +41,7 @@ class LayerSpec:
     `model_spec` makes layers that are alike one object, so that they compare and hash by identity.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[Branch, ...]
     is_fp8: bool  # its linears and experts multiply in 8 bits
     frozen: frozenset[str] = frozenset()  # linears whose weights are not trained
 
@@ -65,43 +66,20 @@ class LayerSpec:
         """The layer with all of its weights trained."""
         return replace(self, frozen=frozenset()) if self.frozen else self
 
+    @cached_property
+    def mixer(self) -> MixerTable | None:
+        return next((part for part in self.parts if isinstance(part, MixerTable)), None)
+
+    @cached_property
+    def config(self) -> LayerConfig:
+        """The configuration of a layer with these branches alone."""
+        model, held = self.parts[0].model, {part.site for part in self.parts}
+        mixer = model.mixer if "mixer" in held else None
+        return replace(model, has_attention="has_attention" in held, has_mlp="has_mlp" in held, mixer=mixer)
+
     def attention_flops(self, seq_length: int, causal: bool) -> float:
-        """Return the forward FLOPs of core attention, per token."""
-        return 0.0 if self.attention is None else self.attention.flops_per_token(seq_length, causal)
-
-    def gemms(self, tp: int) -> tuple[Gemm, ...]:
-        """Return its linears on one of tp ranks, in the order of the forward."""
-        return tuple(gemm for part in self.parts for gemm in part.gemms(tp))
-
-    def linears(self, tp: int) -> tuple[Gemm, ...]:
-        """Return those of its linears that tp cuts and every token goes through: all but the router and its experts."""
-        cut = (part.shared if isinstance(part, MoETable) else part for part in self.parts)
-        return tuple(gemm for part in cut if part is not None for gemm in part.gemms(tp))
-
-    def fp8_gemms(self, shape: RankShape) -> tuple[Gemm, ...]:
-        """Return its linears on one rank that multiply in 8 bits, with those of all experts."""
-        gemms = self.linears(shape.tp)
-        if self.experts is not None:
-            gemms += self.experts.num_experts // shape.ep * self.experts.expert_gemms(shape.etp)
-        return tuple(gemm for gemm in gemms if gemm.is_fp8)
-
-
-@dataclass(frozen=True)
-class LayerTable(Table):
-    """All operations of a layer.
-
-    parts: the tables of its parts, in order. Only these have left_bytes and weight_gradient_bytes; the layer's are 0.
-    """
-
-    parts: tuple[Table, ...] = ()
-
-
-@cache
-def layer_table(layer: LayerSpec, shape: RankShape) -> LayerTable:
-    """Return what one microbatch does in a layer on one rank."""
-    hidden = shape.hidden_bytes(layer.hidden_size)
-    parts = tuple(without_weight_gradients(part.table(shape), layer.frozen, shape, hidden) for part in layer.parts)
-    return LayerTable(tuple(operation for part in parts for operation in part.operations), parts=parts)
+        """Return the forward FLOPs of core attention, or of what stands in its place, per token."""
+        return sum(part.flops_per_token(seq_length, causal) for part in self.parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,12 +121,14 @@ def model_spec(
     def layer_spec(
         layer: LayerConfig, is_fp8: bool, comm_type: str, frozen: frozenset[str]
     ) -> LayerSpec:  # alike layers are one object
-        parts: list[Part] = []
-        if layer.has_attention:
+        parts: list[Branch] = []
+        if layer.mixer is not None:
+            parts.append(MixerTable(layer))
+        elif layer.has_attention:
             table = LatentAttentionTable if layer.multi_latent_attention else AttentionTable
-            parts.append(table(layer, is_fp8, comm_type))
+            parts.append(table(layer, comm_type))
         if layer.has_mlp:
-            parts.append(MLPTable(layer, is_fp8) if layer.num_experts is None else MoETable(layer, is_fp8))
+            parts.append(MLPTable(layer) if layer.num_experts is None else MoETable(layer))
         return LayerSpec(tuple(parts), is_fp8, frozen)
 
     in_fp8 = fp8_layers(precision, model.num_layers)
@@ -184,10 +164,7 @@ def model_parameters(
 
     def of_layer(layer: LayerSpec, prefix: str, number: int) -> Iterator[ParamSpec]:
         for part in layer.parts:
-            if isinstance(part, MoETable):
-                yield from part.parameters(prefix, number, sequence_parallel, etp)
-            else:
-                yield from part.parameters(prefix, number, sequence_parallel)
+            yield from part.parameters(prefix, number, sequence_parallel, etp)
 
     found = list(spec.embedding.parameters(sequence_parallel))
     for number, layer in enumerate(spec.layers):
@@ -231,10 +208,7 @@ def model_states(model: ResolvedModelConfig) -> tuple[ParamSpec, ...]:
     layers = [(layer, f"decoder.layers.{number}.", number) for number, layer in enumerate(spec.layers)]
     layers += [(layer, each.layer_prefix, each.layer_number) for each, layer in spec.predictions]
     return tuple(
-        state
-        for layer, prefix, number in layers
-        if layer.experts is not None
-        for state in layer.experts.states(prefix, number)
+        state for layer, prefix, number in layers for part in layer.parts for state in part.states(prefix, number)
     )
 
 

@@ -14,14 +14,12 @@ last stage. h_0 is the input of the model's output layer. Names are Megatron-Cor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.layers.ends import EmbeddingTable, HeadTable
-from megapipe.layers.linear import weight_gradient_bytes
 from megapipe.layers.norm import NormTable
-from megapipe.layers.table import Backward, Gemm, Kept, Operation, RankShape, Table
+from megapipe.layers.table import RankShape
 from megapipe.sharding.spec import Init, ParamSpec
 
 
@@ -56,11 +54,6 @@ class PredictionTable:
         embedding, hidden, final = (NormTable.of(self.model, name) for name in ("enorm", "hnorm", "final_layernorm"))
         return embedding, hidden, final
 
-    @property
-    def gemm(self) -> Gemm:
-        """eh_proj. Every tp rank holds it whole, for its own tokens."""
-        return Gemm(2 * self.model.hidden_size, self.model.hidden_size, True, self.is_fp8, is_replicated=True)
-
     def parameters_before(self, sequence_parallel: bool) -> Iterator[ParamSpec]:
         """Yield the parameters before the layer."""
         hidden, is_partial = self.model.hidden_size, sequence_parallel
@@ -76,35 +69,7 @@ class PredictionTable:
             matrix="outputs x inputs",
         )
 
-    def projection_table(self, shape: RankShape) -> Table:
-        """Return what one microbatch does on one rank before the layer."""
-        hidden, splits = shape.hidden_bytes(self.model.hidden_size), shape.splits_backward
-        embedding, previous, _ = self.norms
-        vectors = shape.own_tokens * self.model.hidden_size
-        lookup = EmbeddingTable(self.model).table(shape).operations[0]
-        waits = 3 * hidden if splits else 0  # eh_proj's input and the gradient of its output
-        norm_backward = Backward(
-            2 * hidden + hidden + max(embedding.gradient_bytes(shape), previous.gradient_bytes(shape))
-        )
-        operations = (
-            replace(lookup, name="next_word_embeddings"),
-            Operation(
-                "enorm",
-                (Kept("next embeddings", vectors, shape.element), *embedding.statistics(shape.own_tokens, shape)),
-                backward=norm_backward,
-            ),
-            Operation("hnorm", previous.statistics(shape.own_tokens, shape), backward=norm_backward),
-            Operation(
-                "eh_proj",
-                (Kept("eh_proj inputs", 2 * vectors, shape.element),),
-                gemm=self.gemm,
-                deferred_bytes=3 * hidden,
-                backward=Backward(2 * hidden + weight_gradient_bytes(self.gemm, shape), 0 if splits else 2 * hidden),
-            ),
-        )
-        return Table(operations, hidden + waits, weight_gradient_bytes(self.gemm, shape))
-
-    def head_table(self, shape: RankShape) -> Table:
-        """Return what one microbatch does on one rank after the layer: always with a loss mask."""
-        masked = replace(shape, documents=replace(shape.documents, loss_mask=True))
-        return HeadTable(self.model).table(masked)
+    def kept_bytes(self, shape: RankShape) -> int:
+        """Return what is kept of the embedding of the next tokens, the norms and the input of eh_proj."""
+        statistics = sum(norm.kind.statistics for norm in self.norms[:2]) * shape.own_tokens * shape.wide
+        return 3 * shape.hidden_bytes(self.model.hidden_size) + statistics

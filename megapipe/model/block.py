@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megapipe.config.layers import LayerConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.model.attention import SelfAttention
 from megapipe.model.context import LayerContext
 from megapipe.model.latent_attention import LatentAttention
 from megapipe.model.layer_factory import LayerFactory
+from megapipe.model.mixer import Mixer
 from megapipe.model.mlp import MLP
 from megapipe.model.moe import MoE
 from megapipe.model.norm import norm_element
@@ -37,15 +39,14 @@ class Block(nn.Module):
         self.dropout_rate, self.scale = factory.config.hidden_dropout, factory.config.residual_scale
         # masks differ over tp only where ranks hold different slices of the sequence
         self.dropout_rank = factory.tp.rank if factory.sequence_parallel else None
-        self.self_attention: SelfAttention | None = None
+        self.self_attention: SelfAttention | Mixer | None = None
         self.mlp: MLP | MoE | None = None
         self.compiler: Compiler | None = None
         attention: Iterator[Element] = iter(())
         mlp: Iterator[Element] = iter(())
-        if factory.config.has_attention:
+        if factory.config.has_attention or factory.config.mixer is not None:
             self.input_layernorm, self.post_self_attn_layernorm = factory.branch_norms()
-            kind = LatentAttention if factory.config.multi_latent_attention else SelfAttention
-            self.self_attention = kind(layer, factory)
+            self.self_attention = _mixer(factory.config)(layer, factory)
             attention = self.self_attention.elements(self._norm("input_layernorm"))
         if factory.config.has_mlp:
             self.pre_mlp_layernorm, self.post_mlp_layernorm = factory.branch_norms()
@@ -90,6 +91,14 @@ class Block(nn.Module):
             return (keyed_mask(stream.shape, rate, context.dropout_key, *place, stream.device),)
 
         return Segment("add", ResidualSum(self.scale / (1.0 - rate), self.scale), mask, joins=True)
+
+
+def _mixer(config: LayerConfig) -> type[SelfAttention] | type[Mixer]:
+    """Return the module of a layer's first branch."""
+    if config.mixer is not None:
+        module: type[Mixer] = config.mixer_kind.module
+        return module
+    return LatentAttention if config.multi_latent_attention else SelfAttention
 
 
 @dataclass(frozen=True)

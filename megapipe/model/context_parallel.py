@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megapipe.comm.collectives import WithAdjoint, Work, all_gather, all_to_all, reduce_scatter
+from megapipe.comm.collectives import WithAdjoint, Work, all_gather, all_to_all, reduce_scatter, shift
 from megapipe.comm.groups import ContextGroups, Group
 from megapipe.model.partial_results import PartialSums, Passes
 from megapipe.sharding.sequence import SequencePart
@@ -148,10 +148,8 @@ class Ring:
 
     def shift(self, tensor: Tensor, step: int) -> tuple[Tensor, Work]:
         """Start to send a tensor to the rank `step` places on, and to receive one from the rank as far before."""
-        ranks, received = self.group.size, torch.empty_like(tensor)
-        sends, receives = [0] * ranks, [0] * ranks
-        sends[(self.group.rank + step) % ranks] = receives[(self.group.rank - step) % ranks] = tensor.shape[0]
-        return received, all_to_all(received, tensor, receives, sends, self.group, async_op=True)
+        received = torch.empty_like(tensor)
+        return received, shift(received, tensor, step, self.group, async_op=True)
 
     def sums(
         self, keys: Tensor, widths: Widths, passes: Passes, into: Tensor | None, adds: bool

@@ -117,12 +117,17 @@ class NodeRoutes(Routes):
     def planned(
         cls, like: Tensor, num_rows: int, num_pairs: int, topk: int, groups: ExpertGroups, adds_in_node: bool = False
     ) -> NodeRoutes:
-        """Return the routes of a dry run, where every expert gets as many rows, and every node as many pairs.
+        """Return the routes of a dry run, where every expert gets as many rows, and every node as many pairs. What
+        `of_slots` exchanges is exchanged here, too.
 
         like: [experts] int64 on the device without values.
         """
         nodes, places, etp = groups.nodes.size, groups.places.size, groups.etp.size
         rows, pairs = even_parts(num_rows, nodes), even_parts(num_pairs, nodes)
+        table = _exchange_counts(like.new_empty(nodes, like.shape[0] // nodes + 1), groups)
+        _pass_on_counts(table[:, :-1].reshape(nodes, places, -1), groups)
+        entries = like.new_empty(num_pairs, topk, dtype=torch.int32)
+        exchange(entries, pairs, pairs, groups.counts or groups.nodes)
         reached = math.ceil(groups.imbalance * num_rows)
         expert_rows = even_parts(reached * etp, like.shape[0] // groups.ep.size)
         first, here, whole = (like.new_empty(count) for count in (num_pairs, num_rows, reached * etp))

@@ -1,5 +1,5 @@
 """The balanced cut of the layers into stages: for the busiest pipeline rank, by measured times or FLOPs, at each rank's
-speed and within its memory (docs/balance.md).
+speed and within its memory (docs/planner.md).
 """
 
 from __future__ import annotations

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megapipe.layers.attention import AttentionTable
+from megapipe.layers.mlp import MLPTable
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.moe import MoETable
-from megapipe.plan.activations import with_recompute
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_time import OpSeconds, expert_links, head_seconds, layer_seconds, ring_link
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.traces import with_recompute
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.costs import Seconds
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
@@ -55,9 +55,9 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
         for kind in plan.model.kinds
     }
     every = [timed for layer in plan.model.layers for timed in kinds[layer]]
-    attention = [seconds for part, seconds in every if isinstance(part, AttentionTable)]
+    attention = [seconds for part, seconds in every if part.site != "has_mlp"]
     experts = [seconds for part, seconds in every if isinstance(part, MoETable)]
-    dense = [seconds for part, seconds in every if not isinstance(part, AttentionTable | MoETable)]
+    dense = [seconds for part, seconds in every if isinstance(part, MLPTable)]
     # half of the messages go to the experts, half come back
     head = head_seconds(plan.model, shape, hardware, tp_link)
     for _, layer in plan.model.predictions:

@@ -38,6 +38,11 @@ VERSION = 1
 FLAG = "--pipeline-layer-times"
 GEMM_PASSES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}  # of a forward's FLOPs
 ATTENTION_PASSES = {Op.F: 1.0, Op.B: 2.5, Op.I: 2.5, Op.W: 0.0}
+LINEARS_OF = {  # that recomputing a module runs again; of `moe` all
+    "mla_up_proj": tuple(f"self_attention.linear_{name}" for name in ("q_proj", "q_up_proj", "kv_up_proj")),
+    "mlp": ("mlp.linear_fc1",),
+    "shared_experts": ("mlp.shared_experts.linear_fc1",),
+}
 # model options that change neither the shapes nor the work of a layer, the embedding or the head
 WITHOUT_EFFECT = (
     "num_layers",
@@ -48,9 +53,21 @@ WITHOUT_EFFECT = (
 )
 
 
+@cache
+def linear_weights(layer: LayerSpec) -> dict[str, int]:
+    """Return the weights of a layer's linears that a token goes through, by name: of experts those of k of them."""
+    found, experts = {}, layer.experts
+    for spec in (spec for part in layer.parts for spec in part.parameters("", 0, False)):
+        if spec.matrix or spec.name == "mlp.router.weight":
+            found[spec.name] = math.prod(spec.shape)
+            if experts is not None and spec.name.startswith("mlp.experts."):
+                found[spec.name] = found[spec.name] * experts.model.moe_router_topk // experts.num_experts
+    return found
+
+
 def gemm_flops(layer: LayerSpec) -> float:
     """Return the forward FLOPs of a layer's linears, per token."""
-    return 2.0 * sum(gemm.num_weights for gemm in layer.gemms(tp=1))
+    return 2.0 * sum(linear_weights(layer).values())
 
 
 def layer_flops(layer: LayerSpec, seq_length: int, causal: bool) -> float:
@@ -62,8 +79,8 @@ def head_flops(model: ModelSpec) -> float:
     """Return the forward FLOPs of the output layer, per token, vocabulary padding included; for each module of
     multi-token prediction again, with those of its projection.
     """
-    projections = sum(2.0 * prediction.gemm.num_weights for prediction, _ in model.predictions)
-    return 2.0 * model.head.gemm(tp=1).num_weights * (1 + len(model.predictions)) + projections
+    hidden, vocabulary = model.head.model.hidden_size, model.head.model.padded_vocab_size
+    return 2.0 * hidden * vocabulary * (1 + len(model.predictions)) + 4.0 * hidden**2 * len(model.predictions)
 
 
 def step_flops(model: ResolvedModelConfig, sequences: int, causal: bool) -> float:
@@ -81,18 +98,19 @@ def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int
     latents, the first linear of the MLP or of the shared experts, the router with all experts.
     """
     if recompute.recompute_granularity == "full":
-        return gemm_flops(layer) if recompute.recompute_keep_attention else layer_flops(layer, seq_length, causal)
-    attention, experts = layer.attention, layer.experts
-    shared = None if experts is None else experts.shared
-    of_module = {
-        "core_attn": layer.attention_flops(seq_length, causal),
-        "mla_up_proj": 2.0 * sum(gemm.num_weights for gemm in attention.up_gemms(tp=1)) if attention else 0.0,
-        "mlp": 0.0 if layer.mlp is None else 2.0 * layer.mlp.gemms(tp=1)[0].num_weights,
-        "moe": 0.0 if experts is None else 2.0 * sum(gemm.num_weights for gemm in experts.gemms(tp=1)),
-        "shared_experts": 0.0 if shared is None else 2.0 * shared.gemms(tp=1)[0].num_weights,
-    }
-    modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
-    return sum(of_module.get(module, 0.0) for module in modules)
+        keeps = recompute.recompute_keep_attention and layer.attention is not None
+        return gemm_flops(layer) if keeps else layer_flops(layer, seq_length, causal)
+    if recompute.recompute_granularity is None:
+        return 0.0
+    modules, experts = recompute.recompute_modules, layer.experts
+    again = {name for module in modules for name in LINEARS_OF.get(module, ())}
+    repeats_experts = experts is not None and "moe" in modules
+    products = sum(
+        count
+        for name, count in linear_weights(layer).items()
+        if name.removesuffix(".weight") in again or (repeats_experts and name.startswith("mlp."))
+    )
+    return 2.0 * products + (layer.attention_flops(seq_length, causal) if "core_attn" in modules else 0.0)
 
 
 def recomputed_flops(
@@ -377,7 +395,7 @@ def read_layer_times(path: Path) -> LayerTimes:
         times = LayerTimes(setting, _part(seconds["embedding"]), layers, _part(seconds["head"]), measured)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{FLAG} {path} lacks or misstates something: {error!r}; docs/balance.md shows such a file"
+            f"{FLAG} {path} lacks or misstates something: {error!r}; docs/planner.md shows such a file"
         ) from None
     if not any(part.forward for part in layers):
         raise ConfigError(f"{FLAG} {path} has no time for a layer's forward")

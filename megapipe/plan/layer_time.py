@@ -1,6 +1,6 @@
 """Seconds of one transformer layer and of the head, for one microbatch on one rank: GEMMs by their shapes, attention,
-what moves memory, tensor-parallel messages with what hides them, and the all-to-alls of experts. Sums over the tables
-of `layers`.
+what moves memory, tensor-parallel messages with what hides them, and the all-to-alls of experts. Products and
+tensor-parallel messages are those of the layer's trace.
 
 A GEMM reaches a share of the peak by its depth and the waves of its tiles (`Hardware.gemm_share`); everything else
 moves memory at a share of its rate. With fp8 the GEMMs of a layer's linears have the peak of fp8, and casts move
@@ -13,22 +13,31 @@ Also the links that a plan's groups of ranks communicate over.
 
 from __future__ import annotations
 
-import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from megapipe.dtypes import FP8
-from megapipe.layers.attention import AttentionTable
 from megapipe.layers.linear import casts
-from megapipe.layers.model import LayerSpec, ModelSpec, layer_table
-from megapipe.layers.moe import INDEX_BYTES, MoETable
-from megapipe.layers.table import ALL_REDUCE, AttentionWork, Collectives, Documents, Gemm, RankShape, Table, ring_bytes
-from megapipe.plan.activations import without_recompute
+from megapipe.layers.model import LayerSpec, ModelSpec
+from megapipe.layers.moe import MoETable
+from megapipe.layers.table import ALL_REDUCE, Documents, RankShape, ring_bytes, total_bytes
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.traces import (
+    CONTEXT_GROUPS,
+    EXPERT_GROUPS,
+    group_size,
+    head_trace,
+    layer_trace,
+    messages_over_tp,
+    sent_bytes,
+    without_recompute,
+)
 from megapipe.schedule.action import Op
 from megapipe.topology import Topology
+from megapipe.trace.traced import OUTPUT_LAYER, STAGE, Message, Product
 
 # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
 POINTWISE_PASSES = 2.0
@@ -135,32 +144,31 @@ class ExpertLinks:
         ways = zip(self.shares(), (self.node, self.network), strict=True)
         return max(share and share * num_bytes / link.bytes_per_second + link.latency_seconds for share, link in ways)
 
+    def seconds(self, group: str, num_bytes: float, ranks: int) -> float:
+        """Return the seconds of an exchange of num_bytes a rank, its own part included, over a kind of group."""
+        if group == "ep":
+            return self.exchange(num_bytes)
+        link = {"ep_nodes": self.network, "ep_places": self.node, "etp": self.etp}[group]
+        return ring_bytes(num_bytes, ranks) / link.bytes_per_second + link.latency_seconds
 
-def expert_message_seconds(part: MoETable, shape: RankShape, links: ExpertLinks) -> tuple[float, float]:
-    """Return the seconds of moving a microbatch's rows, with their weights, to the ranks of their experts, and back;
-    and those of exchanging the numbers of rows first, which only a forward does.
 
-    etp adds a gather of the rows of all ranks that share an expert, or the sum of their results. If a token
-    goes once to a node: the exchange between nodes and then that within one, each at its link's rate.
+def expert_message_seconds(messages: Iterable[Message], shape: RankShape, links: ExpertLinks) -> float:
+    """Return the seconds of such messages of experts: rows with their weights to the ranks of their experts, and back,
+    and in a forward, before that, their numbers, which the router's choice gives.
+
+    If a token goes once to a node, rows travel between nodes and then within one, each at its link's rate.
     """
-    # of the fullest rank, which receives more than it sends
-    rows, weights = part.imbalance * part.row_bytes(shape), part.imbalance * part.num_rows(shape) * shape.wide
-    counts = part.num_experts * INDEX_BYTES
-
-    def shared(num_bytes: float) -> float:
-        passed = ring_bytes(num_bytes * shape.etp, shape.etp)
-        return passed / links.etp.bytes_per_second + links.etp.latency_seconds if shape.etp > 1 else 0.0
-
-    if shape.has_levels:
-        over = {"ep_nodes": links.network, "ep_places": links.node, "etp": links.etp}
-        steps = [(over[name], *sent) for name, sent in part.sent_bytes(shape).items() if name != "etp" or shape.etp > 1]
-        each = [part.imbalance * back / link.bytes_per_second + 3 * link.latency_seconds for link, _, back in steps]
-        moved = max(each[:2]) + sum(each[2:]) if links.pipelined else sum(each)
-        # between nodes the rows of pairs follow the numbers of rows
-        known = sum((there - back) / link.bytes_per_second + link.latency_seconds for link, there, back in steps)
-        return moved, known + links.network.latency_seconds
-    sent = (links.exchange(each) + shared(each) for each in (rows, weights, rows))
-    return sum(sent), links.exchange(counts) + shared(counts)
+    took: dict[str, float] = defaultdict(float)  # of rows, by group
+    numbers = 0.0
+    for each in messages:
+        if each.group in EXPERT_GROUPS:
+            seconds = each.times * links.seconds(each.group, each.num_bytes / each.times, group_size(shape, each.group))
+            if each.name == "router":
+                numbers += seconds
+            else:
+                took[each.group] += seconds
+    both = [took.pop("ep_nodes", 0.0), took.pop("ep_places", 0.0)]
+    return numbers + (max(both) if links.pipelined else sum(both)) + sum(took.values())
 
 
 def layer_seconds(
@@ -176,118 +184,88 @@ def layer_seconds(
     contexts: links of the messages over cp; tp's if None. experts: without these links the messages of experts take no
     time.
     """
-    clock = _Clock(shape, layer.hidden_size, hardware, tp_link)
+    clock, mixture = _Clock(shape, hardware, tp_link), layer.experts
     plain = replace(without_recompute(shape), documents=Documents())
-    table, gemms = layer_table(layer.unfrozen, plain), layer.linears(shape.tp)
-    columns = [gemm for gemm in gemms if gemm.is_column and not gemm.is_replicated]
-    rows = [gemm for gemm in gemms if not gemm.is_column]
-    mixture, of = layer.experts, {Op.W: _trained(layer, table, gemms)}
-
-    def products(op: Op) -> float:
-        of_linears = sum(clock.gemm(gemm, op) for gemm in of.get(op, gemms))
-        return of_linears + (0.0 if mixture is None else clock.routed(mixture, op))
-
-    def casts_of(op: Op) -> float:
-        return clock.casts(op, of.get(op, gemms)) + (0.0 if mixture is None else clock.expert_casts(op, mixture))
-
-    cores = [operation.attention for operation in table.operations if operation.attention is not None]
-    attention = sum(map(clock.attention, cores))
-    kept = sum(tensor.num_bytes for tensor in table.keeps if not tensor.in_attention_time)
-    pointwise = POINTWISE_PASSES * kept / hardware.pointwise_bytes_per_second
-    others = sum((operation.collectives for operation in table.operations if operation.gemm is None), Collectives())
-    messages = sum(map(clock.gather, columns)) + sum(map(clock.reduction, rows)) + others.forward * clock.collective()
-    moved = pointwise + casts_of(Op.F)
+    whole, of_frozen = (layer_trace(each, plain, has_levels=False) for each in (layer.unfrozen, layer))
+    linears = clock.linears(whole.products, messages_over_tp(whole, plain))
+    in_w = clock.linears(of_frozen.products, messages_over_tp(of_frozen, plain)).weights
+    attention, core_backward = clock.attention(layer, plain), clock.attention(layer, plain, True)
+    pointwise = POINTWISE_PASSES * _pointwise_kept(layer, plain) / hardware.pointwise_bytes_per_second
     biases = clock.biases(mixture) if mixture is not None else 0.0
-    forward = {"gemm": products(Op.F), "attention": attention, "pointwise": moved + biases / 3, "tp": messages}
-    core_backward = sum(clock.attention(core, True) for core in cores)
-    if mixture is not None:
-        rows_seconds, counts = (0.0, 0.0) if experts is None else expert_message_seconds(mixture, shape, experts)
-        forward["ep"] = rows_seconds + counts
-    again = _recomputed(layer, shape, plain, clock, forward)
-    inputs = {
-        "gemm": products(Op.I),
-        "attention": core_backward,
-        "pointwise": 2.0 * pointwise + casts_of(Op.I) + biases * 2 / 3,
-        "tp": sum(clock.gather(each, Op.I) for each in rows)
-        + sum(clock.reduction(each, Op.I) for each in columns)
-        + others.inputs * clock.collective()
-        + again.pop("tp", 0.0),
-    }
-    if shape.cp > 1 and layer.attention is not None:
-        links = contexts or ContextLinks(tp_link, tp_link, tp_link)
-        computed = attention, core_backward, again.get("attention", 0.0)
-        forward["cp"], inputs["cp"], again["cp"] = _context_seconds(layer.attention, shape, links, computed)
-    if mixture is not None:
-        inputs["ep"] = (2 if shape.recomputes("moe") or again.pop("ep", 0.0) else 1) * rows_seconds
-    in_w = layer_table(layer, plain).collectives.weights * clock.collective()
-    weights = {"gemm": products(Op.W), "pointwise": casts_of(Op.W), "tp": in_w}
-    backward = {part: inputs[part] + again.get(part, 0.0) for part in inputs}
-    return OpSeconds(forward, backward, weights, sum(map(clock.hidden, columns))).with_overhead(hardware.stack.overhead)
+    forward = {"gemm": 0.0, "attention": attention, "pointwise": pointwise + biases / 3, "tp": 0.0}
+    inputs = {"gemm": 0.0, "attention": core_backward, "pointwise": 2.0 * pointwise + biases * 2 / 3, "tp": 0.0}
+
+    def exchanged(messages: Iterable[Message], computed: float) -> dict[str, float]:
+        """Return the seconds of messages over cp and of those of experts. computed: seconds of attention meanwhile."""
+        found, listed = dict[str, float](), list(messages)
+        if shape.cp > 1 and layer.attention is not None:
+            links = contexts or ContextLinks(tp_link, tp_link, tp_link)
+            found["cp"] = _context_seconds(listed, shape, links, computed)
+        if experts is not None and mixture is not None:
+            found["ep"] = expert_message_seconds(listed, shape, experts)
+        return found
+
+    forward |= exchanged((each for each in whole.messages if each.op is Op.F), attention)
+    inputs |= exchanged((each for each in whole.messages if each.op is Op.I), core_backward)
+    seconds = OpSeconds(forward, inputs, {}) + replace(linears, weights=in_w)
+    again = _recomputed(layer, shape, plain, clock, seconds.forward)
+    if again:
+        traced = layer_trace(layer, replace(shape, documents=Documents()), has_levels=False)
+        again |= exchanged((each for each in traced.messages if each.again), again.get("attention", 0.0))
+    return (seconds + OpSeconds({}, again, {})).with_overhead(hardware.stack.overhead)
 
 
-def _trained(layer: LayerSpec, table: Table, gemms: Iterable[Gemm]) -> list[Gemm]:
-    """Return the linears of a layer that have weight gradients."""
-    trained = list(gemms)
-    for operation in table.operations:
-        if operation.gemm is not None and operation.name in layer.frozen:
-            trained.remove(operation.gemm)
-    return trained
-
-
-def _context_seconds(
-    part: AttentionTable, shape: RankShape, links: ContextLinks, computed: tuple[float, float, float]
-) -> tuple[float, float, float]:
-    """Return what messages over cp add to attention in a forward, a backward and a recompute: those of a ring run under
-    it, the others do not. computed: seconds of attention there.
+def _pointwise_kept(layer: LayerSpec, shape: RankShape) -> int:
+    """Return what a layer keeps for its backward, but for what core attention moves in its own time: matrices of
+    queries and keys, and copies of a fused kernel's output.
     """
-    kind = part.cp_comm_type
-    link_of = {"cp": links.exchange if kind == "a2a" else links.ring, "cp_a2a": links.inner, "cp_p2p": links.ring}
+    kept, part = layer_trace(layer.unfrozen, shape, has_levels=False).kept, layer.attention
+    if part is None:
+        return total_bytes(kept)
+    of_core = [tensor for tensor in kept if tensor.name == "core_attention" and tensor.elements < part.squares(shape)]
+    others = total_bytes(tensor for tensor in kept if tensor.name != "core_attention")
+    copies = part.runs_fused(shape) and not part.exchanges(shape)
+    return others + total_bytes(set(of_core) if copies else of_core)
 
-    def exposed(sent: Mapping[str, float], seconds: float) -> float:
-        took = {
-            name: count / link_of[name].bytes_per_second + link_of[name].latency_seconds for name, count in sent.items()
-        }
-        under = took.pop("cp" if kind == "p2p" else "cp_p2p", 0.0)
-        return sum(took.values()) + max(0.0, under - seconds)
 
-    forward, back, again = map(exposed, (*part.sent_bytes(shape), part.resent_bytes(shape)), computed)
-    return forward, back, again
+def _context_seconds(messages: Iterable[Message], shape: RankShape, links: ContextLinks, computed: float) -> float:
+    """Return what such messages over cp add to attention: those that go around a ring run under it, the others do not.
+
+    computed: seconds of attention meanwhile.
+    """
+    sent: dict[tuple[bool, Link], float] = defaultdict(float)
+    for each in messages:
+        if each.group in CONTEXT_GROUPS:
+            exchanges = links.inner if each.group == "cp_a2a" else links.exchange
+            link = exchanges if each.operation == "all_to_all" else links.ring
+            sent[each.operation == "shift", link] += sent_bytes(each, shape)
+    took = {False: 0.0, True: 0.0}
+    for (is_under, link), num_bytes in sent.items():
+        took[is_under] += num_bytes / link.bytes_per_second + link.latency_seconds
+    return took[False] + max(0.0, took[True] - computed)
 
 
 def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link: Link) -> OpSeconds:
     """Return the seconds of final norm, output layer and loss, and of multi-token prediction without its layers."""
-    gemm = model.head.gemm(shape.tp)
-    clock = _Clock(shape, gemm.inputs, hardware, tp_link)
+    clock, traced = _Clock(shape, hardware, tp_link), head_trace(model, shape, has_levels=False)
+    rate = hardware.pointwise_bytes_per_second
+    messages = messages_over_tp(traced, shape)
+
+    def linears(*ends: str, times: int = 1) -> OpSeconds:
+        products = (each for each in traced.products if each.name.endswith(ends))
+        return clock.linears(products, [each for each in messages if each.name.endswith(ends)], times)
+
     logits = model.head.logits(shape) * shape.wide
     again = 0 if shape.loss_chunk is None else 1  # logits in chunks are computed once more in a backward
-    rate = hardware.pointwise_bytes_per_second
-    once = OpSeconds(
-        {"gemm": clock.gemm(gemm), "pointwise": 3 * logits / rate, "tp": clock.gather(gemm)},
-        {
-            "gemm": again * clock.gemm(gemm) + clock.gemm(gemm, Op.I),
-            "pointwise": (2 + again) * logits / rate,
-            "tp": clock.reduction(gemm, Op.I),
-        },
-        {
-            "gemm": clock.gemm(gemm, Op.W) * gemm.is_trained,
-            "tp": model.head.table(shape).collectives.weights * clock.collective(),
-        },
-        clock.hidden(gemm),
-    ).with_overhead(hardware.stack.overhead)
-    if not model.predictions:
-        return once
-    prediction, _ = model.predictions[0]  # alike
-    clock, table = _Clock(shape, prediction.model.hidden_size, hardware, tp_link), prediction.projection_table(shape)
-    product = {op: clock.gemm(prediction.gemm, op) for op in (Op.F, Op.I, Op.W)}
-    cast = {op: clock.casts(op, [prediction.gemm]) for op in (Op.F, Op.I, Op.W)}
-    moved = POINTWISE_PASSES * table.kept_bytes / rate
-    messages = table.collectives
-    projection = OpSeconds(
-        {"gemm": product[Op.F], "pointwise": moved + cast[Op.F], "tp": messages.forward * clock.collective()},
-        {"gemm": product[Op.I], "pointwise": 2.0 * moved + cast[Op.I], "tp": messages.inputs * clock.collective()},
-        {"gemm": product[Op.W], "pointwise": cast[Op.W], "tp": messages.weights * clock.collective()},
-    ).with_overhead(hardware.stack.overhead)
-    return once + (once + projection) * len(model.predictions)
+    times = 1 + len(model.predictions)
+    passes = {"pointwise": 3 * logits / rate}, {"pointwise": (2 + again) * logits / rate}
+    found = linears(OUTPUT_LAYER, STAGE, times=times) + OpSeconds(*passes, {}) * times
+    if model.predictions:
+        prediction, _ = model.predictions[0]  # alike
+        moved = POINTWISE_PASSES * prediction.kept_bytes(shape) / rate
+        found += OpSeconds({"pointwise": moved}, {"pointwise": 2.0 * moved}, {}) * len(model.predictions)
+        found += linears("eh_proj", "embedding")
+    return found.with_overhead(hardware.stack.overhead)
 
 
 @dataclass(frozen=True)
@@ -295,122 +273,101 @@ class _Clock:
     """Seconds of single operations of a shape on some hardware."""
 
     shape: RankShape
-    hidden_size: int
     hardware: Hardware
     link: Link
 
-    def tokens(self, gemm: Gemm) -> int:
-        """Return the tokens that a linear sees on this rank."""
-        return self.shape.own_tokens if gemm.is_replicated else self.shape.tokens
+    def linears(self, products: Iterable[Product], messages: Iterable[Message], times: int = 1) -> OpSeconds:
+        """Return the seconds of linears: products, casts to fp8, and messages over tp with what hides them.
 
-    def gemm(self, gemm: Gemm, op: Op = Op.F, tokens: int | None = None) -> float:
-        """Return the seconds of one product in F, I or W: by its FLOPs or by what it moves, whichever takes longer."""
-        tokens, hardware = tokens or self.tokens(gemm), self.hardware
-        rows, columns, depth = {
-            Op.F: (tokens, gemm.outputs, gemm.inputs),
-            Op.I: (tokens, gemm.inputs, gemm.outputs),
-            Op.W: (gemm.inputs, gemm.outputs, tokens),
-        }[op]
-        dtype, operand = (FP8, 1.0) if gemm.is_fp8 else (self.shape.dtype, 2.0)
-        reached = hardware.peak(dtype) * hardware.gemm_share(rows, columns, depth, gemm.is_fp8)
+        times: how often each linear is used, together with its messages.
+        """
+        parts = {op: dict.fromkeys(("gemm", "pointwise", "tp"), 0.0) for op in (Op.F, Op.I, Op.W)}
+        of_linear: dict[tuple[str, Op], Product] = {}
+        for product in (each._replace(tokens=each.tokens // times) for each in products if not each.again):
+            of_linear[product.name, product.op] = product
+            parts[product.op]["gemm"] += self.product(product)
+            parts[product.op]["pointwise"] += self.cast(product)
+        sent, gathered = Counter[tuple[str, Op, bool]](), set[str]()
+        for name, op, again, _, operation, _, num_bytes in messages:
+            is_gather = operation == "all_gather"
+            gathered |= {name} if is_gather and op is Op.F else set()
+            # in a whole backward the input of a column-parallel linear is gathered for the weight gradient
+            is_of_w = is_gather and op is Op.I and (name in gathered or (name, op) not in of_linear)
+            if not again:
+                sent[name, Op.W if is_of_w else op, is_gather] += num_bytes // times
+        hidden = 0.0
+        for (name, op, is_gather), num_bytes in sent.items():
+            near = of_linear.get((name, op)) if op is not Op.W else None  # W has no chunks
+            parts[op]["tp"] += self.exposed(num_bytes, is_gather, near)
+            if op is Op.I and near is not None and not is_gather:
+                # In B the second gather runs under the GEMM of the input gradient, which is then reduced, whole, under
+                # that of the weights, where I alone may cut the reduction into chunks
+                reduction, of_weights = self.exposed(num_bytes, is_gather), of_linear.get((name, Op.W))
+                if again_gathered := sent.get((name, Op.W, True)):
+                    hidden += min(self.exposed(again_gathered, True), self.product(near))
+                hidden += 0.0 if of_weights is None else min(reduction, self.product(of_weights))
+                hidden -= reduction - self.exposed(num_bytes, is_gather, near)
+        return OpSeconds(parts[Op.F], parts[Op.I], parts[Op.W], hidden) * times
+
+    def product(self, product: Product, tokens: int | None = None) -> float:
+        """Return the seconds of a product: by its FLOPs or by what it moves, whichever takes longer.
+
+        tokens: of each of its matrices, if not the product's.
+        """
+        tokens, hardware = tokens or max(1, product.tokens // product.matrices), self.hardware
+        rows, columns, depth = tokens, product.outputs, product.inputs
+        if product.op is Op.W:
+            rows, columns, depth = product.outputs, product.inputs, tokens
+        dtype, operand = (FP8, 1.0) if product.is_fp8 else (self.shape.dtype, 2.0)
+        reached = hardware.peak(dtype) * hardware.gemm_share(rows, columns, depth, product.is_fp8)
         moved = operand * depth * (rows + columns) + 2.0 * rows * columns
-        return max(2.0 * rows * columns * depth / reached, moved / hardware.memory_bytes_per_second)
+        each = max(2.0 * rows * columns * depth / reached, moved / hardware.memory_bytes_per_second)
+        return product.matrices * each
 
-    def routed(self, part: MoETable, op: Op = Op.F) -> float:
-        """Return the seconds of one product in F, I or W for all rows with the router, and with this rank's experts."""
-        held, rows, shape = *self._experts(part), self.shape
-        of_each = sum(self.gemm(gemm, op, rows) for gemm in part.expert_gemms(shape.etp))
-        router = Gemm(part.model.hidden_size, part.num_experts, True)
-        return self.gemm(router, op, shape.own_tokens) + held * of_each
-
-    def expert_casts(self, op: Op, part: MoETable) -> float:
-        """Return the seconds of the casts to fp8 for the experts of this rank, in F, I or W."""
-        held, rows = self._experts(part)
-        return held * self.casts(op, part.expert_gemms(self.shape.etp), rows)
+    def cast(self, product: Product) -> float:
+        """Return the seconds of the casts to fp8 for a product."""
+        if not product.is_fp8:
+            return 0.0
+        cast, first, weights = casts(self.shape), product.tokens * product.inputs, product.num_weights
+        moved = {
+            Op.F: cast.inputs * first + cast.weight * weights,
+            Op.I: cast.gradients * first,
+            Op.W: cast.inputs_again * product.tokens * product.outputs
+            + cast.gradients_again * first
+            + cast.weight_gradient * weights,
+        }[product.op]
+        return moved / self.hardware.pointwise_bytes_per_second
 
     def biases(self, part: MoETable) -> float:
         """Return the seconds that a stack's kernels for the biases of experts take, forward and backward."""
         elements = part.model.add_bias_linear * part.imbalance * part.arrived_rows(self.shape) * part.model.hidden_size
         return self.hardware.stack.bias_bytes * elements / self.hardware.pointwise_bytes_per_second
 
-    def _experts(self, part: MoETable) -> tuple[int, int]:
-        """Return the number of experts on this rank, and the rows of each."""
-        held = part.num_experts // self.shape.ep
-        rows = part.model.moe_router_topk * self.shape.own_tokens * self.shape.etp
-        return held, max(1, math.ceil(part.imbalance * rows) // held)
-
-    def attention(self, core: AttentionWork, is_backward: bool = False) -> float:
+    def attention(self, layer: LayerSpec, shape: RankShape, is_backward: bool = False) -> float:
         """Return the seconds of core attention's forward, or of its backward."""
-        hardware, times = self.hardware, core.backward_forwards if is_backward else 1.0
+        if layer.attention is None:
+            return 0.0
+        hardware, core = self.hardware, layer.attention.core(shape)
         reached = hardware.peak(self.shape.dtype) * hardware.attention_share_of(core, is_backward)
         moved = hardware.stack.softmax_shares[is_backward] * core.moved_bytes[is_backward]
+        times = core.backward_forwards if is_backward else 1.0
         return times * core.flops / reached + moved / hardware.pointwise_bytes_per_second
 
-    def casts(self, op: Op, gemms: Iterable[Gemm], tokens: int | None = None) -> float:
-        """Return the seconds of the casts to fp8 for these GEMMs, in F, I or W. tokens: of each, if not the rank's."""
-        in_fp8 = [gemm for gemm in gemms if gemm.is_fp8]
-        if not in_fp8:
-            return 0.0
-        cast = casts(self.shape)
-        read = sum((tokens or self.tokens(gemm)) * gemm.inputs for gemm in in_fp8)
-        written = sum((tokens or self.tokens(gemm)) * gemm.outputs for gemm in in_fp8)
-        weights = sum(gemm.num_weights for gemm in in_fp8)
-        moved = {
-            Op.F: cast.inputs * read + cast.weight * weights,
-            Op.I: cast.gradients * written,
-            Op.W: cast.inputs_again * read + cast.gradients_again * written + cast.weight_gradient * weights,
-        }[op]
-        return moved / self.hardware.pointwise_bytes_per_second
+    def exposed(self, num_bytes: int, is_gather: bool, near: Product | None = None) -> float:
+        """Return the seconds of a gather, or of a sum, of so many bytes over tp that its GEMM does not hide.
 
-    def collective(self, chunks: int = 1, width: int | None = None) -> float:
-        """Return the seconds of one of `chunks` chunks of an all-gather or reduce-scatter of hidden states, or of
-        `width` channels.
+        near: the GEMM, if the message is cut into chunks, each of which runs under the GEMM of a neighbour: exposed are
+        one chunk, what the others take longer than a GEMM, and what smaller GEMMs take longer than one.
         """
-        if self.shape.tp == 1:
-            return 0.0
-        num_bytes = self.shape.collective_bytes(width or self.hidden_size)
-        seconds = num_bytes / chunks / self.link.bytes_per_second + self.link.latency_seconds
-        return self.hardware.stack.message_times * seconds
-
-    def gather(self, gemm: Gemm, op: Op = Op.F) -> float:
-        """Return what gathering the tokens of a linear adds to its GEMM; nothing without sequence parallelism."""
-        if not self.shape.sequence_parallel:
-            return 0.0
-        chunks = self.shape.chunks.gather
-        return self._exposed(self.collective(chunks, gemm.width), chunks, gemm, op)
-
-    def reduction(self, gemm: Gemm, op: Op = Op.F) -> float:
-        """Return what the sum over tp of a linear's result adds to its GEMM: a reduce-scatter, or an all-reduce."""
-        chunks = self.shape.chunks.reduce
-        return self._exposed(self._passes * self.collective(chunks, gemm.width), chunks, gemm, op)
-
-    def hidden(self, gemm: Gemm) -> float:
-        """Return what a whole backward of a column-parallel linear hides.
-
-        Under sequence parallelism its input is gathered again under the GEMM of the input gradient, which is then
-        scattered under that of the weights; without, it is all-reduced there. Both are whole in B, where I alone may
-        cut the reduction into chunks.
-        """
-        collective, passes = self.collective(width=gemm.width), self._passes
-        gather = min(collective, self.gemm(gemm, Op.I)) if self.shape.sequence_parallel else 0.0
-        scattered = passes * collective
-        return gather + min(scattered, self.gemm(gemm, Op.W)) - (scattered - self.reduction(gemm, Op.I))
-
-    @property
-    def _passes(self) -> int:
-        """Collectives that a sum over tp counts as."""
-        return 1 if self.shape.sequence_parallel else ALL_REDUCE
-
-    def _exposed(self, collective: float, chunks: int, gemm: Gemm, op: Op) -> float:
-        """Return the time of a collective that its GEMM does not hide.
-
-        collective: seconds of each chunk, which runs under the GEMM of a neighbour: exposed are one chunk, what the
-        others take longer than a GEMM, and what smaller GEMMs take longer than one.
-        """
-        if chunks == 1:
-            return collective
-        whole, part = self.gemm(gemm, op), self.gemm(gemm, op, max(1, self.shape.tokens // chunks))
-        return collective + (chunks - 1) * max(0.0, collective - part) + max(0.0, chunks * part - whole)
+        shape, link = self.shape, self.link
+        chunks = 1 if near is None else shape.chunks.gather if is_gather else shape.chunks.reduce
+        passes = 1 if is_gather or shape.sequence_parallel else ALL_REDUCE
+        seconds = ring_bytes(num_bytes, shape.tp) / chunks / link.bytes_per_second + link.latency_seconds
+        message = passes * self.hardware.stack.message_times * seconds
+        if near is None or chunks == 1:
+            return message
+        whole, part = self.product(near), self.product(near, max(1, shape.tokens // chunks))
+        return message + (chunks - 1) * max(0.0, message - part) + max(0.0, chunks * part - whole)
 
 
 def _recomputed(
@@ -426,24 +383,18 @@ def _recomputed(
             for part, seconds in forward.items()
             if not (part == "attention" and recompute.recompute_keep_attention)
         }
-    again, whole = dict.fromkeys(forward, 0.0), layer_table(layer, plain)
-    for operation in whole.operations:
-        if not shape.recomputes(*operation.recompute_modules):
-            continue
-        if operation.attention is not None:
-            again["attention"] += clock.attention(operation.attention)
-        if operation.gemm is not None:
-            again["gemm"] += clock.gemm(operation.gemm)
-            again["pointwise"] += clock.casts(Op.F, [operation.gemm])
-            messages = clock.gather if operation.gemm.is_column else clock.reduction
-            again["tp"] += messages(operation.gemm)
-    if shape.recomputes("moe") and layer.experts is not None:  # its messages are those of the backward once more
-        again["gemm"] += clock.routed(layer.experts)
-        again["pointwise"] += clock.expert_casts(Op.F, layer.experts)
+    traced = layer_trace(layer, replace(shape, documents=Documents()), has_levels=False)
+    products = (each._replace(again=False) for each in traced.products if each.again)
+    messages = (each._replace(again=False, op=Op.F) for each in messages_over_tp(traced, shape) if each.again)
+    again = {**dict.fromkeys(forward, 0.0), **clock.linears(products, messages).forward}
+    if shape.recomputes("core_attn"):
+        again["attention"] = clock.attention(layer, plain)
     # core attention's results are already part of its time
-    others = tuple(module for module in recompute.recompute_modules if module != "core_attn")
+    timed = () if layer.attention is None else ("core_attn",)
+    others = tuple(module for module in recompute.recompute_modules if module not in timed)
     without = replace(plain, recompute=replace(recompute, recompute_modules=others))
-    saved = whole.kept_bytes - layer_table(layer, without).kept_bytes
+    kept, fewer = (layer_trace(layer, each, has_levels=False).kept_bytes for each in (plain, without))
+    saved = kept - fewer
     again["pointwise"] += POINTWISE_PASSES * saved / clock.hardware.pointwise_bytes_per_second
     return again
 

@@ -24,7 +24,7 @@
 
 In the host's memory: what --cpu-offloading-num-layers moves there of the activations, counted above only while it is
 on the device, and what --optimizer-cpu-offload does of the optimizer. Offloaded tensors are counted one by one, since
-small ones stay on the device; `tests/model/test_offloaded_bytes.py` compares with those that move.
+small ones stay on the device; `tests/assembly/test_offload.py` compares with what a run moves.
 
 Besides these tensors, what NCCL's communicators hold on the device (plan.nccl_memory).
 
@@ -41,21 +41,18 @@ from functools import cache, reduce
 from itertools import accumulate
 from operator import or_
 
-from megapipe.layers.linear import fp8_weight_bytes
 from megapipe.layers.table import RankShape, total_bytes
 from megapipe.plan.activations import (
     all_layers_of,
     deferred_bytes,
-    fp8_gemms,
+    fp8_weight_bytes,
     group_backward,
-    group_keeps,
-    group_waits,
+    group_trace,
     head_backward,
     layer_groups,
     layers_of,
     replay_bytes,
     shared_bytes,
-    split,
     stage_bytes,
     temporary_bytes,
 )
@@ -64,6 +61,7 @@ from megapipe.plan.nccl_memory import nccl_bytes
 from megapipe.plan.part_memory import part_sizes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import NOTHING, Whole, row_bytes
+from megapipe.plan.traces import head_trace, split
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lifetimes import MESSAGES, Held, Item, Unit, host_pieces, lifetimes
 from megapipe.schedule.partition import StageLayers
@@ -191,7 +189,8 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
 def slice_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape) -> SliceBytes:
     """Return the bytes of a slice of a microbatch, or of a whole one, on a rank with these stages."""
     model, layers = plan.model, {stage: plan.partition.stages[stage] for stage in stages}
-    of_stages = {stage: temporary_bytes(model, shape, held) for stage, held in layers.items()}
+    ops = plan.schedule(plan.batch.num_microbatches).ops
+    of_stages = {stage: temporary_bytes(model, shape, held, ops) for stage, held in layers.items()}
     inside = {(stage, op): size for stage, of_ops in of_stages.items() for op, size in of_ops.items()}
     keys: dict[Held, dict[int, int]] = {Held.KEYS: {}, Held.KEY_GRADIENTS: {}}
     for stage, held in layers.items():
@@ -201,7 +200,7 @@ def slice_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape) -> Slice
             keys[kind][stage] = sum(of_layers)
     return SliceBytes(
         {stage: sum(stage_bytes(model, shape, held).values()) for stage, held in layers.items()},
-        {stage: deferred_bytes(model, shape, held) for stage, held in layers.items()},
+        {stage: deferred_bytes(model, shape, held) if Op.W in ops else 0 for stage, held in layers.items()},
         inside,
         shape.hidden_bytes(plan.config.model.hidden_size),
         keys,
@@ -251,10 +250,9 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     frozen = sum(each.numel // (each.num_shards if gathers else 1) for each in layouts if not each.trainable)
     slack = len(layouts) * BUFFER_ALIGNMENT_BYTES
     copies = 0  # Transformer Engine's copies are not known
-    if plan.shape.transformer_impl == "local":
+    if plan.config.precision.fp8_format is not None and plan.shape.transformer_impl == "local":
         held = (plan.partition.stages[stage] for stage in stages)
-        gemms = (gemm for layers in held for gemm in fp8_gemms(plan.model, plan.shape, layers))
-        copies = sum(fp8_weight_bytes(gemm, plan.shape) for gemm in gemms)
+        copies = sum(fp8_weight_bytes(plan.model, plan.shape, layers) for layers in held)
     return {
         "weights": num_versions * (weights * element + slack) + frozen * element,
         "gradients": gradients * dtypes.gradient_bytes + BUFFER_ALIGNMENT_BYTES * len(plan.trained_buffers(stages)),
@@ -299,10 +297,11 @@ def _graph_bytes(plan: RunPlan, pp_rank: int, size: SliceBytes) -> int:
     """
     total, last_stage = 0, plan.placement.num_stages - 1
     for stage, slots in plan.num_slots(pp_rank).items():
-        pool = size.kept[stage] + size.inside[stage, Op.B]
         if plan.splits_backward:  # recorded as I and W
             of_i, of_w = size.inside[stage, Op.I], size.inside[stage, Op.W]
             pool = max(size.kept[stage] + of_i, size.waiting[stage] + of_w)
+        else:
+            pool = size.kept[stage] + size.inside[stage, Op.B]
         messages = 2 * (stage < last_stage) + (stage > 0)
         total += slots * (pool + messages * plan.message_bytes)
     return total
@@ -389,7 +388,7 @@ def offloaded_groups(
     num_moved = plan.stage_groups(stage, layers).num_moved
     found = []
     for index, group in enumerate(layer_groups(layers_of(plan.model, layers), shape)):
-        kept = group_keeps(group, shape)
+        kept = group_trace(group, shape).kept
         # the first tensor of the first group is the stage's input, which is held on the device for its gradient
         movable = kept if layers.has_embedding or index else kept[1:]
         least = plan.config.offload.min_offloaded_tensor_size
@@ -463,11 +462,11 @@ def _levels_of_stage(
     last, of_groups = len(groups) - 1, sum(group.kept for group in groups)
     above = [of_groups - below for below in accumulate(group.kept for group in groups)]
     found: dict[tuple[int, Op, int], Level] = {(stage, Op.F, number): (above[number], None) for number in range(last)}
-    found[stage, Op.F, last] = 0, model.head.loss_block_bytes(shape) if layers.has_head else 0
+    found[stage, Op.F, last] = 0, head_trace(model, shape).peaks[0] if layers.has_head else 0
     for op, own in ((Op.B, shape), (Op.I, split(shape))):
         in_head, level = head_backward(model, own, layers)
         found[stage, op, last + 1] = 0, in_head
-        waiting = model.head.table(own).deferred_bytes if layers.has_head else 0  # for W
+        waiting = head_trace(model, own).waiting if layers.has_head else 0  # for W
         for number, group in reversed(list(enumerate(layer_groups(layers_of(model, layers), own)))):
             peak, _ = group_backward(group, own)
             # on top of all that was kept for the last group, of what the groups before them left for the others
@@ -475,5 +474,5 @@ def _levels_of_stage(
             if number < last:
                 less = above[number] + kept - of_groups - waiting * own.splits_backward
                 found[stage, op, number] = less, peak + own.hidden_bytes(plan.config.model.hidden_size)
-            waiting += group_waits(group, own)
+            waiting += group_trace(group, own).waiting
     return found

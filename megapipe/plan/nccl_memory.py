@@ -26,7 +26,7 @@ NETWORK_END = 10 * MIB  # of a channel of a ring over the network
 SHARED = 16 * 16 * (MIB // 8)  # of messages over the network in one direction: 16 channels, 16 slots of 128 KiB
 RING_CHANNELS, RING_CHANNELS_OVER_NETWORK = 24, 16
 PEER_CHANNELS, PEER_CHANNELS_OVER_NETWORK = 32, 2  # to a GPU of the node, in a communicator inside it or across nodes
-CHANNELS_IN_NODE = 4  # of a message between stages, a power of two; docs/gpu_queues.md has what waiting receives hold
+CHANNELS_IN_NODE = 4  # of a message between stages, a power of two; docs/gpu.md has what waiting receives hold
 CHANNEL = SENDER + RECEIVER
 # bytes of a communicator: True where it crosses nodes
 RING = {False: RING_CHANNELS * CHANNEL, True: 2 * RING_CHANNELS_OVER_NETWORK * NETWORK_END}

@@ -15,14 +15,17 @@ least possible by less than those of one step of one layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
 from typing import NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.model import LayerSpec, layer_table
-from megapipe.layers.table import Operation, RankShape, total_bytes
+from megapipe.layers.model import LayerSpec
+from megapipe.layers.table import RankShape, total_bytes
+from megapipe.plan.traces import layer_trace
+from megapipe.trace.traced import Traced
 
 ELEMENTWISE_FLOPS = 8.0  # for each element that a norm or an activation computes again; only orders steps without GEMMs
 FULL = RecomputeConfig("full", "uniform", 1)
@@ -93,6 +96,24 @@ def recompute_text(recompute: RecomputeConfig) -> str:
     return "recompute " + "+".join(recompute.recompute_modules)
 
 
+def _traces(layer: LayerSpec, shape: RankShape) -> Iterator[Traced]:
+    """Yield the traces of a layer, under selective recompute branch by branch: many choices have a branch in common."""
+    if shape.recompute.recompute_granularity == "full":
+        yield layer_trace(layer, shape, has_levels=False)
+        return
+    for branch in _branches(layer):
+        own = ("layernorm", *branch.parts[0].recompute_modules)
+        modules = tuple(name for name in own if shape.recomputes(name))
+        recompute = RecomputeConfig("selective", recompute_modules=modules) if modules else RecomputeConfig()
+        yield layer_trace(branch, replace(shape, recompute=recompute), has_levels=False)
+
+
+@cache
+def _branches(layer: LayerSpec) -> tuple[LayerSpec, ...]:
+    """Return the residual branches of a layer as layers."""
+    return tuple(replace(layer, parts=(part,)) for part in layer.parts)
+
+
 def _saved_per_flop(before: Choice, after: Choice) -> float:
     return (before.kept_bytes - after.kept_bytes) / (after.flops - before.flops)
 
@@ -105,15 +126,15 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
     mixture = layer.experts
     if mixture is not None:
         mlps = ((), ("moe_act",), ("moe",))
-        mlps += () if mixture.shared is None else (("shared_experts",), ("moe_act", "shared_experts"))
+        if mixture.model.moe_shared_expert_intermediate_size is not None:
+            mlps += ("shared_experts",), ("moe_act", "shared_experts")
     attention = layer.attention
     keeps_results = False  # of a fused kernel, which a recompute of attention then uses
     if attention is not None and shape.attention_impl != "te" and not (shape.dtype == "fp64" and shape.is_cuda):
         model = attention.model
-        is_fused = any(tensor.with_replay for tensor in layer_table(layer, shape).keeps)
-        is_fused = is_fused and not model.attention_dropout and not model.attention_softmax_in_fp32
+        is_fused = attention.runs_fused(shape) and not model.attention_dropout and not model.attention_softmax_in_fp32
         keeps_results = is_fused and model.kv_channels <= MOST_FUSED_CHANNELS
-    if attention is not None and attention.up_gemms(tp=1):
+    if attention is not None and "mla_up_proj" in attention.recompute_modules:
         cores += [("mla_up_proj", "core_attn"), *([("mla_up_proj",)] if keeps_results else [])]
     found = [RecomputeConfig(), FULL, *([replace(FULL, recompute_keep_attention=True)] if keeps_results else [])]
     found += [
@@ -127,20 +148,16 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
 
 def _choice(layer: LayerSpec, whole: RankShape, recompute: RecomputeConfig) -> Choice:
     """Return a layer's bytes and FLOPs. whole: the shape without recompute."""
-    shape = replace(whole, recompute=recompute)
-    everything, kept = layer_table(layer, whole), layer_table(layer, shape).keeps
-    is_full = recompute.recompute_granularity == "full"
-    if is_full:
-        kept = (*kept[:1], *(tensor for tensor in kept if tensor.outlives_replay(recompute)))
-    elements = sum(tensor.elements for tensor in everything.keeps) - sum(tensor.elements for tensor in kept)
-
-    def repeats(operation: Operation) -> bool:
-        if is_full:
-            return operation.attention is None or not recompute.recompute_keep_attention
-        return shape.recomputes(*operation.recompute_modules)
-
+    shape, is_full = replace(whole, recompute=recompute), recompute.recompute_granularity == "full"
+    traces = tuple(_traces(layer, shape))
+    kept = [tensor for traced in traces for tensor in traced.kept]
+    everything = (tensor for traced in _traces(layer, whole) for tensor in traced.kept)
+    elements = sum(tensor.elements for tensor in everything) - sum(tensor.elements for tensor in kept)
     flops = ELEMENTWISE_FLOPS * elements
-    for operation in filter(repeats, everything.operations):
-        flops += 2.0 * shape.tokens * operation.gemm.num_weights if operation.gemm is not None else 0.0
-        flops += operation.flops + (operation.attention.flops if operation.attention is not None else 0.0)
+    flops += sum(product.flops for traced in traces for product in traced.products if product.again)
+    repeats_attention = not recompute.recompute_keep_attention if is_full else shape.recomputes("core_attn")
+    if repeats_attention and layer.attention is not None:
+        flops += layer.attention.core(whole).flops
+    elif repeats_attention:  # a token mixer
+        flops += layer.attention_flops(whole.whole_seq, causal=True) * whole.tokens / whole.tp
     return Choice(recompute, total_bytes(kept), flops)

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from megapipe.config.layer_pattern import PARTS
-from megapipe.config.layers import LAYER_OPTIONS, OPTIONS_OF, ROTARY_OPTIONS, layer_configs, layer_kinds
+from megapipe.config.layers import LAYER_OPTIONS, layer_configs, layer_kinds
 from megapipe.config.rules.gpu import uses_gpu
-from megapipe.formatting import bytes_text, count_text, flops_text, range_text, ranges_text, text_table
+from megapipe.formatting import bytes_text, count_text, flops_text, grid_text, range_text, ranges_text, text_table
 from megapipe.layers.model import comm_chunks
 from megapipe.layers.table import WHOLE
 from megapipe.plan.activations import stage_bytes
@@ -22,7 +21,7 @@ from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import replica_bytes, row_bytes
 from megapipe.plan.step_time import StepTime, expected_bubble, predict_step
-from megapipe.plan.traffic import layer_expert_bytes
+from megapipe.plan.traffic import layer_bytes
 from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
 
@@ -126,13 +125,12 @@ def _exchange_times(plan: RunPlan, hardware: Hardware, time: StepTime) -> Iterat
         gain = 1.0 - measures.step_seconds / measures.serial_seconds
         yield (
             f"           rows of parts would hide {measures.hidden_share:.0%} of the all-to-alls under computation: "
-            f"{gain:.1%} less time for the schedule (docs/expert_schedules.md)"
+            f"{gain:.1%} less time for the schedule (docs/experts.md)"
         )
 
 
 def _headline(plan: RunPlan) -> Iterator[str]:
     t, model, parallel = plan.topology, plan.config.model, plan.config.parallel
-    chunks = f" x {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
     extras = {
         "sequence parallel": parallel.sequence_parallel and t.tp > 1,
         "tensor-parallel collectives in chunks": comm_chunks(parallel) != WHOLE,
@@ -144,8 +142,8 @@ def _headline(plan: RunPlan) -> Iterator[str]:
         "experts' all-to-alls under computation": plan.parts is not None,
     }
     ranks, name = count_text(t.world_size, "rank"), ", ".join([plan.schedule_name, *(e for e in extras if extras[e])])
-    cp = f" x cp {t.cp} ({' '.join(dict.fromkeys(parallel.cp_comm_type))})" if t.cp > 1 else ""
-    yield f"plan: {ranks} = tp {t.tp}{cp} x pp {t.pp}{chunks} x dp {t.dp}, schedule {name}"
+    cp = f"{t.cp} ({' '.join(dict.fromkeys(parallel.cp_comm_type))})" if t.cp > 1 else 1
+    yield f"plan: {ranks} = {grid_text(t.tp, t.pp, t.dp, cp, plan.num_chunks)}, schedule {name}"
     if not plan.is_synchronous:
         count = plan.batch.num_microbatches
         updates = len(plan.weight_versions(count, 0).group_sizes)
@@ -177,12 +175,8 @@ def _kinds(plan: RunPlan) -> Iterator[str]:
     period = next(n for n in range(1, count + 1) if layers[n:] == layers[: count - n])
     rows = [("layers", "number", "parameters", "FLOPs", "kept", "with")]
     for kind, numbers in kinds.items():
-        missing = [part for part in PARTS if not getattr(kind, f"has_{part}")]
-        lost = {name for part in missing for name in OPTIONS_OF[part]}
-        if kind.rotary is None:
-            lost.update(ROTARY_OPTIONS)
-        words = [f"no {part}" for part in missing]
-        words += [f"{name} {_option_text(getattr(kind, name))}" for name in differing if name not in lost]
+        words = [f"no {part}" for part in kind.missing_parts]
+        words += [f"{name} {_option_text(getattr(kind, name))}" for name in differing if name in kind.used_options]
         parameters = sum(spec.num_elements for spec in plan.specs if spec.owner == numbers[0])
         flops = sequence * layer_flops(model.layers[numbers[0]], sequence, causal=True)
         kept = stage_bytes(model, plan.shape, StageLayers(numbers[0], numbers[0] + 1, False, False))
@@ -216,7 +210,7 @@ def _grid(plan: RunPlan) -> Iterator[str]:
     if plan.model.has_experts:
         groups = [t.group_of(name, 0) for name in ("etp", "ep", "expert_replicas")]
         shown = [" ".join(map(str, group if len(group) <= 8 else (*group[:3], "...", group[-1]))) for group in groups]
-        sizes = f"etp {t.etp} x ep {t.ep} x {t.edp} copies x pp {t.pp}, {load_text(plan)}"
+        sizes = f"{t.experts_text}, {load_text(plan)}"
         yield f"  experts  {sizes}; groups of rank 0: etp ({shown[0]}), ep ({shown[1]}), copies ({shown[2]})"
         yield from _expert_messages(plan)
     if t.world_size > MOST_RANKS_SHOWN:
@@ -244,7 +238,7 @@ def load_text(plan: RunPlan) -> str:
 
 def _expert_messages(plan: RunPlan) -> Iterator[str]:
     """Yield a line with what a rank sends for the experts of one layer and microbatch."""
-    t, of_layers = plan.topology, (layer_expert_bytes(plan, kind) for kind in plan.model.kinds)
+    t, of_layers = plan.topology, (layer_bytes(plan, kind) for kind in plan.model.kinds)
     sent = max(of_layers, key=lambda of_layer: sum(of_layer.values()))
     words: list[str] = []
     if "ep_nodes" in sent:

@@ -112,11 +112,11 @@ def collective_seconds(launch: Launch, plan: RunPlan, hardware: Hardware) -> flo
     if launch.name == "all_to_all" and kind == "ep":
         return expert_links_of(topology, *links).exchange(launch.num_bytes)
     link, num_bytes = ring_link(topology, kind, *links), ring_bytes(launch.num_bytes, ranks)
-    if launch.name == "all_to_all":
+    if launch.name == "shift":
+        link, num_bytes = context_links(topology, *links).ring, launch.num_bytes
+    elif launch.name == "all_to_all":
         contexts = context_links(topology, *links)
-        is_ring = launch.file.endswith(":shift")  # all of it goes to the next rank
-        link = contexts.ring if is_ring else contexts.inner if kind == "cp_a2a" else contexts.exchange
-        num_bytes = launch.num_bytes if is_ring else num_bytes
+        link = contexts.inner if kind == "cp_a2a" else contexts.exchange
     passes = ALL_REDUCE if launch.name == "all_reduce" else 1
     return passes * (num_bytes / link.bytes_per_second + link.latency_seconds)
 
@@ -364,7 +364,9 @@ def report(found: Roofline, cut: Sequence[str], hardware: Hardware) -> str:
 def described(kind: Kind, spec: LayerSpec) -> str:
     """Return words for a layer."""
     words = ["layer of multi-token prediction" if kind.predicts else "layer"]
-    if spec.attention is None:
+    if spec.mixer is not None:
+        words.append(f"with {spec.mixer.model.mixer}")
+    elif spec.attention is None:
         words.append("without attention")
     elif spec.attention.model.window_size is not None:
         words.append(f"with a window of {spec.attention.model.window_size}")

@@ -22,7 +22,7 @@ from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import ALL_REDUCE, RankShape
-from megapipe.plan.activations import fp8_gemms, layer_groups, layers_of, layers_with_recompute, with_recompute
+from megapipe.plan.activations import fp8_weights, layer_groups, layers_of, layers_with_recompute
 from megapipe.plan.expert_overlap import hidden_seconds
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_costs import step_flops
@@ -30,6 +30,7 @@ from megapipe.plan.layer_time import OpSeconds, context_links, expert_links, hea
 from megapipe.plan.memory import offloaded_groups
 from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.traces import with_recompute
 from megapipe.plan.traffic import KINDS, gather_bytes, instance_bytes, reduction_bytes
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.costs import Costs
@@ -402,5 +403,5 @@ def _parts(timeline: Timeline, pp_rank: int, stages: tuple[OpSeconds, ...]) -> d
 def _weight_cast_seconds(plan: RunPlan, hardware: Hardware, pp_rank: int) -> float:
     """Return the seconds of casting the linears' weights to fp8, once a step."""
     held = [plan.partition.stages[stage] for stage in plan.placement.stages_of(pp_rank)]
-    elements = sum(gemm.num_weights for stage in held for gemm in fp8_gemms(plan.model, plan.shape, stage))
+    elements = sum(fp8_weights(plan.model, plan.shape, stage) for stage in held)
     return casts(plan.shape).weight_once * elements / hardware.pointwise_bytes_per_second

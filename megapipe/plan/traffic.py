@@ -9,16 +9,25 @@ which tp and cp ranks add for the load balancing loss.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.model import LayerSpec, layer_table
+from megapipe.layers.model import LayerSpec
 from megapipe.layers.moe import INDEX_BYTES
 from megapipe.layers.table import ALL_REDUCE, ring_bytes
-from megapipe.plan.activations import all_layers_of, end_tables, layers_with_recompute, split, with_recompute
+from megapipe.plan.activations import all_layers_of, layers_with_recompute, stage_traces
 from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import replica_bytes
+from megapipe.plan.traces import (
+    CONTEXT_GROUPS,
+    EXPERT_GROUPS,
+    layer_trace,
+    messages_over_tp,
+    sent_bytes,
+    split,
+    with_recompute,
+)
 from megapipe.schedule.action import Op
 
 KINDS = (False, True)  # of parameters: dense, experts
@@ -59,52 +68,44 @@ def _replica_bytes(plan: RunPlan, stage: int, element: int, kinds: tuple[bool, .
 
 def exchanged_bytes(plan: RunPlan, stage: int) -> Counter[str]:
     """Return the bytes that the layers of a stage exchange for one microbatch, by group: experts over ep and over etp,
-    at balanced routing, and attention over cp; replays included.
+    and attention over cp; replays included.
     """
     total: Counter[str] = Counter()
     layers = Counter(layers_with_recompute(plan.model, plan.shape, plan.partition.stages[stage]))
     for (layer, recompute), count in layers.items():
-        sent: list[Mapping[str, float]] = [layer_expert_bytes(plan, layer, recompute)]
-        if layer.attention is not None and plan.topology.cp > 1:
-            for shape in (with_recompute(each, recompute) for each in plan.slice_shapes):
-                sent += (*layer.attention.sent_bytes(shape), layer.attention.resent_bytes(shape))
-        for by_group in sent:
-            total.update({name: count * num_bytes for name, num_bytes in by_group.items()})  # type: ignore[dict-item]
+        of_layer = layer_bytes(plan, layer, (*EXPERT_GROUPS, *CONTEXT_GROUPS), recompute)
+        total.update({name: count * num_bytes for name, num_bytes in of_layer.items()})  # type: ignore[misc]
     return total
 
 
-def layer_expert_bytes(plan: RunPlan, layer: LayerSpec, recompute: RecomputeConfig | None = None) -> dict[str, float]:
-    """Return the bytes that the experts of one layer send over ep and over etp for one microbatch; {} without any.
-
-    recompute: of the layer; None: the plan's. Full recompute, and that of `moe`, repeat the forward but for the
-    numbers of rows.
+def layer_bytes(
+    plan: RunPlan, layer: LayerSpec, groups: Collection[str] = EXPERT_GROUPS, recompute: RecomputeConfig | None = None
+) -> dict[str, float]:
+    """Return the bytes that one layer sends for one microbatch, forward and backward, over each of these groups that it
+    uses. recompute: of the layer; None: the plan's.
     """
-    recompute = recompute or plan.shape.recompute
-    shape = with_recompute(plan.shape, recompute)
-    repeats = recompute.recompute_granularity == "full" or shape.recomputes("moe")
-    sent = {} if layer.experts is None else layer.experts.sent_bytes(shape)
-    return {name: forward + (1 + repeats) * back for name, (forward, back) in sent.items()}
+    found: dict[str, float] = {}
+    for whole in plan.slice_shapes:
+        shape = with_recompute(whole, recompute or whole.recompute)
+        traced = layer_trace(layer, split(shape) if plan.splits_backward else shape, has_levels=False)
+        for each in traced.messages:
+            if each.group in groups:
+                found[each.group] = found.get(each.group, 0.0) + sent_bytes(each, shape)
+    return found
 
 
-def stage_collectives(plan: RunPlan, stage: int, splits_backward: bool = False) -> float:
-    """Return the number of collectives over tp of a stage for one microbatch, recomputed ones included; those of fewer
-    channels than hidden states have as their share. splits_backward: into I and W, as --delay-wgrad-compute always
-    does.
+def bytes_over_tp(plan: RunPlan, stage: int, op: Op) -> float:
+    """Return the bytes of hidden states that a stage sends over tp for one microbatch, recomputed ones included.
+
+    op: B, or I where the backward is split into I and W, as --delay-wgrad-compute always does.
     """
-    model, layers = plan.model, plan.partition.stages[stage]
-    splits_backward |= plan.config.parallel.delay_wgrad_compute
-    shape = split(plan.shape) if splits_backward else plan.shape
-    total = sum(table.collectives.total for table in end_tables(model, shape, layers))
-    for (layer, recompute), count in Counter(layers_with_recompute(model, shape, layers)).items():
-        shape = with_recompute(shape, recompute)
-        table = layer_table(layer, shape)
-        # a backward with recomputation does those of forwards again: all, or those of the recomputed modules
-        again = sum(
-            operation.collectives.forward
-            for operation in table.operations
-            if recompute.recompute_granularity == "full" or shape.recomputes(*operation.recompute_modules)
-        )
-        total += count * (table.collectives.total + again)
+    if plan.topology.tp == 1:
+        return 0.0
+    splits_backward = op is Op.I or plan.config.parallel.delay_wgrad_compute
+    total = 0.0
+    for shape in map(split, plan.slice_shapes) if splits_backward else plan.slice_shapes:
+        for traced in stage_traces(plan.model, shape, plan.partition.stages[stage]):
+            total += sum(sent_bytes(message, shape) for message in messages_over_tp(traced, shape))
     return total
 
 
@@ -120,8 +121,8 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     held = plan.placement.stages_of(pp_rank)
     ran = Counter((stage, op) for stage, op, _ in row)  # several reductions where a step has several updates
     slices = plan.num_slices  # all of a microbatch's together send what a whole one does
-    whole, split_up = ({stage: stage_collectives(plan, stage, splits) for stage in held} for splits in (False, True))
-    collectives = sum(ran[stage, Op.B] * whole[stage] + ran[stage, Op.I] * split_up[stage] for stage in held) / slices
+    ways = [(stage, op) for stage in held for op in (Op.B, Op.I) if ran[stage, op]]
+    over_tp = sum(ran[way] * bytes_over_tp(plan, *way) for way in ways) / slices
     # the all-reduce of the tied embedding's gradients between the first rank and the last, after the replicas' sums
     tied = [layout for layout in plan.trained_buffers(held) if layout.kind == "tied"]
     tied_elements = sum(layout.numel // layout.num_shards for layout in tied)
@@ -141,7 +142,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
         by_group = exchanged_bytes(plan, stage)
         exchanged.update({name: ran[stage, Op.F] / slices * sent for name, sent in by_group.items()})
     return {
-        "tp": collectives * plan.shape.collective_bytes(plan.config.model.hidden_size) + muon.get("tp", 0.0),
+        "tp": over_tp + muon.get("tp", 0.0),
         "pp": sum(count for (_, op), count in ran.items() if op in MESSAGES) * plan.message_bytes / slices,
         **{group: sent for group, sent in of_replicas.items() if sent},
         "replicas": of_replicas["replicas"] + loads,

@@ -221,7 +221,7 @@ def chat_tokenizer(tokenizer: object, prompt_format: str = DEFAULT_FORMAT) -> Ch
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         kind = getattr(tokenizer, "name", "no tokenizer")
         raise ConfigError(
-            f"--sft needs a HuggingFaceTokenizer with a tokenizer.json, not {kind}: see docs/conversations.md"
+            f"--sft needs a HuggingFaceTokenizer with a tokenizer.json, not {kind}: see docs/finetuning.md"
         )
     return ChatTokenizer(tokenizer, prompt_format)
 

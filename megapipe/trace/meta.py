@@ -1,4 +1,5 @@
-"""`LiveBytes`, the bytes of all live storages; `MetaMode`, meta tensors in code that reads values or the device.
+"""`LiveBytes`, the bytes of all live storages; `WithoutValues`, a mode of tensors without values in code that reads
+values; `MetaMode`, that of meta tensors.
 
 torch chooses kernels of attention and RMSNorm by the device of their inputs. On the meta device they are chosen here,
 so that each keeps for its backward what the kernel of the real device keeps.
@@ -19,14 +20,15 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from megapipe.gpu.meta_results import MetaResults
 
 Answer = Callable[..., Any]
 HALF_TYPES = (torch.float16, torch.bfloat16)
 ALIGNED_BIAS = 16  # torch pads masks for CUDA's memory-efficient kernel to a multiple of this many columns
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(MetaResults):
     """A dispatch mode that counts each storage among the results of operations, from its first appearance until freed.
 
     Views share storages. Memory that a kernel allocates and frees within one operation is not seen. Works for real
@@ -104,7 +106,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._measure()
-        result = func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
         for each in results:
             if isinstance(each, Tensor):
@@ -153,11 +155,6 @@ class LiveBytes(TorchDispatchMode):
 NUMBERS = {Tensor.item: 1.0, Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__bool__: True}  # read without values
 
 
-def ones(tensor: Tensor) -> Any:
-    """Return what `tolist` of a tensor without values returns: nested lists of 1."""
-    return np.ones(tuple(tensor.shape)).tolist()
-
-
 def kernels_of(device: str) -> dict[Any, Answer]:
     """Return the functions of torch that choose a kernel by their tensors' device, with those of a given device."""
     rms_norm = {F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormOfCuda.apply(x, weight)}
@@ -168,25 +165,37 @@ def kernels_of(device: str) -> dict[Any, Answer]:
     }
 
 
-class MetaMode(TorchFunctionMode):
-    """A function mode in which every number read from a meta tensor is 1: a finite norm, no overflow.
+class WithoutValues(TorchFunctionMode):
+    """A function mode in which every number read from a tensor without values is 1: a finite norm, no overflow.
 
-    device: 'cuda' or 'cpu', whose kernels are used. Truth values are True: on the CPU every token then belongs to this
-    rank's part of the vocabulary, which is the case in which an embedding's backward holds most.
+    device: 'cuda' or 'cpu', whose kernels are used. attention: the kernel that torch would choose for it. Truth values
+    are True: on the CPU every token then belongs to this rank's part of the vocabulary, which is the case in which an
+    embedding's backward holds most.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, attention: SDPBackend) -> None:
         super().__init__()
-        self._answers = kernels_of(device) | {
-            Tensor.tolist: ones,
-            torch._fused_sdp_choice: lambda *tensors, **options: SDPBackend.FLASH_ATTENTION.value,
-            torch.autograd.backward: self._backward,
-        }
-        if device == "cuda":
-            self._answers[Tensor.is_cuda.__get__] = lambda tensor: True  # type: ignore[attr-defined]
+        self.numbers = dict(NUMBERS)
+        self.answers = kernels_of(device) | {torch._fused_sdp_choice: lambda *tensors, **options: attention.value}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return NUMBERS[func] if func in NUMBERS else self._answers.get(func, func)(*args, **(kwargs or {}))
+        if func in self.numbers or func is Tensor.tolist:
+            return self.read(func, *args)
+        return self.answers.get(func, func)(*args, **(kwargs or {}))
+
+    def read(self, func: Any, tensor: Tensor) -> Any:
+        """Return what the host reads of a tensor."""
+        return self.numbers[func] if func in self.numbers else np.ones(tuple(tensor.shape)).tolist()
+
+
+class MetaMode(WithoutValues):
+    """The mode of meta tensors, which say that they are on a device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device, SDPBackend.FLASH_ATTENTION)
+        self.answers[torch.autograd.backward] = self._backward
+        if device == "cuda":
+            self.answers[Tensor.is_cuda.__get__] = lambda tensor: True  # type: ignore[attr-defined]
 
     def _backward(self, outputs: tuple[Tensor], grad_tensors: Tensor, **_: Any) -> None:
         """Run a backward inside another, that of recomputed layers, within the mode: inside an answer it is off."""
@@ -239,9 +248,10 @@ class RMSNormOfCuda(torch.autograd.Function):
     """CUDA's fused kernel, which keeps x, weight and 1 / rms of each row in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         statistics = x.new_empty((*x.shape[:-1], 1), dtype=torch.promote_types(x.dtype, torch.float32))
-        ctx.save_for_backward(x, weight, statistics)
+        read = None if weight is None else weight.detach()  # an operation that reads it, which is recorded
+        ctx.save_for_backward(x, read, statistics)
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
     @staticmethod

@@ -1,21 +1,86 @@
-"""`Traced`: what the run of some layers has kept and made."""
+"""`TracedLayer`, a layer as it is run, and `Traced`, what layers have kept, made, multiplied and sent in one run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
+from megapipe.config.layers import LayerConfig
 from megapipe.layers.table import Kept, total_bytes
+from megapipe.schedule.action import Op
 
-SIZES = ("masks", "rotary", "shared_masks", "shared_rotary", "waiting")
+SIZES = ("masks", "rotary", "shared_masks", "shared_rotary", "fp8_weights", "waiting")
+LEVELS = ("forward", "backward", "weights", "replayed")
+STAGE, OUTPUT_LAYER = "stage", "output_layer"  # the names of what no element makes, and of a linear
+
+
+class TracedLayer(NamedTuple):
+    """One layer. is_fp8: its linears multiply in 8 bits. comm_type: how it reaches the keys of other cp ranks.
+    imbalance: rows that reach this rank's experts, over the mean. frozen: linears whose weights are not trained.
+    """
+
+    config: LayerConfig
+    is_fp8: bool
+    comm_type: str
+    imbalance: float = 1.0
+    frozen: tuple[str, ...] = ()
+
+
+class Product(NamedTuple):
+    """A product of weights, or of their gradients: [tokens, inputs] x [inputs, outputs] in F, and in I, where `inputs`
+    are the linear's outputs; in W [inputs, tokens] x [tokens, outputs].
+
+    name: of the linear, as its module's in a layer, or of an element. again: a backward computes it again. matrices:
+    those of experts. times: their number. tokens: of all of them, and of all matrices, together.
+    """
+
+    name: str
+    op: Op  # F, I or W, also in a whole B
+    again: bool
+    is_fp8: bool
+    inputs: int
+    outputs: int
+    matrices: int
+    times: int
+    tokens: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.tokens * self.inputs * self.outputs
+
+    @property
+    def num_weights(self) -> int:
+        return self.matrices * self.inputs * self.outputs
+
+
+class Message(NamedTuple):
+    """Collectives of a linear or an element that are alike.
+
+    times: their number. num_bytes: of all their tensors, whole; what comes of an exchange, if more than what goes.
+    """
+
+    name: str
+    op: Op  # F, I for B too, or W
+    again: bool
+    group: str
+    operation: str
+    times: int
+    num_bytes: int
+
+
+ROWS: dict[str, type[Product] | type[Message]] = {"products": Product, "messages": Message}
+NUM_SIZES = 2  # of a row, which come last
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Bytes that one microbatch, or a slice of it, keeps and makes on one rank.
+    """What one microbatch, or a slice of it, keeps, makes, multiplies and sends on one rank. Sizes are in bytes.
 
     forward, backward, weights: of F, B (I where the shape splits the backward) and W, at each tensor that it makes, the
-    bytes over those that are there when it starts, the gradient of the output aside; of F over what it keeps.
+    bytes over those that are there when it starts, the gradient of the output aside; of F over what it keeps. replayed:
+    at each tensor of B or I, those that it has computed again.
     """
 
     kept: tuple[Kept, ...]  # from F to B or I, the input included; named after the element that has made it
@@ -23,10 +88,15 @@ class Traced:
     rotary: int = 0
     shared_masks: int = 0  # that all microbatches have in common
     shared_rotary: int = 0
+    fp8_weights: int = 0  # copies of the weights in 8 bits
     waiting: int = 0  # from I to W
     forward: tuple[int, ...] = ()
     backward: tuple[int, ...] = ()
     weights: tuple[int, ...] = ()
+    replayed: tuple[int, ...] = ()
+    reads_weights: bool = False  # W does, to compute again what is not kept
+    products: tuple[Product, ...] = ()
+    messages: tuple[Message, ...] = ()
 
     @cached_property
     def kept_bytes(self) -> int:
@@ -38,8 +108,13 @@ class Traced:
         forward, backward, weights = (max((0, *levels)) for levels in (self.forward, self.backward, self.weights))
         return forward, backward, weights
 
-    def at(self, larger: Traced, more: int) -> Traced | None:
-        """Return it for so many sequences more. larger: for one more.
+    @cached_property
+    def replay(self) -> int:
+        """The most that B or I computes again and holds."""
+        return max((0, *self.replayed))
+
+    def at(self, larger: Traced, more: int, has_levels: bool = True) -> Traced | None:
+        """Return it for so many sequences more. larger: for one more. has_levels: False to leave levels out.
 
         Every size is affine in the number of sequences, so a peak, their maximum, is not: hence all levels. None if
         other tensors are made, such as more blocks of a loss.
@@ -49,13 +124,42 @@ class Traced:
             return one + more * (two - one)
 
         names = [[(tensor.name, tensor.element_bytes) for tensor in each.kept] for each in (self, larger)]
-        levels = [(self.forward, larger.forward), (self.backward, larger.backward), (self.weights, larger.weights)]
-        if names[0] != names[1] or any(len(one) != len(two) for one, two in levels):
+        levels = {name: (getattr(self, name), getattr(larger, name)) for name in LEVELS if has_levels}
+        rows = {name: (getattr(self, name), getattr(larger, name)) for name in ROWS}
+        if names[0] != names[1] or any(len(one) != len(two) for one, two in levels.values()):
+            return None
+        if any(_kinds(one) != _kinds(two) for one, two in rows.values()):
             return None
         kept = (
             replace(one, elements=line(one.elements, two.elements))
             for one, two in zip(self.kept, larger.kept, strict=True)
         )
-        sizes = {name: line(getattr(self, name), getattr(larger, name)) for name in SIZES}
-        forward, backward, weights = (tuple(map(line, *each)) for each in levels)
-        return Traced(tuple(kept), **sizes, forward=forward, backward=backward, weights=weights)
+        found: dict[str, Any] = {name: line(getattr(self, name), getattr(larger, name)) for name in SIZES}
+        found |= {name: tuple(map(line, *each)) for name, each in levels.items()}
+        for name, pair in rows.items():
+            found[name] = tuple(
+                type(one)(*one[:-NUM_SIZES], *map(line, one[-NUM_SIZES:], two[-NUM_SIZES:]))
+                for one, two in zip(*pair, strict=True)
+            )
+        return Traced(tuple(kept), **found)
+
+    def as_data(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        kept = [[tensor.name, tensor.elements, tensor.element_bytes] for tensor in self.kept]
+        rows = {name: [[each.name, each.op.name, *each[2:]] for each in getattr(self, name)] for name in ROWS}
+        others = {name: getattr(self, name) for name in (*SIZES, *LEVELS, "reads_weights")}
+        return {"kept": kept} | rows | others
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> Traced:
+        """Return what `as_data` has returned. Raises KeyError, TypeError."""
+        found: dict[str, Any] = {name: data[name] for name in (*SIZES, "reads_weights")}
+        found |= {name: tuple(data[name]) for name in LEVELS}
+        for name, kind in ROWS.items():
+            found[name] = tuple(kind(called, Op[op], *others) for called, op, *others in data[name])
+        return cls(tuple(Kept(*tensor) for tensor in data["kept"]), **found)
+
+
+def _kinds(rows: Iterable[Product | Message]) -> list[tuple[Any, ...]]:
+    """Return rows without their sizes."""
+    return [row[:-NUM_SIZES] for row in rows]

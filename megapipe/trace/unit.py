@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megapipe.comm.groups import ExpertGroups, Traffic, fake_process_groups
+from megapipe.comm.groups import ExpertGroups, fake_process_groups
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.config.layers import LayerConfig
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.dtypes import BLOCK, DTYPES, MICRO_BLOCK
@@ -28,6 +27,7 @@ from megapipe.model.microbatch import Microbatch, MicrobatchSlice, SliceKeys, St
 from megapipe.model.stage import GPTStage
 from megapipe.pipeline.parts import Exchange, elements_of_parts, part_runners
 from megapipe.pipeline.stage import StageRunner
+from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.parts import NETWORK_PARTS, Part, Parts, Site
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue
@@ -35,24 +35,12 @@ from megapipe.tensor_parallel.random import DropoutKey
 from megapipe.topology import Topology
 from megapipe.trace.libraries import LIBRARIES
 from megapipe.trace.meta import MetaMode
-from megapipe.trace.recorder import MESSAGES, STEP, Recorder
-from megapipe.trace.traced import Traced
+from megapipe.trace.recorder import AGAIN, MESSAGES, STEP, RecordedQueue, RecordedTraffic, Recorder
+from megapipe.trace.traced import Traced, TracedLayer
 
 META = torch.device("meta")
 FP8_RECIPES = {None: "tensorwise", BLOCK: "blockwise", MICRO_BLOCK: "mxfp8"}  # by the elements that share a scale
 DROPOUT_KEY = DropoutKey(0, 0, 0)  # any: there are no values
-
-
-class TracedLayer(NamedTuple):
-    """One layer. is_fp8: its linears multiply in 8 bits. comm_type: how it reaches the keys of other cp ranks.
-    imbalance: rows that reach this rank's experts, over the mean. frozen: linears whose weights are not trained.
-    """
-
-    config: LayerConfig
-    is_fp8: bool
-    comm_type: str
-    imbalance: float = 1.0
-    frozen: frozenset[str] = frozenset()
 
 
 class Unit:
@@ -70,7 +58,7 @@ class Unit:
         shape: RankShape,
         is_fp8: bool = False,
         comm_type: str = "p2p",
-        frozen: frozenset[str] = frozenset(),
+        frozen: tuple[str, ...] = (),
     ) -> None:
         self.model, self.layers, self.shape = model, layers, shape
         # which layers are in 8 bits depends on how many there are
@@ -82,14 +70,14 @@ class Unit:
 
     def traced(self) -> Traced:
         """Run the unit once, after what all microbatches share has been made."""
-        self.live = live = Recorder(STEP)
+        self.live = live = Recorder(STEP, AGAIN)
         with self._prepared() as microbatch:
             shared = live.by_label["shared masks"], live.by_label["shared rotary"]
             return self._run(StageRunner(self._forward, self.queue), microbatch, *shared)
 
     def traced_parts(self) -> dict[Part, Traced]:
         """Run the layer in parts."""
-        self.live = Recorder(STEP, MESSAGES)
+        self.live = Recorder(STEP, AGAIN, MESSAGES)
         with self._prepared() as microbatch:
             return self._run_parts(microbatch)
 
@@ -97,12 +85,13 @@ class Unit:
     def _prepared(self) -> Iterator[Microbatch]:
         """Enter the modes, and give the microbatch."""
         with MetaMode("cuda" if self.shape.is_cuda else "cpu"), self.live as live:
-            live.label, self.queue = "weights", WeightQueue()
+            live.label, self.queue = "weights", RecordedQueue(live)
             self.stage = self._stage(self.queue)
             self._give_weights()
             self.stage.begin_row()
+            live.label = "fp8 weights"
             self.stage.cast_weights()
-            live.follow_elements(self.stage)
+            live.follow_elements(self.stage, self._in_fp8)
             live.label = "microbatch"
             microbatch = self._microbatch()
             self._contexts(microbatch, "shared masks", "shared rotary")
@@ -137,7 +126,7 @@ class Unit:
         for part, runner in runners.items():
             state = sent(runner.forward(0, state, microbatch, None), part, behind.get(part))
         del state
-        kept, levels = held(), {}
+        kept, levels, live.phase = held(), {}, Op.B
         state = (self._hidden("gradient"),)
         for part in order[::-1]:
             run = runners[part].backward_input if splits and part not in NETWORK_PARTS else runners[part].backward
@@ -159,6 +148,7 @@ class Unit:
         inputs = () if self.layers.has_embedding else (self._hidden(STEP),)
         start = live.level - sum(each.nbytes for each in inputs)
         live.watch()
+        live.begin_forward()
         output = runner.forward(0, inputs, microbatch, _loss if self.layers.has_head else None)
         # a frozen embedding's is a leaf, which counts for the layer that it goes to
         sent = None if output is None else live.number_of(output[0])
@@ -168,19 +158,22 @@ class Unit:
         masks, rotary = live.by_label["masks"], live.by_label["rotary"]
         gradient = None if self.layers.has_head else self._hidden(MESSAGES)
         live.watch()
+        live.phase = Op.I if self.shape.splits_backward else Op.B
         waiting, weights = 0, tuple[int, ...]()
         if self.shape.splits_backward:
             runner.backward_input(0, (gradient,))
-            backward = live.levels_over(level)
+            backward, replayed = live.levels_over(level), tuple(live.replayed)
             del gradient  # it waits for W, too, where linears use it
             waiting = live.level + live.by_label[MESSAGES] - start
-            level = live.watch()
+            level, live.phase = live.watch(), Op.W
             runner.backward_weight(0)
             weights = live.levels_over(level)
         else:
             runner.backward(0, (gradient,))
-            backward = live.levels_over(level)
-        return Traced(kept, masks, rotary, shared_masks, shared_rotary, waiting, forward, backward, weights)
+            backward, replayed = live.levels_over(level), tuple(live.replayed)
+        sizes = masks, rotary, shared_masks, shared_rotary, live.by_label["fp8 weights"], waiting
+        made = live.reads_weights, live.products, live.messages
+        return Traced(kept, *sizes, forward, backward, weights, replayed, *made)
 
     def _forward(self, *inputs: Any) -> Any:
         """Run the stage; the contexts of its layers are counted apart."""
@@ -203,14 +196,17 @@ class Unit:
     def _stage(self, queue: WeightQueue) -> GPTStage:
         shape = self.shape
         is_local = shape.transformer_impl == "local"  # what a library keeps in 8 bits is not known
+        attention: Any = LIBRARIES.get(shape.attention_impl)
+        if shape.recompute.recompute_keep_attention:
+            attention = None  # a recompute takes results from kernels alone, and a library's are those of torch's
         kernels = Kernels(
-            attention=LIBRARIES.get(shape.attention_impl),  # type: ignore[arg-type]
+            attention=attention,
             fp8=self.precision if is_local and self.precision.fp8_format is not None else None,
             compiles=shape.compile_pointwise,
             compiles_loss=shape.compile_loss,
             splits_backward=shape.splits_backward,
         )
-        groups = fake_process_groups(_topology(shape, self.model), 0, Traffic())
+        groups = fake_process_groups(_topology(shape, self.model), 0, RecordedTraffic(self.live))
         experts = ExpertGroups(groups.ep, groups.etp, groups.dp, groups.cp, groups.ep_places, groups.ep_nodes)
         # of layers in one group, which are traced for full recompute, the largest
         experts = replace(experts, imbalance=max((layer.imbalance for layer in self.each), default=1.0))
@@ -240,15 +236,24 @@ class Unit:
                 if parameter is not None:
                     places.setdefault(parameter, []).append((module, attribute))
         for old, held in places.items():
-            weight, is_trained = torch.empty(old.shape, dtype=self.dtype, device=META), not self._is_frozen(names[old])
+            self.live.label, is_trained = "weights", not self._is_frozen(names[old])
+            weight = torch.empty(old.shape, dtype=self.dtype, device=META)
             new = nn.Parameter(weight, requires_grad=is_trained)
             for module, attribute in held:
                 module._parameters[attribute] = new
+            self.live.label = "gradients"
             if is_trained:
                 _give_gradient(new, held, torch.empty(old.shape, dtype=self._gradient_dtype, device=META))
         for router in self.stage.routers().values():
             if router.expert_bias is not None:
                 router.expert_bias = router.expert_bias.to(META)
+
+    @property
+    def _in_fp8(self) -> tuple[str, ...]:
+        """The layers whose linears multiply in 8 bits, by the beginnings of their names."""
+        if not self.each:
+            return ("mtp.",) if self.precision.fp8_format is not None else ()
+        return tuple(f"decoder.layers.{number}." for number, layer in enumerate(self.each) if layer.is_fp8)
 
     def _is_frozen(self, name: str) -> bool:
         if not self.each:

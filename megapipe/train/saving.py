@@ -14,7 +14,7 @@ The manifest's `state` holds:
     extensions  name, checksum and names of what they provide (train.state)
     data        fingerprint of the training data (data.fingerprint); null without training
     tokenizer   its fingerprint (tokenizers.tokenizer); null without one
-    grid, precision   for people and `tools/inspect_checkpoint.py`
+    grid, precision   for people and `megapipe inspect checkpoint`
 """
 
 from __future__ import annotations

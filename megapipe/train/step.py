@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.microbatches import Microbatches
 from megapipe.assembly.runtime import InferenceRuntime, TrainingRuntime
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group, ProcessGroups
@@ -198,15 +198,13 @@ def read_microbatches(
 
     step: None for evaluation, without dropout.
     """
-    training, dp_rank, dp = runtime.plan.config.training, runtime.coordinates.dp_rank, runtime.plan.topology.dp
+    plan, dp_rank = runtime.plan, runtime.coordinates.dp_rank
 
     def read(k: int) -> Batch:
         with runtime.heartbeat.phase(READING):
-            return loader.microbatch(consumed, k, dp_rank, dp, training.micro_batch_size)
+            return loader.microbatch(consumed, k, dp_rank, plan.topology.dp, plan.config.training.micro_batch_size)
 
-    keys = None if step is None else Keys(training.seed, step, dp_rank, dp)
-    parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
-    return Microbatches(count, read, keys, runtime.device, *parts)
+    return runtime.microbatches(count, read, step)
 
 
 class TrainStep:

@@ -171,7 +171,7 @@ def test_wrong_arguments_of_a_schedule_are_refused() -> None:
     with pytest.raises(ConfigError, match="memory_limit is for zb-auto"):
         make_schedule("1f1b", 2, 4, memory_limit=2)
     assert make_schedule("zb-auto", 2, 4, memory_limit=2).simulate().peak_live_chunks <= (2, 2)
-    with pytest.raises(ConfigError, match="zb-v holds 2 stages per rank, but 1 were given"):
+    with pytest.raises(ConfigError, match=r"zb-v .*2 stages per rank, .*1"):
         make_schedule("zb-v", 2, 4, chunks=1)
     with pytest.raises(ConfigError, match="transfer -1: expected seconds, at least 0"):
         make_schedule("1f1b", 2, 4).simulate(transfer=-1)

@@ -17,7 +17,7 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
 from megapipe.train.step import train_step
-from tests.assembly.test_planned_memory import UNEVEN, UNLIKE, make_plan
+from tests.assembly.plans import UNEVEN, UNLIKE, make_plan
 from tests.harness import RankPool
 from tests.pipeline.late_copies import LateCopies
 

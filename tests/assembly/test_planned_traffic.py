@@ -22,7 +22,7 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.traffic import step_bytes
 from megapipe.train.step import train_step
-from tests.assembly.test_planned_memory import UNLIKE, make_plan
+from tests.assembly.plans import UNLIKE, make_plan
 from tests.harness import RankPool
 from tests.model.grids import with_ahead
 

@@ -90,7 +90,7 @@ def test_an_error_of_any_kind_in_the_thread_is_reported(tmp_path: Path) -> None:
     save_one(tmp_path, 1)
     with pytest.raises(
         CheckpointError,
-        match="rank 0 cannot write its shard: ValueError: a mistake of ours; checkpoints saved earlier are intact",
+        match=r"rank 0 .*ValueError: a mistake of ours",
     ):
         begin(tmp_path, 2, torch.zeros(4), Disk(broken)).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]

@@ -130,7 +130,7 @@ def test_special_files_beside_the_checkpoints_are_not_waited_for(tmp_path: Path,
     SPECIAL[kind](tmp_path / "latest")
     SPECIAL[kind](tmp_path / "rollbacks.json")
     assert read_latest(tmp_path) is None
-    with pytest.raises(CheckpointError, match=r"rollbacks.json cannot be read: .*not a regular file"):
+    with pytest.raises(CheckpointError, match=r"rollbacks.json .*not a regular file"):
         find_checkpoint(tmp_path)
 
 
@@ -217,14 +217,14 @@ def test_the_configuration_is_compared_with_its_checksum_wherever_it_is_read(tmp
     path = folder / "config.yaml"
     path.write_bytes(b"x" * path.stat().st_size)
     for read in (lambda: checkpoint_config(tmp_path), lambda: saved_config(open_folder(folder))):
-        with pytest.raises(CheckpointError, match=r"config.yaml is damaged or was changed: its checksum is"):
+        with pytest.raises(CheckpointError, match=r"config.yaml .*checksum"):
             read()
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", 3])
 def test_an_index_of_hugging_face_names_files_inside_its_folder(tmp_path: Path, name: object) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
-    with pytest.raises(CheckpointError, match="weight_map must give each tensor a file inside the folder"):
+    with pytest.raises(CheckpointError, match="weight_map"):
         stored_tensors(tmp_path)
 
 
@@ -283,7 +283,7 @@ def test_exchanged_tensors_of_one_shape_are_refused(tmp_path: Path, where: str) 
         load_tensors(open_folder(folder), wanted, WORLD)
         assert read.eq(1.0).all()
         return
-    with pytest.raises(DamageError, match=r"master/w@0,0: .* the manifest says .* but the header"):
+    with pytest.raises(DamageError, match=r"master/w@0,0: .*manifest .*header"):
         load_tensors(open_folder(folder), wanted, WORLD)
 
 

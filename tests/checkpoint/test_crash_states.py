@@ -19,10 +19,10 @@ from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.save import Attempt, Extras, SaveReport
 from megapipe.checkpoint.shard import TensorBox
 from megapipe.errors import CheckpointError
+from megapipe.extras.inspect.checkpoint import damage
 from megapipe.sharding.boxes import Box
 from tests.checkpoint.crash_states import Operation, Recorder, Tree, crash_states, put, tree_of
 from tests.checkpoint.layouts import WORLD, save_one
-from tools.inspect_checkpoint import damage
 
 NUM_RANKS, COLUMNS = 2, 12
 

@@ -144,7 +144,7 @@ def test_a_folder_that_is_moved_during_a_run_is_not_made_anew(tmp_path: Path, th
         others.append(acquire(tmp_path / "run", here(**ELSEWHERE), pytest.fail))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for _ in range(2):
-        with pytest.raises(SaveRefusedError, match="run was moved or removed while this run saved there"):
+        with pytest.raises(SaveRefusedError, match="moved or removed"):
             held.check()
     with pytest.raises(SaveRefusedError, match="was moved or removed"):
         Disk(may_change=held.check).make_folder(tmp_path / "run" / "step")
@@ -167,7 +167,7 @@ def test_any_sign_of_life_refuses_the_second_run(tmp_path: Path, sign: str) -> N
             os.utime(lock_path(tmp_path, 1))
 
     clock = Clock(tick)
-    with pytest.raises(SaveRefusedError, match=r"in use by another run: process \d+ on node-b, started"):
+    with pytest.raises(SaveRefusedError, match=r"process \d+ on node-b"):
         acquire(tmp_path, here(), quiet, clock, clock.sleep)
     assert clock.now == 30
     held.check()

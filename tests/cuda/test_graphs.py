@@ -158,5 +158,5 @@ def waiting_job(rank: int, world_size: int, flags: str) -> tuple[int, str, bool]
 def test_a_synchronization_inside_a_stage_ends_the_run_with_a_message() -> None:
     ((code, said, is_restored),) = run_ranks(waiting_job, 1, f"--device {CARD} --train-iters {STEPS} {EXACT} {GRAPHS}")
     assert code == 1
-    assert "the forward of stage 0 cannot be captured as a CUDA graph" in said
+    assert "forward of stage 0 cannot be captured" in said
     assert is_restored

@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
-from megapipe.extras.dry_run.rank import count_rank, count_step
-from megapipe.optimizer.schedule import Rates
+from megapipe.extras.dry_run.rank import count_rank, count_step, run_steps
 from megapipe.plan.memory import rank_memory
 from megapipe.trace.meta import LiveBytes
-from megapipe.train.step import train_step
 from tests.extras.dry_run.grids import FULL, LLAMA, make_plan, read_for, selective
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -45,9 +42,7 @@ def peak_of_a_step(changes: dict[str, Any]) -> tuple[int, int, int]:
     torch.cuda.reset_peak_memory_stats()
     runtime = TrainingRuntime(plan, ProcessGroups.alone(), torch.device("cuda", 0))
     read, count = read_for(plan), plan.batch.full // plan.batch.samples_per_microbatch
-    keys = Keys(1, 0, 0, 1)
-    train_step(runtime).run(Microbatches(count, lambda k: read(0, k), keys, torch.device("cuda", 0)), Rates(1e-3, 0.0))
-    runtime.finish_parameters()
+    run_steps(runtime, read, num_microbatches=count)
     taken = torch.cuda.max_memory_allocated() - before
     return taken, rank_memory(plan, 0).total, 0 if runtime.offload is None else runtime.offload.pool.num_bytes
 

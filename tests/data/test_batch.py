@@ -81,5 +81,5 @@ def test_types_and_shapes_are_those_promised():
 
 
 def test_rules_without_an_end_of_document_token_are_refused():
-    with pytest.raises(ConfigError, match="--reset-attention-mask, --eod-mask-loss need an end-of-document token"):
+    with pytest.raises(ConfigError, match="--reset-attention-mask, --eod-mask-loss"):
         DocumentRules(None, reset_attention_mask=True, eod_mask_loss=True)

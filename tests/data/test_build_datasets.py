@@ -57,7 +57,7 @@ def test_files_without_a_sample_of_a_split_are_left_out_of_it(request_a, tmp_pat
     assert isinstance(built.valid, BlendedDataset)
     assert [member.file.prefix for member in built.valid.members] == [A]
     assert len(built.valid) == 4
-    with pytest.raises(DataError, match=r"the valid part of .* has no sample of 17 tokens in one epoch"):
+    with pytest.raises(DataError, match=r"valid .*17 tokens"):
         build_datasets(changed(request_a, data_path=[short, empty], split="90,10,0", num_samples=(0, 4, 0)))
 
 

@@ -104,7 +104,7 @@ def test_long_conversations_are_dropped_or_truncated_as_asked(overlong: str, kep
 
 
 def test_long_conversations_are_refused_by_default() -> None:
-    with pytest.raises(DataError, match=r"1 of 3 conversations are longer than --seq-length 15 \(the longest has 17"):
+    with pytest.raises(DataError, match=r"1 of 3 .*--seq-length 15 .*17"):
         dataset([4, 16, 17])
 
 
@@ -115,7 +115,7 @@ def test_conversations_without_a_trained_token_are_counted_and_refused_if_all_ar
     object.__setattr__(file, "first_trained", late)
     options: dict[str, Any] = {"num_samples": 1, "seq_length": 15, "seed": (1, 0), "overlong": "truncate"}
     assert "1 left out: no token of an answer is left" in ChatDataset(file, (0, 2), **options).describe()
-    with pytest.raises(DataError, match="none of 1 conversations has a token of an answer within --seq-length 15"):
+    with pytest.raises(DataError, match=r"of 1 .*--seq-length 15"):
         ChatDataset(file, (0, 1), **options)
 
 
@@ -153,7 +153,7 @@ def test_the_split_divides_the_conversations(tmp_path: Path) -> None:
     assert set(read(found.valid)) == {b"answer 8", b"answer 9"}
     assert found.test is None
     assert [line.split(":")[0] for line in lines] == ["train", "valid"]
-    with pytest.raises(DataError, match="has 10 conversations, and --split 99,1,0 gives its valid part none of them"):
+    with pytest.raises(DataError, match=r"10 .*--split 99,1,0 .*valid"):
         build_chat_datasets(request(data_path=(path,), split="99,1,0"), ByteEncoder())
 
 
@@ -169,7 +169,7 @@ def test_files_are_blended_by_weight(tmp_path: Path) -> None:
 def test_files_of_different_forms_are_refused(tmp_path: Path) -> None:
     one, other = write(tmp_path / "a.jsonl", 2), write(tmp_path / "b.jsonl", 2, "prompt")
     for paths in ({"train_data_path": (one, other)}, {"train_data_path": (one,), "valid_data_path": (other,)}):
-        with pytest.raises(DataError, match=r"a\.jsonl has messages, but .*b\.jsonl has prompt and completion"):
+        with pytest.raises(DataError, match=r"a\.jsonl .*messages.*b\.jsonl .*prompt and completion"):
             build_chat_datasets(request(**paths), ByteEncoder())
 
 

@@ -218,7 +218,7 @@ def test_merge_puts_sequences_in_order(tmp_path):
 
 def test_different_dtypes_are_refused_and_nothing_is_left(tmp_path):
     write_file(tmp_path / "wide", [3], "i4")
-    with pytest.raises(DataError, match="wide holds int32, but the files before it uint16"):
+    with pytest.raises(DataError, match=r"wide .*int32, .*uint16"):
         merge([TINY, str(tmp_path / "wide")], str(tmp_path / "all"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["wide.bin", "wide.idx"]
 

@@ -119,9 +119,7 @@ def test_error_in_a_thread_is_raised_where_its_batch_is_asked_for():
 def test_past_the_last_sample_is_an_error_and_no_wrap_around(num_workers):
     loader = Loader(Recorded(10), num_workers=num_workers, name="valid")
     assert loader.microbatch(8, 0, 0, 1, 2).sample_ids == (8, 9)
-    with pytest.raises(
-        DataError, match=r"the valid data has 10 samples, but microbatch 1 of dp rank 0 .* needs 10\.\.12"
-    ):
+    with pytest.raises(DataError, match=r"valid data .*10 samples, .*microbatch 1 of dp rank 0 .*10\.\.12"):
         loader.microbatch(8, 1, 0, 1, 2)
     loader.close()
 

@@ -188,7 +188,7 @@ def test_a_cut_table_ends_in_a_bad_record(name, tmp_path):
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_without_the_column_or_text_in_it_is_refused(name, tmp_path):
     TABLES[name](table(TEXTS), tmp_path / name)
-    with pytest.raises(DataError, match=r"has no column 'body' .it has 'text', 'id'.; see --json-keys"):
+    with pytest.raises(DataError, match=r"'body' .*'text', 'id'.*--json-keys"):
         texts([tmp_path / name], keys=("body",))
     with pytest.raises(DataError, match="the column 'id' holds int64, not strings"):
         texts([tmp_path / name], keys=("id",))
@@ -241,7 +241,7 @@ def test_the_same_file_twice_is_refused(tmp_path):
 
 def test_another_compression_is_refused_before_reading(tmp_path):
     (tmp_path / "a.jsonl.xz").write_text("")
-    with pytest.raises(ConfigError, match=r"this compression is not supported; unpack it, or use \.gz or \.zst"):
+    with pytest.raises(ConfigError, match=r"\.gz or \.zst"):
         find_files([str(tmp_path)])
 
 

@@ -109,7 +109,7 @@ def test_module_that_is_not_the_layout_is_refused() -> None:
     with pytest.raises(ValueError, match=r"only in the module: \['embedding.weight'\]"):
         stage_buffers(specs[1:]).materialize(Toy())
     wrong = (ParamSpec("embedding.weight", (12, 7), owner=0), *specs[1:])
-    with pytest.raises(ValueError, match=r"embedding.weight: the module has shape \(11, 7\), its slot \(12, 7\)"):
+    with pytest.raises(ValueError, match=r"embedding.weight: .*\(11, 7\), .*\(12, 7\)"):
         stage_buffers(wrong).materialize(Toy())
 
 

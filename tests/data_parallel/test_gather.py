@@ -119,7 +119,7 @@ def test_each_part_waits_for_its_own_parameters_only(two_ranks: RankPool) -> Non
 def test_a_parameter_that_no_part_waits_for_is_refused() -> None:
     module = nn.ModuleDict({str(index): nn.Linear(7, 3, bias=False) for index in range(2)})
     gathering = Stores({0: stage_buffers(specs_of(0))}, ProcessGroups.alone())
-    with pytest.raises(ValueError, match=r"stage 0: no part of the module waits for 1\.weight"):
+    with pytest.raises(ValueError, match=r"stage 0: .*1\.weight"):
         gathering.wait_inside(0, module, [module["0"]])
 
 

@@ -25,27 +25,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapipe.assembly.compose import parameter_dtype
-from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.extras.dry_run import rank as dry_run
+from megapipe.comm.groups import fake_process_groups
+from megapipe.extras.dry_run.rank import count_step, empty_slices, run_steps
 from megapipe.extras.streams import count
-from megapipe.extras.streams.ranks import RATES, nccl_groups, prepare, random_batches
-from megapipe.extras.streams.recorder import Device, where
-from megapipe.extras.streams.rows import rows_of_experts
-from megapipe.extras.streams.shapes import ACTIVE, DEVICE, ShapesOnly, tensors
+from megapipe.extras.streams.ranks import on_device, prepare, random_batches
+from megapipe.extras.streams.recorder import NcclBackend, where
+from megapipe.extras.streams.shapes import DEVICE, tensors
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.roofline import COLLECTIVE, COMPUTE, HOST_WAIT, MESSAGE, Launch, Work
-from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 from megapipe.trace.meta import LiveBytes
-from megapipe.train.step import train_step
 from tests.extras.dry_run.grids import make_plan
 from tests.fake_cuda.mistakes import mistake
 
@@ -103,10 +99,17 @@ class Seen:
         self.parts = parts
 
 
-class LiveAnswers(count.CountingAnswers):
-    """Answers of a step whose memory is counted, too: what stays inside a kernel is none."""
+class Checks(count.Counter):
+    """Counts, and looks at devices and dtypes.
+
+    live: of a step whose memory is counted, too; what stays inside a kernel is none.
+    """
 
     live: LiveBytes | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Seen()
 
     def as_kernel(self, name: str, function: Callable[..., Any], *args: Any, where: str | None = None) -> Any:
         results = super().as_kernel(name, function, *args, where=where)
@@ -115,17 +118,9 @@ class LiveAnswers(count.CountingAnswers):
                 self.live._see(result)
         return results
 
-
-class Checks(count.Counter):
-    """Counts, and looks at devices and dtypes."""
-
-    def __init__(self, answers: LiveAnswers) -> None:
-        super().__init__(answers)
-        self.seen = Seen()
-
     @contextmanager
     def inside_kernel(self) -> Iterator[list[bool]]:
-        live: Any = self._answers.live  # type: ignore[attr-defined]
+        live = self.live
         paused = live is not None and live._is_paused
         if live is not None:
             live._is_paused = True
@@ -137,15 +132,17 @@ class Checks(count.Counter):
     def copied_to_device(self) -> None:
         self.seen.pageable_copies[where()] += 1
 
-    def see(self, name: str, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        super().see(name, func, args, kwargs, outputs)
-        seen, inputs = self.seen, tensors((args, kwargs))
+    def see(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+        super().see(func, args, kwargs, outputs)
+        if self._reductions is not None:
+            return
+        seen, inputs, name = self.seen, tensors((args, kwargs)), count.name_of(func)
         both = [*inputs, *outputs]
         if not any(tensor.is_cuda for tensor in both):
             return
         on_host = [tensor for tensor in both if not tensor.is_cuda and tensor.dim()]
         if name in ("_to_copy", "copy_"):
-            if on_host and not any(self._is_pinned(tensor) for tensor in on_host):
+            if on_host and not any(self.answers.is_pinned(tensor) for tensor in on_host):
                 seen.pageable_copies[where()] += 1
         elif on_host:
             seen.mixed_devices[f"{name} in {where()}"] += 1
@@ -169,20 +166,12 @@ class DeviceBytes(LiveBytes):
 
 def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str, Any], plant: str = "") -> Seen:
     """Run two steps: the first counts bytes, the second operations. plant: a name in `mistakes`."""
-    answers, live, started = LiveAnswers(), DeviceBytes(), time.perf_counter()
-    checks = Checks(answers)
-    answers.recorder = Device.recorder = checks
-    answers.live = live
-    ACTIVE[:] = [answers]
-    Device.set_current(0)
+    checks, live, started = Checks(), DeviceBytes(), time.perf_counter()
+    checks.live = live
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in (base | changes).items()}
     try:
         plan = make_plan(world_size, given | {"device": "cuda"})
-        groups, read = nccl_groups(plan, rank, checks), random_batches(plan)
-
-        def empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
-            return torch.empty(spec.local_shape(tp_rank, tp), device=DEVICE)
-
+        groups, read = fake_process_groups(plan.topology, rank, NcclBackend(checks)), random_batches(plan)
         built: list[TrainingRuntime] = []
 
         def build(*arguments: Any) -> TrainingRuntime:
@@ -191,28 +180,20 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
             gc.collect()  # what compiling leaves in circles is no memory of the step
             return built[-1]
 
-        dry_run.TrainingRuntime = build  # type: ignore[misc, assignment]
-        with ShapesOnly(), rows_of_experts(), checks, answers, mistake(plant):
+        with on_device(checks), mistake(plant):
             gemm_adds_to_fp32(DEVICE, parameter_dtype(plan.config.precision.dtype))  # as at the start of a run
             with live:
-                counted, _ = dry_run.count_step(plan, groups, DEVICE, live, read, empty)
-            answers.live, checks.seen = None, Seen(graphs=checks.graphs, said=checks.said)
+                counted, _ = count_step(plan, groups, DEVICE, live, read, empty_slices(DEVICE), build=build)
+            checks.live, checks.seen = None, Seen(graphs=checks.graphs, said=checks.said)
             checks.log.clear()
             (runtime,) = built
-            dp_rank = runtime.coordinates.dp_rank
-            keys, num_microbatches = Keys(1, 1, dp_rank, plan.topology.dp), plan.batch.num_microbatches
-            parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
-            microbatches = Microbatches(num_microbatches, partial(read, dp_rank), keys, DEVICE, *parts)
             with checks.watching():
-                train_step(runtime).run(microbatches, RATES)
-                runtime.finish_parameters()
+                run_steps(runtime, read)
         checks.seen.take(checks.log)
         checks.seen.counted_bytes = dict(counted.items)
         checks.seen.planned_bytes = dict(rank_memory(plan, runtime.coordinates.pp_rank).items)
     except Exception as error:
         checks.seen.error = "".join(traceback.format_exception(error))
-    finally:
-        Device.recorder = None
     checks.seen.seconds = time.perf_counter() - started
     return checks.seen
 

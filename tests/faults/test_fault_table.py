@@ -1,4 +1,4 @@
-"""The fault table of docs/fault_tests.md: each fault is injected into real ranks in the middle of a run. It is reported
+"""The fault table of docs/reliability.md: each fault is injected into real ranks in the middle of a run. It is reported
 within seconds, and the next start resumes from the newest complete checkpoint and ends with bitwise the weights of an
 undisturbed run.
 

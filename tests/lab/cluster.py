@@ -31,6 +31,7 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol", "scan
 CPUS, GPUS = 4, 2  # of a node
 SRUN_PORTS = 40
 UP_SECONDS, DOWN_SECONDS = 20.0, 5.0
+STARTS = 3  # of the daemons, until a job runs
 DEBIAN_PLUGINS = "/usr/lib/{machine}-linux-gnu/slurm-wlm"
 
 CONFIGURATION = """\
@@ -101,22 +102,44 @@ class SlurmCluster:
         return outer | {"SLURM_CONF": str(self._root / "slurm.conf"), "PATH": _search_path()}
 
     def __enter__(self) -> Self:
-        for name in ("munge", "state"):
-            (self._root / name).mkdir(parents=True)
-        self._write_configuration()
-        try:
-            self._start_munge()
-            self._start("slurmctld", "-D", "-f", str(self._root / "slurm.conf"))
-            for node in range(1, self._num_nodes + 1):
-                (self._root / f"spool-n{node}").mkdir()
-                self._start("slurmd", "-D", "-N", f"n{node}", "-f", str(self._root / "slurm.conf"))
-            self._wait_until_idle()
-        except BaseException:
-            self.__exit__()
-            raise
+        """Bring the daemons up. Of many starts, one left its first job pending for good: such a cluster is replaced."""
+        for left in reversed(range(STARTS)):
+            try:
+                self._bring_up()
+                self._run_on_all_nodes()
+                break
+            except subprocess.TimeoutExpired:
+                said = f"no job ran in {STARTS} starts of SLURM\n{self.run('scontrol', 'show', 'job')}\n{self.logs()}"
+                self._take_down()
+                if not left:
+                    raise AssertionError(said) from None
+                shutil.rmtree(self._root)
+            except BaseException:
+                self._take_down()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._take_down()
+
+    def _bring_up(self) -> None:
+        for name in ("munge", "state"):
+            (self._root / name).mkdir(parents=True)
+        self._write_configuration()
+        self._start_munge()
+        self._start("slurmctld", "-D", "-f", str(self._root / "slurm.conf"))
+        for node in range(1, self._num_nodes + 1):
+            (self._root / f"spool-n{node}").mkdir()
+            self._start("slurmd", "-D", "-N", f"n{node}", "-f", str(self._root / "slurm.conf"))
+        self._wait_until_idle()
+
+    def _run_on_all_nodes(self) -> None:
+        """Run a job of one task for each node. Raises subprocess.TimeoutExpired if it does not end."""
+        words = ["srun", f"--nodes={self._num_nodes}", "--ntasks-per-node=1", "true"]
+        subprocess.run(words, env=self.environment, capture_output=True, check=True, timeout=UP_SECONDS)
+        self._wait_until_idle()
+
+    def _take_down(self) -> None:
         if len(self._daemons) > 1:
             jobs = subprocess.run(
                 ["squeue", "--noheader", "--format=%A"], env=self.environment, capture_output=True, text=True
@@ -133,6 +156,7 @@ class SlurmCluster:
                 daemon.wait(DOWN_SECONDS)
             except subprocess.TimeoutExpired:
                 daemon.kill()
+        self._daemons.clear()
         for process_id in self.left_over():
             os.kill(process_id, signal.SIGKILL)
 
@@ -168,7 +192,7 @@ class SlurmCluster:
         """Return the last lines of the daemons' logs, for a test that fails."""
         parts = (
             f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
-            for path in self._root.glob("*.log")
+            for path in sorted(self._root.glob("*.log"), key=lambda path: "slurmctld" not in path.name)
         )
         return "\n".join(parts)
 

@@ -196,7 +196,7 @@ def test_the_torchx_component_starts_the_ranks(tmp_path: Path) -> None:
 
 def sweep(folder: Path, task: str | None, *words: str) -> subprocess.CompletedProcess[str]:
     """Run sweep.sbatch with a job script that prints its arguments and the folder of its logs."""
-    script = folder / "launch" / "slurm" / "pretrain.sbatch"
+    script = folder / "megapipe" / "extras" / "launch" / "slurm" / "pretrain.sbatch"
     script.parent.mkdir(parents=True, exist_ok=True)
     script.write_text('printf "%s\\n" "$LOG_FOLDER" "$@"\n')
     variables = os.environ | {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7"}

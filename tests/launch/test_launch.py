@@ -200,7 +200,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored_by_the_launcher() -> None:
 
 
 def test_a_number_of_ranks_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--nproc-per-node two: expected a number of ranks, gpu or cpu"):
+    with pytest.raises(ConfigError, match="--nproc-per-node two"):
         ranks_here(parse(["--nproc-per-node", "two", "pretrain"]))
     with pytest.raises(ConfigError, match="it belongs to the launcher: megapipe launch --nproc-per-node N pretrain"):
         load_config(["--nproc-per-node", "2"])

@@ -15,6 +15,7 @@ import pytest
 from tests.launch.scripts import REPOSITORY
 
 LAUNCH = REPOSITORY / "launch"
+SCRIPTS = REPOSITORY / "megapipe" / "extras" / "launch"
 HARMFUL = ("a b", "$(touch pwned)", "`touch pwned`", "x;touch pwned", "it's", '"', "*", "")
 
 STAND_INS = {
@@ -63,7 +64,7 @@ class Ended:
 
 
 def run(script: str, *arguments: str, folder: Path, **settings: str) -> Ended:
-    """Run a script of launch/ with the fake commands and no other settings."""
+    """Run a script of launch/, or by its path, with the fake commands and no other settings."""
     stub = folder / "stand-ins"
     stub.mkdir()
     for name, text in STAND_INS.items():
@@ -86,7 +87,7 @@ def run(script: str, *arguments: str, folder: Path, **settings: str) -> Ended:
     return Ended(ended.returncode, ended.stdout, stub)
 
 
-def submit(folder: Path, *arguments: str, **settings: str) -> Ended:
+def submit(folder: Path, *arguments: str, script: str = "slurm/pretrain.sbatch", **settings: str) -> Ended:
     slurm = {
         "SLURM_SUBMIT_DIR": str(REPOSITORY),
         "LOG_FOLDER": str(folder / "logs"),
@@ -99,15 +100,15 @@ def submit(folder: Path, *arguments: str, **settings: str) -> Ended:
         "SLURM_CPUS_PER_TASK": "3",
     }
     stub = {"STUB_TASKS": "8", "STUB_AFTER": "5", "STUB_CODE": "0", "STUB_ASKED": ""}
-    return run("slurm/pretrain.sbatch", *arguments, folder=folder, **(slurm | stub | settings))
+    return run(script, *arguments, folder=folder, **(slurm | stub | settings))
 
 
 def test_arguments_reach_every_rank_unchanged(tmp_path: Path) -> None:
     ended = submit(tmp_path, *HARMFUL)
     words = ended.words("srun")
     assert ended.code == 0 and tuple(words[-len(HARMFUL) :]) == HARMFUL
-    at = words.index(str(LAUNCH / "slurm" / "rank.sh"))
-    assert words[at + 1 : at + 3] == [str(ended.folder / "python"), str(REPOSITORY / "pretrain_gpt.py")]
+    at = words.index(str(SCRIPTS / "slurm" / "rank.sh"))
+    assert words[at + 1 : at + 5] == [str(ended.folder / "python"), "-m", "megapipe", "pretrain"]
     assert {
         "--ntasks-per-node=4",
         "--cpus-per-task=3",
@@ -149,7 +150,7 @@ def test_one_launcher_per_node_gets_the_nodes_and_all_their_cores(tmp_path: Path
     ended = submit(tmp_path, "--lr", "1", LAUNCHER="launch", STUB_TASKS="2")
     words = ended.words("srun")
     assert {"--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=12"} <= set(words)
-    assert words[-3:] == [str(LAUNCH / "torchrun.sh"), "--lr", "1"]
+    assert words[-4:] == ["bash", str(SCRIPTS / "torchrun.sh"), "--lr", "1"]
     assert {"HOSTS=n1 n2", "NPROC_PER_NODE=4"} <= set((ended.folder / "environment").read_text().splitlines())
 
 
@@ -161,12 +162,12 @@ def test_containers_are_options_of_srun_or_a_prefix_of_the_rank(tmp_path: Path) 
     logs = tmp_path / "pyxis" / "logs"
     words = pyxis.words("srun")
     assert {"--container-image=my image", f"--container-mounts={mounts},{logs}:{logs}"} <= set(words), pyxis.out
-    assert words[words.index(str(LAUNCH / "slurm" / "rank.sh")) + 1] == "python3"
+    assert words[words.index(str(SCRIPTS / "slurm" / "rank.sh")) + 1] == "python3"
     STAND_INS["apptainer"] = 'while [ "$1" != python3 ]; do shift; done; exec "$@"\n'
     apptainer = submit(tmp_path / "apptainer", APPTAINER_IMAGE="my.sif", CONTAINER_MOUNTS="/a b:/c", PYTHON="unset")
     del STAND_INS["apptainer"]
     words = apptainer.words("srun")
-    at = words.index(str(LAUNCH / "slurm" / "rank.sh"))
+    at = words.index(str(SCRIPTS / "slurm" / "rank.sh"))
     assert words[at + 1 : at + 8] == ["apptainer", "exec", "--nv", "--bind", mounts, "my.sif", "python3"], apptainer.out
 
 
@@ -213,7 +214,7 @@ def test_a_job_is_requeued_only_if_it_made_progress(
         ({"REQUEUE": "yes"}, "REQUEUE=yes must be progress, signal or never"),
         ({"CONTAINER_IMAGE": "a", "APPTAINER_IMAGE": "b"}, "are both set; choose one"),
         ({"SLURM_NTASKS_PER_NODE": "unset"}, "--ntasks-per-node is not set"),
-        ({"MEGAPIPE_ROOT": "/nowhere"}, "/nowhere is not the megapipe repository"),
+        ({"MEGAPIPE_ROOT": "/nowhere"}, "/nowhere does not hold the package megapipe"),
     ],
     ids=["launcher", "requeue", "images", "tasks", "root"],
 )
@@ -252,7 +253,7 @@ def test_torchrun_sh_gives_each_node_its_rank(tmp_path: Path) -> None:
         "lo gs/node-1",
         "--redirects",
         "1:3,2:3",
-        str(REPOSITORY / "pretrain_gpt.py"),
+        *("--module", "megapipe", "pretrain"),
     ]
     assert ended.words("python") == [*expected, *HARMFUL]
 

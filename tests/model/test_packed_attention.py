@@ -90,14 +90,14 @@ def test_borders_cost_what_the_plan_says(name: str, recompute: str) -> None:
     config = config_of(name)
     documents = Documents(position_ids=True, loss_mask=True, borders=True)
     _, microbatch = packed(make_microbatch(config, documents=True), 2)
-    count = counted(config, PARTS["whole"], RECOMPUTES[recompute], torch.float64, microbatch=microbatch)
-    plan = stage_bytes(
-        spec_of(config), shape_of(config, "fp64", RECOMPUTES[recompute], documents=documents), PARTS["whole"]
-    )
+    count = counted(config, PARTS["whole"], RECOMPUTES[recompute], torch.float32, microbatch=microbatch)
+    shape = shape_of(config, "fp32", RECOMPUTES[recompute], documents=documents)
+    plan = stage_bytes(spec_of(config), shape, PARTS["whole"])
     assert "document masks" not in plan
     expected = sum(plan.values()) - plan["rotary tables"]  # an attribute of autograd's context
     assert microbatch.borders is not None  # its tensors are planned, and not counted here, with the microbatch
-    assert expected == count.forward, f"{plan}\n" + "\n".join(count.storages)
+    seeds = 16 * LAYERS  # bytes: of dropout, which CUDA's kernel returns
+    assert expected - seeds <= count.forward <= expected, f"{plan}\n" + "\n".join(count.storages)
 
 
 @given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=3))
@@ -177,6 +177,6 @@ def test_the_start_names_the_kernel_of_this_gpu(monkeypatch: pytest.MonkeyPatch)
     assert line().startswith("attention  torch's variable-length flash kernel, by documents")
     capability = (7, 0)
     assert "needs compute capability 8.0, and this GPU has 7.0" in (why_not_packed(config, CUDA) or "")
-    assert "scaled_dot_product_attention under a mask of documents: torch's variable-length kernel needs" in line()
+    assert "scaled_dot_product_attention under a mask" in line()
     config = config_with(dtype="fp32")
-    assert "under a mask of documents: variable-length kernels take bf16 and fp16, not fp32" in line()
+    assert "bf16 and fp16, not fp32" in line()

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.model.recompute import KeptAttention, RecomputedSegment, layer_groups
+from megapipe.plan.activations import group_sizes
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey
 from megapipe.trace.meta import LiveBytes
@@ -33,6 +34,7 @@ OPTIONS["unlike_fused"] = UNLIKE | {
     "layer_pattern": tuple(word.partition(" attn_logit")[0] for word in UNLIKE["layer_pattern"]),
 }
 OPTIONS["gpt2_window"] = GPT2 | {"hidden_dropout": 0.2, "window_size": 4}
+METHODS = ("uniform", "block")
 RECOMPUTES = {
     "core_attn": RecomputeConfig("selective", recompute_modules=("core_attn",)),
     "layernorm": RecomputeConfig("selective", recompute_modules=("layernorm",)),
@@ -207,3 +209,10 @@ def test_full_recompute_groups_layers_as_megatron_does(method: str, size: int, e
 def test_full_recompute_without_its_numbers_is_refused(config: RecomputeConfig) -> None:
     with pytest.raises(ConfigError, match="recompute-method"):
         layer_groups(config, range(2))
+
+
+@pytest.mark.parametrize(
+    "config", [RecomputeConfig(), *(RecomputeConfig("full", m, n) for m in METHODS for n in (1, 2, 5))]
+)
+def test_the_planner_groups_layers_as_the_stage_does(config: RecomputeConfig) -> None:
+    assert group_sizes(config, 5) == tuple(len(layers) for layers, _ in layer_groups(config, range(3, 8)))

@@ -20,16 +20,16 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.folder import open_folder
 from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
 from megapipe.config.training import NEWTON_SCHULZ
+from megapipe.extras.inspect.checkpoint import compare
 from megapipe.extras.reference.train import MuonOptions, newton_schulz
 from megapipe.optimizer import muon
 from megapipe.optimizer.muon import orthogonalized
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.muon import muon_work
-from tests.assembly.test_planned_memory import make_plan
+from tests.assembly.plans import make_plan
 from tests.harness import RankPool
 from tests.train.test_any_grid import LAYOUTS, begun, taken_over
-from tools.inspect_checkpoint import compare
 
 MUON: dict[str, Any] = {"optimizer": "muon", "muon_tp_mode": "duplicated"}
 TP2 = {"tensor_model_parallel_size": 2}

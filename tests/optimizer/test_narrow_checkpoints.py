@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megapipe.checkpoint.folder import open_folder
+from megapipe.extras.inspect.checkpoint import compare
 from tests.harness import RankPool
 from tests.train.test_any_grid import LAYOUTS, begun, taken_over
 from tests.train.test_expert_layouts import EP, EXPERTS
 from tests.train.test_expert_layouts import LAYOUTS as OF_EXPERTS
-from tools.inspect_checkpoint import compare
 
 BF16 = {"dtype": "bf16"}
 NARROW = BF16 | {"use_precision_aware_optimizer": True}

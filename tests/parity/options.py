@@ -182,6 +182,12 @@ def rules(worlds: tuple[int, ...]) -> tuple[Rule, ...]:
     return (Rule(("tp", "pp", "dp"), lambda tp, pp, dp: tp * pp * dp in worlds), *RULES)
 
 
+@functools.cache
+def rules_of(name: str, worlds: tuple[int, ...]) -> tuple[Rule, ...]:
+    """Return the rules about an option."""
+    return tuple(rule for rule in rules(worlds) if name in rule.names)
+
+
 def plain_grid(**changes: Any) -> Grid:
     """Return a grid of every option's first value, with some changes."""
     assert changes.keys() <= OPTIONS.keys(), changes
@@ -210,7 +216,7 @@ def completed(
         return known
     for value in ranked(missing, known):
         candidate = known | {missing: value}
-        if may_fit(candidate, worlds):
+        if all(rule.may_hold(candidate) for rule in rules_of(missing, worlds)):  # the others hold as before
             whole = completed(candidate, worlds, order, ranked)
             if whole is not None:
                 return whole
@@ -235,7 +241,8 @@ def pairs_of(grid: Grid) -> Iterator[Pair]:
     return itertools.combinations(((name, grid[name]) for name in OPTIONS), 2)
 
 
-def possible_pairs(worlds: tuple[int, ...]) -> set[Pair]:
+@functools.cache
+def possible_pairs(worlds: tuple[int, ...]) -> frozenset[Pair]:
     """Return all pairs of option values that occur in some grid."""
     found: set[Pair] = set()
     for (one, values), (other, _) in itertools.combinations(OPTIONS.items(), 2):
@@ -244,7 +251,7 @@ def possible_pairs(worlds: tuple[int, ...]) -> set[Pair]:
             for value in values
             for fitting in possible_values(other, {one: value}, worlds)
         }
-    return found
+    return frozenset(found)
 
 
 def topologies(worlds: tuple[int, ...]) -> list[Grid]:
@@ -265,7 +272,7 @@ def covering_grids(worlds: tuple[int, ...], num_cubes: int, seed: int = 2, num_c
     postponed.
     """
     random = Random(seed)
-    uncovered = possible_pairs(worlds)
+    uncovered = set(possible_pairs(worlds))
     starts = [{"tp": 2, "pp": 2, "dp": 2}] * num_cubes
     starts += [sizes for sizes in topologies(worlds) if sizes not in starts]
     found: list[Grid] = []

@@ -120,6 +120,7 @@ ELSEWHERE = {
     "overlap_moe_expert_parallel_comm",  # this and the next: tests/parity/test_parts.py
     "delay_wgrad_compute",
     "attention_kind",  # chunks: tests/parity/test_slices.py; another: tests/test_extend.py
+    "attention_options",  # tests/test_mixer.py
 }
 # grids of their own: tests/parity/test_context_parallel.py
 CONTEXT_PARALLEL = {"context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"}

@@ -308,15 +308,13 @@ def one_rank(count: int = 2, tracer: Tracer | None = None, runner: StageRunner |
 
 
 def test_wrong_number_of_microbatches_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the schedule runs 2 microbatches, 3 were given"):
+    with pytest.raises(ValueError, match="2 microbatches, 3"):
         one_rank(2).run(plain_step(3))
 
 
 def test_stages_of_another_rank_are_an_error() -> None:
     schedule = build_lowered("1f1b", 2, 1, 2)
-    with pytest.raises(
-        ValueError, match=r"pp_rank 1 was given stages \[0\], but its schedule places stages \(1,\) there"
-    ):
+    with pytest.raises(ValueError, match=r"pp_rank 1 .*\[0\], .*\(1,\)"):
         Engine(schedule, 1, {0: StageRunner(Plain(0, tuples=False))}, {})
 
 
@@ -489,7 +487,7 @@ class Doubled(nn.Module):
 
 def test_a_loss_with_a_shape_is_refused() -> None:
     runner = StageRunner(Doubled())
-    with pytest.raises(ValueError, match=r"the loss must be a scalar of shape \[\], got shape \[3\]"):
+    with pytest.raises(ValueError, match=r"scalar .*\[3\]"):
         runner.forward(0, (), torch.ones(3, requires_grad=True), lambda output, payload: (output, None))
 
 

@@ -19,7 +19,8 @@ from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step, stage_seconds
-from megapipe.plan.traffic import layer_expert_bytes
+from megapipe.plan.traces import layer_trace
+from megapipe.plan.traffic import layer_bytes
 from megapipe.schedule.action import Op
 from tests.plan.test_expert_time import plan_of
 
@@ -41,10 +42,11 @@ def test_the_fullest_rank_multiplies_and_exchanges_so_many_times_the_rows(imbala
     even = plan_of(4, **WIDE)
     plan, links = loaded(even, imbalance), expert_links(even, H100)
     assert links is not None
-    (part, *_), (same, *_) = experts_of(plan), experts_of(even)
+    part, *_ = experts_of(plan)
     rows = even.shape.own_tokens * 2
     assert part.arrived_rows(plan.shape) == pytest.approx(imbalance * rows, abs=1)
-    messages = [expert_message_seconds(each, plan.shape, links)[0] for each in (part, same)]
+    traces = [layer_trace(each.model.layers[0], plan.shape) for each in (plan, even)]
+    messages = [expert_message_seconds(each.messages, plan.shape, links) for each in traces]
     assert messages[0] >= messages[1]
     for op in (Op.F, Op.B):
         assert stage_seconds(plan, H100)[0].of(op) >= stage_seconds(even, H100)[0].of(op)
@@ -61,11 +63,11 @@ def test_balanced_routing_is_an_imbalance_of_one() -> None:
     assert "the fullest rank with 1.5 times the mean of rows;" in plan_text(loaded(plan, 1.5))
 
 
-def test_bytes_of_the_fullest_rank_are_sent_one_way_and_come_back() -> None:
+def test_of_bytes_of_the_fullest_rank_those_of_the_fuller_direction_count() -> None:
     plan = plan_of(4, **WIDE)
-    even, uneven = (layer_expert_bytes(each, each.model.layers[0])["ep"] for each in (plan, loaded(plan, 1.5)))
+    even, uneven = (layer_bytes(each, each.model.layers[0])["ep"] for each in (plan, loaded(plan, 1.5)))
     counts = 16 * 8 * 3 / 4  # int64, in a forward
-    assert uneven - counts == pytest.approx(1.25 * (even - counts))
+    assert uneven - counts == pytest.approx(1.5 * (even - counts))
 
 
 @given(st.data())

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.layers.table import Gemm
 from megapipe.plan.expert_overlap import expert_model, hidden_seconds, measure_overlap
 from megapipe.plan.hardware import HARDWARE, Link
 from megapipe.plan.layer_time import ExpertLinks, expert_links, layer_seconds
@@ -17,7 +16,8 @@ from megapipe.plan.report import plan_text, step_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step, reduction_seconds, stage_seconds
-from megapipe.plan.traffic import KINDS, layer_expert_bytes, reduction_bytes
+from megapipe.plan.traces import layer_trace, sent_bytes
+from megapipe.plan.traffic import KINDS, layer_bytes, reduction_bytes
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.simulate import simulate
@@ -62,7 +62,7 @@ def test_messages_within_a_node_take_their_bytes_over_its_links(ep: int, etp: in
     plan = plan_of(tp * dp, tp=tp, sp=True, ep=ep, etp=etp, **recompute)
     (stage,) = stage_seconds(plan, dataclasses.replace(H100, node=Link(1e9, 0.0)))
     layer = plan.model.layers[0]
-    sent = sum(layer_expert_bytes(plan, layer).values())
+    sent = sum(layer_bytes(plan, layer).values())
     assert stage.forward["ep"] + stage.inputs["ep"] == pytest.approx(plan.config.model.num_layers * sent / 1e9)
     assert "ep" not in stage.weights
 
@@ -73,10 +73,10 @@ def test_messages_of_two_levels_take_their_bytes_over_both_links(etp: int) -> No
     plan = plan_of(4 * etp, 2 * etp, **options)
     links = {"node": Link(4e9, 0.0), "network": Link(1e9, 0.0)}
     (stage,) = stage_seconds(plan, dataclasses.replace(H100, **links))
-    sent = layer_expert_bytes(plan, plan.model.layers[0])
-    seconds = sent["ep_nodes"] / 1e9 + (sent["ep_places"] + sent["etp"]) / 4e9
+    sent = layer_bytes(plan, plan.model.layers[0])
+    seconds = sent["ep_nodes"] / 1e9 + (sent["ep_places"] + sent.get("etp", 0.0)) / 4e9
     assert stage.forward["ep"] + stage.inputs["ep"] == pytest.approx(plan.config.model.num_layers * seconds)
-    plain = layer_expert_bytes(
+    plain = layer_bytes(
         plan_of(4 * etp, 2 * etp, **options | {"moe_token_dispatcher_type": "alltoall"}), plan.model.layers[0]
     )
     assert sent["ep_nodes"] < plain["ep"]
@@ -86,10 +86,14 @@ def test_pipelined_levels_take_as_long_as_the_slower() -> None:
     plan = plan_of(4, 2, moe_token_dispatcher_type="flex", moe_router_topk=4, ep=4)
     stack = dataclasses.replace(H100.stack, pipelined_exchanges=True)
     (stage,) = stage_seconds(plan, dataclasses.replace(H100, node=Link(4e9, 0.0), network=Link(1e9, 0.0), stack=stack))
-    sent = layer_expert_bytes(plan, plan.model.layers[0])
-    known = plan.model.layers[0].experts.sent_bytes(plan.shape)["ep_places"]
-    rows = max(sent["ep_nodes"] / 1e9, (sent["ep_places"] - (known[0] - known[1])) / 4e9)
-    seconds = rows + (known[0] - known[1]) / 4e9
+    sent = layer_bytes(plan, plan.model.layers[0])
+    numbers = dict.fromkeys(sent, 0.0)  # of rows, which are known before they travel
+    for message in layer_trace(plan.model.layers[0], plan.shape).messages:
+        if message.name == "router" and message.group in numbers:
+            numbers[message.group] += sent_bytes(message, plan.shape)
+    first = numbers["ep_nodes"] / 1e9 + numbers["ep_places"] / 4e9
+    rows = max((sent["ep_nodes"] - numbers["ep_nodes"]) / 1e9, (sent["ep_places"] - numbers["ep_places"]) / 4e9)
+    seconds = first + rows
     assert stage.forward["ep"] + stage.inputs["ep"] == pytest.approx(plan.config.model.num_layers * seconds)
 
 
@@ -135,12 +139,14 @@ def test_every_expert_multiplies_its_own_rows() -> None:
     tokens, hidden = shape.tokens, 256
     rows = 2 * tokens // 4  # 4 of 8 experts on this rank
 
-    def seconds(gemm: Gemm, count: int) -> float:
-        share = dense.gemm_share(count, gemm.outputs, gemm.inputs)
-        return 2.0 * count * gemm.num_weights / (dense.peak("bf16") * share)
+    def seconds(inputs: int, outputs: int, count: int) -> float:
+        share = dense.gemm_share(count, outputs, inputs)
+        return 2.0 * count * inputs * outputs / (dense.peak("bf16") * share)
 
-    routed = 4 * (seconds(Gemm(hidden, 64, True), rows) + seconds(Gemm(64, hidden, False), rows))
-    others = sum(seconds(gemm, tokens) for gemm in layer.attention.gemms(1)) + seconds(Gemm(hidden, 8, True), tokens)
+    routed = 4 * (seconds(hidden, 64, rows) + seconds(64, hidden, rows))
+    model, weights = layer.attention.model, {"qkv": 0, "proj": hidden}
+    weights["qkv"] = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
+    others = sum(seconds(hidden, outputs, tokens) for outputs in (*weights.values(), 8))
     assert layer_seconds(layer, shape, dense, H100.node).forward["gemm"] == pytest.approx(routed + others)
     assert found >= routed + others
 
@@ -212,7 +218,7 @@ def test_the_overlap_flag_takes_the_hidden_all_to_alls_off_the_step(
 
 def test_the_plan_states_messages_within_and_across_nodes_and_their_time() -> None:
     plan = plan_of(16, 8, ep=16, num_experts=16)
-    sent = layer_expert_bytes(plan, plan.model.layers[0])["ep"]
+    sent = layer_bytes(plan, plan.model.layers[0])["ep"]
     text = plan_text(plan)
     assert "groups that cross nodes: dp, ep" in text
     assert f"{plan.active_parameters:,} parameters" in text

@@ -14,7 +14,7 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import RankShape
-from megapipe.plan.activations import group_keeps, layer_groups
+from megapipe.plan.activations import group_trace, layer_groups
 from megapipe.plan.hardware import hardware_named
 from megapipe.plan.recompute_choice import Choice, _choice, _recomputes, choices, layer_recompute
 from megapipe.plan.report import plan_text
@@ -58,7 +58,7 @@ def taken(layers: tuple[LayerSpec, ...], shape: RankShape, budget: float) -> tup
     shape = replace(shape, recompute=RecomputeConfig(recompute_memory_budget=budget))
     hulls = [{choice.recompute: choice for choice in choices(layer, shape)} for layer in layers]
     found = [hull[each] for hull, each in zip(hulls, layer_recompute(layers, shape), strict=True)]
-    kept = sum(tensor.num_bytes for group in layer_groups(layers, shape) for tensor in group_keeps(group, shape))
+    kept = sum(group_trace(group, shape).kept_bytes for group in layer_groups(layers, shape))
     assert kept == sum(choice.kept_bytes for choice in found)
     return kept, sum(choice.flops for choice in found)
 
@@ -101,7 +101,7 @@ def test_a_budget_of_1_keeps_everything_and_of_0_what_full_recompute_keeps(patte
     layers, full = layers_of(pattern, 4), replace(shape, recompute=RecomputeConfig("full", "uniform", 1))
 
     def kept(shape: RankShape) -> int:
-        return sum(tensor.num_bytes for group in layer_groups(layers, shape) for tensor in group_keeps(group, shape))
+        return sum(group_trace(group, shape).kept_bytes for group in layer_groups(layers, shape))
 
     assert taken(layers, shape, 1.0) == (kept(shape), 0.0)
     assert taken(layers, shape, 0.0)[0] == kept(full)

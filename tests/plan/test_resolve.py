@@ -146,7 +146,7 @@ def test_layers_with_other_key_value_heads_share_them_in_one_kind_of_group(
 
 def test_key_value_heads_that_no_group_of_ranks_shares_are_refused() -> None:
     changes: dict[str, object] = {"num_layers": 2, "tensor_model_parallel_size": 8, "num_attention_heads": 8}
-    with pytest.raises(ConfigError, match=r"layers of 2 and of 4 key/value heads: 4 ranks .* use at most 4"):
+    with pytest.raises(ConfigError, match=r"2 and of 4 key/value heads.* use at most 4"):
         resolve(small_config(**changes, layer_pattern=("1 num_query_groups=2", "1 num_query_groups=4")), 8)
     heads = {**changes, "num_attention_heads": 12, "tensor_model_parallel_size": 4, "kv_channels": 8}
     with pytest.raises(ConfigError, match=r"^layer 1: --num-query-groups 3 and --tensor-model-parallel-size 4: one"):

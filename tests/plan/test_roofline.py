@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from megapipe.extras.cli.plan import main
 from megapipe.extras.streams import device
 from megapipe.extras.streams.order import COMMUNICATOR, HOST, Mark, Wait
 from megapipe.extras.streams.roofline import read, roofline_of, roofline_text, written
 from megapipe.extras.streams.timeline import timed
-from megapipe.layers.model import layer_table
 from megapipe.plan.hardware import hardware_named
 from megapipe.plan.roofline import (
     ATTENTION,
@@ -40,7 +40,7 @@ from tests.tiny import plan_for
 
 pytestmark = pytest.mark.timeout(200)
 H100 = hardware_named("h100")
-PAGE = Path(__file__).parents[2] / "docs" / "gpu_roofline.md"
+PAGE = Path(__file__).parents[2] / "docs" / "without_gpu.md"
 TEXT = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
 (FLAGS,) = re.findall(r"^megapipe plan --roofline --gpu h100 (--config configs/llama3_8b.yaml .*)$", TEXT, re.M)
 # rows of the page: flags, kernels and collectives of a layer, its milliseconds, MFU of the step
@@ -131,7 +131,10 @@ def has_compiler() -> None:
 @pytest.mark.usefixtures("has_compiler")
 def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PAGE.parents[1])
-    assert roofline_text(shlex.split(FLAGS), H100) in TEXT
+    (block,) = re.findall(r"^```\n(roofline of .*?)^```", TEXT, re.M | re.S)
+    shown = [line for line in block.splitlines() if line != "..."]
+    printed = iter(roofline_text(shlex.split(FLAGS), H100).splitlines())
+    assert not [line for line in shown if line not in printed]
 
 
 @pytest.mark.usefixtures("has_compiler")
@@ -164,8 +167,9 @@ def test_written_out_attention_moves_the_planned_bytes(name: str) -> None:
     text = roofline_text([*words, "--world-size", "1"], H100)
     counted = re.search(r"^  core_attention +\d+ +[\d.]+ +([\d.]+) ", text, re.M)
     plan = plan_for(words, 1)
-    table = layer_table(plan.model.layers[0], plan.shape)
-    (core,) = [each.attention for each in table.operations if each.attention is not None]
+    attention = plan.model.layers[0].attention
+    assert attention is not None
+    core = attention.core(plan.shape)
     assert counted and sum(core.moved_bytes) / 1e9 == pytest.approx(float(counted[1]), rel=0.08)
 
 
@@ -250,17 +254,21 @@ def test_a_step_has_all_kinds_of_layers_and_adds_up(name: str) -> None:
     ],
     ids=["no gpu", "search", "unknown gpu", "cpu", "no world", "fp32"],
 )
-def test_a_mistake_is_one_message(words: str, message: str) -> None:
-    _one_message([*SMALL.replace("--bf16 ", "" if "fp32" in words else "--bf16 ").split(), *words.split()], message)
+def test_a_mistake_is_one_message(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = SMALL.replace("--bf16 ", "" if "fp32" in words else "--bf16 ")
+    assert main(["--roofline", *model.split(), *words.split()]) == 2
+    assert_one_message(*capsys.readouterr(), message)
 
 
 def test_without_a_compiler_it_says_what_to_install(tmp_path: Path) -> None:
-    message = "--roofline counts on a fake CUDA device, which it compiles: g++ is not installed"
-    _one_message([*SMALL.split(), "--world-size", "1", "--gpu", "h100"], message, os.environ | {"PATH": str(tmp_path)})
-
-
-def _one_message(words: list[str], message: str, environment: dict[str, str] | None = None) -> None:
-    command = [sys.executable, "-m", "megapipe", "plan", "--roofline", *words]
+    words = ["plan", "--roofline", *SMALL.split(), "--world-size", "1", "--gpu", "h100"]
+    command = [sys.executable, "-m", "megapipe", *words]
+    environment = os.environ | {"PATH": str(tmp_path)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
-    assert ended.returncode == 2 and ended.stderr.startswith(f"error: {message}"), ended.stderr
-    assert len(ended.stderr.strip().splitlines()) == 1 and "roofline of" not in ended.stdout
+    assert ended.returncode == 2
+    assert_one_message(ended.stdout, ended.stderr, "--roofline counts on a fake CUDA device, which it compiles: g++")
+
+
+def assert_one_message(out: str, error: str, message: str) -> None:
+    assert error.startswith(f"error: {message}") and len(error.strip().splitlines()) == 1, error
+    assert "roofline of" not in out

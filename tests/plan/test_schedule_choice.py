@@ -119,9 +119,9 @@ def test_only_schedules_with_groups_take_a_group_size() -> None:
     assert group_size(parallel(), "breadth-first") is None
     chosen = parallel(microbatch_group_size_per_virtual_pipeline_stage=3)
     assert group_size(chosen, "interleaved") == 3
-    with pytest.raises(ConfigError, match=r"stage 3 belongs to interleaving .*but schedule zb-v has no groups"):
+    with pytest.raises(ConfigError, match=r"stage 3 .*zb-v"):
         group_size(chosen, "zb-v")
-    with pytest.raises(ConfigError, match=r"stage 1 is below --pipeline-model-parallel-size 2; use at least 2"):
+    with pytest.raises(ConfigError, match=r"stage 1 .*--pipeline-model-parallel-size 2; use at least 2"):
         group_size(parallel(microbatch_group_size_per_virtual_pipeline_stage=1), "interleaved")
 
 
@@ -129,7 +129,7 @@ def test_only_the_automatic_scheduler_takes_a_memory_limit() -> None:
     assert memory_limit(parallel(), "zb-auto") == 2
     assert memory_limit(parallel(pipeline_memory_limit=5), "zb-auto") == 5
     assert memory_limit(parallel(), "zb-h1") is None
-    with pytest.raises(ConfigError, match=r"--pipeline-memory-limit 5 .* choose zb-auto or leave it out"):
+    with pytest.raises(ConfigError, match=r"--pipeline-memory-limit 5 .*zb-auto"):
         memory_limit(parallel(pipeline_memory_limit=5), "zb-h1")
 
 

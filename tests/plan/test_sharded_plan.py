@@ -175,7 +175,7 @@ def test_a_tied_embedding_is_gathered_by_both_of_its_users_and_reduced_with_the_
     assert found.peak.weights == 2 * (first + last)
 
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sharded_weights.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "memory.md").read_text(encoding="utf-8")
 
 
 def table(name: str) -> list[list[str]]:

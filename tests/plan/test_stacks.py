@@ -124,7 +124,7 @@ def test_heads_of_odd_sizes_do_not_use_the_matrix_units(channels: int) -> None:
 
 
 def test_an_unknown_stack_is_refused_with_the_names_of_all() -> None:
-    with pytest.raises(ConfigError, match="--stack nemo is not in the table: there are megapipe, megatron-core"):
+    with pytest.raises(ConfigError, match=r"--stack nemo .*megapipe, megatron-core"):
         stack_named("nemo")
 
 

@@ -7,7 +7,7 @@ import math
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from megapipe.extras.cli.launch import boxes, group_traffic, places_text
+from megapipe.extras.launch.places import boxes, group_traffic, places_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traffic import messages_to, step_bytes
 from megapipe.topology import AXES, Topology

@@ -277,7 +277,7 @@ def test_parts_that_stay_alive_longer_than_their_stages_are_refused():
     parts = layers_of(1, [True])
     rows = expand(schedule, parts)
     late = tuple(sorted(rows.rows[0], key=lambda action: action.op is W))
-    with pytest.raises(ScheduleError, match=r"rank 0 keeps 11 parts alive, the stages of .* only 5"):
+    with pytest.raises(ScheduleError, match=r"rank 0 .*11 .*5"):
         prove(replace(rows, rows=(late,)), schedule, parts)
 
 

@@ -38,6 +38,6 @@ def test_invalid_placements_are_errors(ranks, stages):
 
 
 def test_a_second_direction_that_is_not_the_mirror_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"second direction \(1, 0, 3, 2\) .* is not its mirror.*use \(3, 2, 1, 0\)"):
+    with pytest.raises(ConfigError, match=r"\(1, 0, 3, 2\) .*use \(3, 2, 1, 0\)"):
         Placement(4, (0, 1, 2, 3), (1, 0, 3, 2))
     assert Placement(4, (1, 0, 3, 2), (2, 3, 0, 1)).is_mirrored

@@ -92,7 +92,7 @@ def test_rows_with_receives_in_another_order_are_refused() -> None:
     swapped = replace(schedule, rows=(exchange_receives(first, Op.RECV_B), second))
     with pytest.raises(AssertionError):
         assert_both_ends_agree(swapped)
-    with pytest.raises(ScheduleError, match=r"gradients from pp_rank 1 to 0 are first-in first-out: .* is posted"):
+    with pytest.raises(ScheduleError, match=r"gradients from pp_rank 1 to 0 "):
         validate(swapped)
 
 

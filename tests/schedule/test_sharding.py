@@ -90,9 +90,7 @@ def test_a_w_that_reads_weights_is_given_them_and_rejected_without(granularity: 
     policy = ShardingPolicy(True, granularity)
     unaware = shard(lowered, policy)
     validate(unaware)
-    with pytest.raises(
-        ScheduleError, match=r"rank 0, slot \d+: 3W\d: needs the weights of stage 3, which are not gathered"
-    ):
+    with pytest.raises(ScheduleError, match=r"rank 0, slot \d+: 3W\d: .*stage 3"):
         validate(replace(unaware, reading_in_w=reading.reading_in_w))
     validate(shard(reading, policy))
 
@@ -226,7 +224,7 @@ def test_a_pair_of_dualpipe_gathers_two_stages() -> None:
     lowered = lower(build_schedule("dualpipe", 4, 1, 8))
     sharded = shard(lowered, ShardingPolicy(True, "microbatch", prefetch=0, reshard_after_forward=True))
     assert validate(sharded, max_gathered=2).most_gathered == (2, 2, 2, 2)
-    with pytest.raises(ConfigError, match="a pair of this schedule needs 2 at once; allow 2 or more"):
+    with pytest.raises(ConfigError, match="2 at once"):
         shard(lowered, ShardingPolicy(True, "microbatch", max_gathered=1))
 
 
@@ -301,7 +299,7 @@ def test_a_reduction_of_nothing_is_rejected() -> None:
     row = list(sharded.rows[0])
     row.remove(Action(0, Op.REDUCE_GRAD, 1))
     row.insert(row.index(Action(0, Op.REDUCE_GRAD, 2)), Action(0, Op.REDUCE_GRAD, 1))
-    with pytest.raises(ScheduleError, match="0REDUCE_GRAD1 must follow the weight gradient of its microbatch"):
+    with pytest.raises(ScheduleError, match="0REDUCE_GRAD1"):
         validate(replace(sharded, rows=(tuple(row), sharded.rows[1])))
 
 

@@ -90,7 +90,7 @@ def test_reported_send_depth_is_the_least_that_finishes(schedule, receive_depth)
 def test_blocking_sends_and_receives_deadlock(name, v, m):
     lowered = build_lowered(name, 4, v, m, receive_depth=0)
     assert validate(lowered).send_depth == 1
-    with pytest.raises(ScheduleError, match=r"deadlock: rank .*waits until an earlier.*send depth 0") as caught:
+    with pytest.raises(ScheduleError, match=r"deadlock: rank .*send depth 0") as caught:
         validate(lowered, send_depth=0)
     assert ">" in str(caught.value).split("\n", 1)[1]
 
@@ -161,9 +161,7 @@ def test_a_channel_that_receives_in_another_order_is_rejected():
     rows = [list(row) for row in build_lowered("gpipe", 2, 1, 2).rows]
     first, second = (slot for slot, a in enumerate(rows[1]) if a.op is Op.RECV_F)
     rows[1][first], rows[1][second] = rows[1][second], rows[1][first]
-    with pytest.raises(
-        ScheduleError, match="from pp_rank 0 to 1 are first-in first-out: 0SEND_F0 comes where 1RECV_F1 is posted"
-    ) as caught:
+    with pytest.raises(ScheduleError, match=r"pp_rank 0 to 1 .*0SEND_F0 .*1RECV_F1") as caught:
         validate(Schedule("fifo", linear(2), 2, tuple(map(tuple, rows))))
     assert ">0SEND_F0<" in str(caught.value)
     assert ">1RECV_F1<" in str(caught.value)

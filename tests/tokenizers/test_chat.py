@@ -157,7 +157,7 @@ def test_a_template_that_cannot_be_masked_is_refused(make: Make, template: str, 
 
 def test_special_tokens_in_a_content_are_refused(make: Make) -> None:
     chat = [CHAT[1], {"role": "assistant", "content": "a<|im_end|>b"}]
-    with pytest.raises(DataError, match=r"content of message 2 holds the special token <\|im_end\|>"):
+    with pytest.raises(DataError, match=r"message 2 .*<\|im_end\|>"):
         make(prompt_format="plain").render(chat)
 
 

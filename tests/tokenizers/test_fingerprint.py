@@ -72,7 +72,7 @@ def test_other_files_of_a_name_take_no_old_tokenizer_over(folder: Path, tmp_path
             writer.add_document([1, 2])
         assert made_with(tmp_path / "x") == tokenizer
     tokenizer_path(tmp_path / "x").write_text("{")
-    with pytest.raises(DataError, match="which names the tokenizer of these data, cannot be read"):
+    with pytest.raises(DataError, match="cannot be read"):
         made_with(tmp_path / "x")
 
 
@@ -80,7 +80,7 @@ def test_merging_keeps_the_tokenizer_of_all_files_and_refuses_two(folder: Path, 
     a, b = (str(folder / f"data-{name}_text_document") for name in "ab")
     merge([a, a], str(tmp_path / "both"))
     assert made_with(tmp_path / "both") == made_with(a)
-    with pytest.raises(DataError, match=r"different tokenizers, .*data-a.* of .*/a and .*data-b.* of .*/b"):
+    with pytest.raises(DataError, match=r"data-a.*/a .*data-b.*/b"):
         merge([a, b], str(tmp_path / "mixed"))
     with IndexedWriter(tmp_path / "unknown", IndexedFile(a).dtype) as writer:
         writer.add_document(np.arange(9))
@@ -90,7 +90,7 @@ def test_merging_keeps_the_tokenizer_of_all_files_and_refuses_two(folder: Path, 
 
 def test_training_refuses_data_of_another_tokenizer(folder: Path, tmp_path: Path) -> None:
     code, said = job("", flags_of(folder, "a", "b"))
-    assert code == 1 and "data-b_text_document was made with another tokenizer than this run has" in said
+    assert code == 1 and "data-b_text_document was made with another tokenizer" in said
     assert f"HuggingFaceTokenizer of {folder}/b (" in said and f"HuggingFaceTokenizer of {folder}/a (" in said
     code, said = job("", flags_of(folder, "c", "a"))
     assert code == 0 and "not compared" not in said

@@ -108,7 +108,7 @@ def test_saved_model_is_the_same(model, tmp_path):
 
 def test_truncated_model_is_named(model, tmp_path):
     (tmp_path / "cut.model").write_bytes(model.read_bytes()[:5000])
-    with pytest.raises(DataError, match=r"cut\.model .5000 bytes. is not a SentencePiece model"):
+    with pytest.raises(DataError, match=r"cut\.model .5000 bytes"):
         build_tokenizer("SentencePieceTokenizer", str(tmp_path / "cut.model"))
 
 

@@ -176,7 +176,7 @@ def test_a_tokenizer_that_is_not_here_or_of_another_kind_is_named(tmp_path, monk
     with pytest.raises(ConfigError, match="the tokenizer gpt2 is no file or folder; one of Hugging Face's hub needs"):
         build_tokenizer("HuggingFaceTokenizer", "gpt2")
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"holds a tokenizer.json: use --tokenizer-type HuggingFaceTokenizer"):
+    with pytest.raises(DataError, match=r"tokenizer.json: .*--tokenizer-type HuggingFaceTokenizer"):
         build_tokenizer("SentencePieceTokenizer", str(tmp_path))
 
 
@@ -197,7 +197,7 @@ def test_a_folder_without_tokenizer_json_is_read_as_transformers_writes_it(has_j
 
     monkeypatch.setitem(sys.modules, "transformers", Package)
     if not has_json:
-        with pytest.raises(DataError, match=r"transformers writes no tokenizer.json of the tokenizer"):
+        with pytest.raises(DataError, match=r"no tokenizer.json"):
             build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
         return
     tokenizer, plain = (build_tokenizer("HuggingFaceTokenizer", str(path)) for path in (tmp_path, bpe_folder))
@@ -218,7 +218,7 @@ def test_a_tokenizer_of_remote_code_is_an_error_if_and_only_if_it_needs_the_code
         assert build_tokenizer("HuggingFaceTokenizer", tmp_path).vocab_size == 300
     else:
         pytest.importorskip("transformers")
-        with pytest.raises(DataError, match=r"consists of Python code of its own, which is never executed"):
+        with pytest.raises(DataError, match=r"never executed"):
             build_tokenizer("HuggingFaceTokenizer", tmp_path)
     assert not marker.exists()
 

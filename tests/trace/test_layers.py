@@ -1,4 +1,7 @@
-"""A trace counts what the tables of the layers say, on both devices."""
+"""What traces say beside each other: of more sequences, of groups, of parts, of the fullest rank, of libraries.
+
+What they say of real stages is in `tests/model/test_planned_bytes.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,82 +9,93 @@ from dataclasses import replace
 
 import pytest
 
-from megapipe.config.features import FEATURES, RECIPES
-from megapipe.errors import ConfigError
+from megapipe.layers.model import LayerSpec
+from megapipe.layers.table import RankShape
 from megapipe.plan.expert_load import ExpertLoad
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.traces import embedding_trace, head_trace, layer_trace, split, traced_layer
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.parts import Part
 from megapipe.trace.layers import trace_layers, trace_parts
 from megapipe.trace.unit import Unit
-from tests.ledger import NUM_SETS, SEED, drawn
-from tests.trace.units import compared, planned, shapes_of, traced_layer
+from tests.trace import units
 
-DEVICES = ("cuda", "cpu")
 ONE_LAYER = StageLayers(0, 1, False, False)
-CASES = {
-    **{each.name: (each.name,) for each in FEATURES},
-    **{each.name: (*each.features, each.name) for each in RECIPES},
-    **{f"set {number}": drawn(SEED, number).features for number in range(NUM_SETS)},
-}
-# features whose tables count otherwise, and the share of what is kept by which a trace may differ
-OTHERS = {
-    "moe overlap": 0.5,  # layers run in parts
-}
-SMALL = 2400  # bytes: seeds and offsets of dropout, positions of documents, a norm's weight plus one
+SMALL = 64  # bytes: the seed and the offset of dropout
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", CASES)
-def test_a_trace_keeps_what_the_tables_say(name: str, device: str) -> None:
-    try:
-        plan = planned(CASES[name], device)
-    except ConfigError:
-        return  # a refused combination
-    share = max(OTHERS.get(feature, 0.0) for feature in CASES[name])
-    for unit in compared(plan):
-        for found, said in zip(unit.traced, unit.tables, strict=True):
-            assert abs(found - said) <= max(SMALL, share * said), unit
+def planned(*features: str) -> RunPlan:
+    """Return the plan of a combination of the ledger, with the kernels of CUDA."""
+    return units.planned(features, "cuda")
 
 
-@pytest.mark.parametrize("name", ["tp2+sp", "moe ep2", "mla", "recompute sel", "window"])
-def test_more_sequences_are_known_from_two_numbers_of_them(name: str) -> None:
-    plan = planned((name,), "cuda")
-    layers = (traced_layer(plan.model.layers[0]),)
+def only(plan: RunPlan) -> tuple[LayerSpec, RankShape]:
+    """Return the last kind of layer, and the shape of a plan without slices."""
+    (shape,) = plan.slice_shapes
+    return plan.model.kinds[-1], split(shape) if plan.splits_backward else shape
+
+
+@pytest.mark.parametrize("feature", ["tp2+sp", "moe ep2", "mla", "recompute sel", "window", "zb-h1"])
+def test_more_sequences_are_known_from_two_numbers_of_them(feature: str) -> None:
+    layer, one = only(planned(feature))
+    own = traced_layer(layer)
     for batch in (4, 7):
-        shape = replace(shapes_of(plan)[0], batch=batch)
-        assert trace_layers(layers, shape) == Unit(layers[0].config, ONE_LAYER, layers, shape).traced()
+        shape = replace(one, batch=batch)
+        assert trace_layers((own,), shape) == Unit(own.config, ONE_LAYER, (own,), shape).traced()
 
 
 @pytest.mark.parametrize("features", [("moe ep2",), ("moe ep2", "zb-h1"), ("moe ep2", "tp2+sp", "fp8 local")])
-def test_the_fullest_rank_keeps_what_the_tables_say(features: tuple[str, ...]) -> None:
-    even = planned(features, "cuda")
-    plan = replace(even, expert_load=ExpertLoad(1.75))
-    for full, mean in zip(compared(plan), compared(even), strict=True):
-        assert full.traced.kept == pytest.approx(full.tables.kept, abs=SMALL)
-        assert full.traced.waiting == pytest.approx(full.tables.waiting, abs=SMALL)
-        assert (full.traced.kept > mean.traced.kept) == (full.name == "layers")
+def test_the_fullest_rank_keeps_more_of_its_experts_rows_alone(features: tuple[str, ...]) -> None:
+    even = planned(*features)
+    full = replace(even, expert_load=ExpertLoad(1.75))
+    (layer, shape), (fuller, _) = only(even), only(full)
+    mean, most = layer_trace(layer, shape), layer_trace(fuller, shape)
+    assert most.kept_bytes > mean.kept_bytes
+    of_experts = {"router", "dispatch", "rows", "expert_fc1", "expert_activation", "expert_fc2", "results", "combine"}
+    changed = {one.name for one, two in zip(mean.kept, most.kept, strict=True) if one.num_bytes != two.num_bytes}
+    assert changed and changed <= of_experts
+    assert most.waiting >= mean.waiting
+    assert head_trace(even.model, shape) == head_trace(full.model, shape)
+    assert embedding_trace(even.model, shape) == embedding_trace(full.model, shape)
 
 
 def test_layers_that_differ_are_one_group() -> None:
-    plan = planned(("recompute full", "layer pattern"), "cuda")
-    (shape,) = shapes_of(plan)
+    plan = planned("recompute full", "layer pattern")
+    (shape,) = plan.slice_shapes
     kinds = [traced_layer(kind) for kind in plan.model.kinds]
     each = [trace_layers((kind,), shape) for kind in kinds]
-    both = trace_layers(
-        tuple(kinds), replace(shape, recompute=replace(shape.recompute, recompute_num_layers=len(kinds)))
-    )
+    grouped = replace(shape, recompute=replace(shape.recompute, recompute_num_layers=len(kinds)))
+    both = trace_layers(tuple(kinds), grouped)
     assert len(kinds) > 1
     assert both.kept_bytes == max(one.kept_bytes for one in each)  # the input of the first
     assert both.peaks[1] > max(one.peaks[1] for one in each)
 
 
 @pytest.mark.parametrize("features", [("moe overlap",), ("moe overlap", "mla"), ("moe overlap", "fp8 local")])
-def test_the_parts_of_a_layer_keep_what_its_tables_say_together(features: tuple[str, ...]) -> None:
-    plan = planned(features, "cuda")
-    (shape,) = shapes_of(plan)
-    kind = plan.model.kinds[-1]
-    parts = trace_parts(traced_layer(kind), shape)
+def test_the_parts_of_a_layer_keep_what_the_layer_does_and_their_inputs(features: tuple[str, ...]) -> None:
+    layer, shape = only(planned(*features))
+    parts = trace_parts(traced_layer(layer), shape)
     assert list(parts) == [Part.ATTENTION, Part.DISPATCH, Part.MLP, Part.COMBINE]
-    (compared_layer,) = [unit for unit in compared(plan) if unit.name == "layers"][-1:]
-    assert sum(part.kept_bytes for part in parts.values()) == pytest.approx(compared_layer.tables.kept, abs=SMALL)
-    assert sum(part.waiting for part in parts.values()) == pytest.approx(compared_layer.tables.waiting, abs=SMALL)
+    whole = layer_trace(layer, replace(shape, in_parts=False))
+    rows = 3 * max(tensor.num_bytes for tensor in whole.kept)  # what passes between two of the four
+    assert whole.kept_bytes <= sum(part.kept_bytes for part in parts.values()) <= whole.kept_bytes + rows
+
+
+@pytest.mark.parametrize("name", ["flash", "te"])
+def test_a_library_keeps_what_torchs_flash_attention_keeps(name: str) -> None:
+    """All keep q, k, v, the output and the log-sum-exp. The order of flash-attn's output is copied."""
+    layer, shape = only(planned())
+    found, torchs = (layer_trace(layer, replace(shape, attention_impl=impl)) for impl in (name, "sdpa"))
+    copied = shape.tokens * layer.hidden_size * shape.element if name == "flash" else 0
+    assert abs(found.kept_bytes - torchs.kept_bytes - copied) <= SMALL
+
+
+def test_norms_of_heads_keep_the_same_with_and_without_weights() -> None:
+    layer, shape = only(planned())
+    own = traced_layer(layer)
+    kept = [
+        trace_layers((own._replace(config=replace(own.config, **{norm: True})),), shape).kept_bytes
+        for norm in ("qk_layernorm", "qk_l2_norm")
+    ]
+    plain = trace_layers((own,), shape).kept_bytes
+    assert kept[0] == kept[1] > plain

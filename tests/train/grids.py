@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.microbatches import Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
@@ -57,9 +57,7 @@ def step_microbatches(
         first = (k * dp + dp_rank) * micro
         return Batch.of(rows[first : first + micro], tuple(range(first, first + micro)), rules or DocumentRules())
 
-    keys = Keys(training.seed, step, dp_rank, dp)
-    parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
-    return Microbatches(len(rows) // (micro * dp), read, keys, runtime.device, *parts)
+    return runtime.microbatches(len(rows) // (micro * dp), read, step)
 
 
 def trainer(runtime: TrainingRuntime) -> TrainStep:

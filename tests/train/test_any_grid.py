@@ -22,6 +22,7 @@ from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.save import Attempt, Extras, SaveReport
 from megapipe.checkpoint.shard import tensor_box
 from megapipe.comm.groups import Group, ProcessGroups
+from megapipe.extras.inspect.checkpoint import compare
 from megapipe.plan.resolve import resolve
 from megapipe.topology import GROUP_NAMES, Topology
 from megapipe.train.loading import load
@@ -30,7 +31,6 @@ from megapipe.train.state import Schedules, TrainingState
 from tests.harness import RankPool
 from tests.train.runs import expected, runtime_of, save, tiny
 from tests.train.test_resume import train
-from tools.inspect_checkpoint import compare
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 ZERO = {"use_distributed_optimizer": True, "ddp_bucket_size": 700}

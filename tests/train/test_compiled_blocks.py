@@ -431,5 +431,5 @@ def test_without_a_compiler_on_is_an_error_and_auto_says_why(monkeypatch: pytest
     monkeypatch.setattr(compiled_blocks, "missing_compiler", lambda device: "no compiler here")
     none: Any = None
     assert choice("auto", none)[1] == "blocks are not compiled: no compiler here (--compile-blocks auto)"
-    with pytest.raises(ConfigError, match="--compile-blocks on: no compiler here; use --compile-blocks auto or off"):
+    with pytest.raises(ConfigError, match=r"--compile-blocks on: .*no compiler"):
         choice("on", none)

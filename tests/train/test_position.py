@@ -79,7 +79,7 @@ def test_a_run_that_resumes_with_another_batch_size_resumes_again_and_a_wrong_po
     assert state["training"]["consumed_samples"] == 2 * 8 + 4 * 4 and state["batches"]["since"] == [4, 24]
     rewrite(folder, lambda content: content["state"]["training"].update(consumed_samples=48))
     code, said = job(f"--train-iters 8 --global-batch-size 4 {flags}")
-    assert code != 0 and "48 consumed samples after step 6, but with batches of 4 since step 4 (24 samples) " in said
+    assert code != 0 and "48 consumed samples after step 6" in said
     rewrite(folder, lambda content: content["state"].pop("batches"))  # as older versions wrote it
     assert job(f"--train-iters 7 --global-batch-size 4 {flags}")[0] == 0
     assert read_manifest(tmp_path / "step_00000007").state["batches"]["since"] == [6, 48]

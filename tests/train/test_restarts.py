@@ -50,7 +50,7 @@ def test_a_third_start_from_one_checkpoint_is_refused(tmp_path: Path, monkeypatc
     monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
     code, said = job(flags)
     assert code == 3, said
-    assert "no progress: this would be start number 3 from step 2, the newest complete checkpoint of" in said
+    assert "start number 3 from step 2" in said
     assert job(flags)[0] == 3, "it stays so"
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     code, said = job(f"{flags} --load {tmp_path}/c")  # started by hand, without a launcher

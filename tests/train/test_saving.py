@@ -17,12 +17,12 @@ from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.manifest import ITEM_BYTES
 from megapipe.checkpoint.shard import TensorBox
 from megapipe.comm.groups import Group
+from megapipe.extras.inspect.checkpoint import damage
 from megapipe.sharding.boxes import Box
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.train.jobs import job, job_on_rank
 from tests.train.test_loop import checkpoints, plant
-from tools.inspect_checkpoint import damage
 
 
 def contents(root: Path, step: int) -> dict[str, torch.Tensor]:

@@ -27,15 +27,17 @@ from megapipe.config.config import resolve_model
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ModelConfig
 from megapipe.environment import Environment
-from megapipe.layers.attention import AttentionTable
 from megapipe.layers.table import RankShape
 from megapipe.model.attention import fused_attention
 from megapipe.model.block_attention import FusedBlocks
 from megapipe.model.context import masked_blocks
 from megapipe.model.context_parallel import ContextParallel
 from megapipe.model.ring_attention import BlockAttention
+from megapipe.plan.traces import sent_bytes
 from megapipe.sharding.sequence import SequenceSlice, Visibility
 from megapipe.topology import Topology
+from megapipe.trace.layers import trace_layers
+from megapipe.trace.traced import TracedLayer
 
 KINDS = ("p2p", "all_gather", "a2a")
 TIMEOUT_SECONDS = 600.0
@@ -113,12 +115,14 @@ def attention_of(kind: str, cp: Group, own: argparse.Namespace) -> Callable[[], 
 
 
 def sent_megabytes(kind: str, own: argparse.Namespace) -> float:
-    """Return the megabytes that a rank sends in a forward and a backward, by the formulas of the plan."""
-    sizes = {name: getattr(own, name) for name in ("seq_length", "num_attention_heads", "num_query_groups")}
+    """Return the megabytes that a rank sends in a forward and a backward, as a plan has them."""
+    names = "seq_length", "num_attention_heads", "num_query_groups"
+    sizes: dict[str, Any] = {name: getattr(own, name) for name in names}
     model = ModelConfig(num_layers=1, hidden_size=64, kv_channels=own.kv_channels, vocab_size=8, **sizes)
     layer = layer_configs(resolve_model(model, 1))[0]
     shape = RankShape(1, own.seq_length // own.cp, "fp32", cp=own.cp)
-    return sum(sum(sent.values()) for sent in AttentionTable(layer, False, kind).sent_bytes(shape)) / 1e6
+    messages = trace_layers((TracedLayer(layer, False, kind),), shape, has_levels=False).messages
+    return sum(sent_bytes(each, shape) for each in messages) / 1e6
 
 
 def main(words: list[str]) -> int:

@@ -16,17 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor
 
-from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.channels import Channel
 from megapipe.comm.groups import Traffic, fake_process_groups
 from megapipe.config.load import load_config
 from megapipe.environment import set_for_libraries
@@ -55,20 +51,13 @@ def weights_on(device: torch.device) -> Callable[[ParamSpec, int, int], Tensor]:
     return draw
 
 
-def trust(channel: Channel, header: Any, *_: Any) -> None:
-    """Stand in for `Channel.compare`: fake groups transfer no declaration of what is sent."""
-    header.compared = True
-
-
 def measure(plan: RunPlan, global_rank: int, steps: int, device: torch.device) -> dict[str, float]:
     """Return what steps of the rank take. seconds: the fastest step, after the first."""
     groups, read = fake_process_groups(plan.topology, global_rank, Traffic()), random_batches(plan)
     runtime = TrainingRuntime(plan, groups, device, weights_on(device))
     dp_rank, step, times, peak = runtime.coordinates.dp_rank, train_step(runtime), [], 0
-    parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
     for number in range(steps):
-        keys = Keys(1, number, dp_rank, plan.topology.dp)
-        batch = Microbatches(plan.batch.num_microbatches, partial(read, dp_rank), keys, device, *parts)
+        batch = runtime.microbatches(plan.batch.num_microbatches, partial(read, dp_rank), number)
         began = time.perf_counter()
         step.run(batch, RATES)
         runtime.finish_parameters()
@@ -107,8 +96,7 @@ def main(argv: Sequence[str]) -> int:
         set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")  # as in a run
         device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
         torch.manual_seed(0)
-        with patch.object(Channel, "compare", trust):
-            figures = measure(plan, arguments.rank, arguments.steps, device)
+        figures = measure(plan, arguments.rank, arguments.steps, device)
     except MegapipeError as error:
         print(f"one_rank: {error}", file=sys.stderr)
         return 2

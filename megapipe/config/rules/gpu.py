@@ -211,6 +211,8 @@ def fp8_sizes(config: Config, layer: LayerConfig) -> Iterator[str]:
     elif layer.has_attention:
         sizes["attention width / tp"] = heads * head // tp
         sizes["query-key-value rows / tp"] = (heads // tp + 2 * max(1, layer.num_query_groups // tp)) * head
+    elif layer.mixer is not None:
+        sizes |= layer.mixer_kind.module.declare(layer).widths(tp)
     if parallel.sequence_parallel and (is_latent or layer.mtp_num_layers):  # linears that all tp ranks hold whole
         sizes["--micro-batch-size x --seq-length / cp / tp"] = tokens // tp
     if layer.has_mlp and layer.num_experts is None:

@@ -12,6 +12,7 @@ from megapipe.config.config import Config, fields_by_key, given
 from megapipe.config.fields import shown
 from megapipe.config.layers import OPTIONS_OF, TAKEN, LayerConfig, has_soft_cap, kinds_of, layer_settings, of_each_kind
 from megapipe.config.model import ACTIVATIONS, ATTENTIONS, ROPE, ModelConfig
+from megapipe.config.options import read_numbers
 from megapipe.config.parallel import SHARDED_GRADS, strategy_of
 from megapipe.config.problems import chosen, divisors, nearest_values, use_divisors, use_multiples
 from megapipe.errors import ConfigError
@@ -23,6 +24,7 @@ LAYERS_PER_CHUNK = "--num-layers-per-virtual-pipeline-stage"
 LAYOUT = "--pipeline-model-parallel-layout"
 PP = "--pipeline-model-parallel-size"
 KEPT_ATTENTION = "--recompute-keep-attention"
+ATTENTION_OPTIONS = "--attention-options"
 UP_WITHOUT_CORE = "--recompute-modules mla_up_proj without core_attn"
 
 
@@ -138,6 +140,68 @@ def attention_kind(config: Config, layer: LayerConfig) -> Iterator[str]:
     if unused:
         rule = f"belong{'s' if len(unused) == 1 else ''} to softmax attention"
         yield f"{one_of(unused)} {rule}, not to --attention-kind {kind}; leave one of the two out"
+
+
+@of_each_kind
+def mixers(config: Config, layer: LayerConfig) -> Iterator[str]:
+    """Yield what a token mixer of an extension does not work with, how tp cannot cut it, and what its own check says.
+
+    It passes a state from token to token, so that a rank needs the whole sequence, with one document, in one run.
+    """
+    if layer.mixer is None:
+        return
+    parallel, kind = config.parallel, f"--attention-kind {layer.mixer}"
+    cp, slices, tp = parallel.context_parallel_size, parallel.pipe_sp_splits, parallel.tensor_model_parallel_size
+    refused = {
+        f"--context-parallel-size {cp} (use 1)": cp > 1,
+        f"--pipe-sp-splits {slices} (use 1)": slices > 1,
+        "--reset-attention-mask": config.data.reset_attention_mask,
+        "--sample-prompts, which continues a text token by token,": config.logging.sample_prompts is not None,
+    }
+    found = chosen(*refused.items())
+    if found:
+        yield f"{kind} does not work with {one_of(found)}: its state passes through whole sequences; leave one out"
+    if config.kernels.transformer_impl != "local":
+        yield f"{kind} does not work with --transformer-impl {config.kernels.transformer_impl} yet; use local"
+    try:
+        yield from layer.mixer_kind.check(config, layer, layer.mixer_options)
+        for parameter in layer.mixer_kind.module.declare(layer).parameters:
+            rows = parameter.shape[parameter.slicing.dim or 0] // getattr(parameter.slicing, "parts", 1)
+            if parameter.slicing.dim is not None and rows % tp:
+                cut = f"--tensor-model-parallel-size {tp} does not divide the {rows} channels of {parameter.name}"
+                yield f"{cut} of {kind}; {use_divisors(rows, wanted=tp)}"
+                return
+    except ConfigError as error:
+        yield str(error)
+
+
+def mixer_options(config: Config) -> Iterator[str]:
+    """Yield options that no token mixer has, and options of attention where no layer has attention."""
+    model, kinds = config.model, kinds_of(config.model)
+    named = {layer.mixer: layer for layer in kinds if layer.mixer is not None}
+    known = {name: value for layer in named.values() for name, value in layer.mixer_kind.options.items()}
+    try:
+        owner = f"--attention-kind {' or '.join(named) or model.attention_kind}"
+        unknown = [word for word in model.attention_options if word.partition("=")[0] not in known]
+        read_numbers(ATTENTION_OPTIONS, unknown, known, owner)
+    except ConfigError as error:
+        yield str(error)
+    if not named or any(layer.has_attention for layer in kinds):
+        return
+    unused = chosen(
+        ("--window-size", model.window_size is not None),
+        ("--attn-logit-softcapping", model.attn_logit_softcapping is not None),
+        (f"--softmax-type {model.softmax_type}", model.softmax_type != "vanilla"),
+        ("--position-embedding-type rope (use none)", model.position_embedding_type == "rope"),
+        ("--qk-layernorm", model.qk_layernorm),
+        ("--qk-l2-norm", model.qk_l2_norm),
+        ("--attention-output-gate", model.attention_output_gate),
+        ("--multi-latent-attention", model.multi_latent_attention),
+        (KEPT_ATTENTION, config.recompute.recompute_keep_attention),
+    )
+    if unused:
+        rule = f"no effect with --attention-kind {' and '.join(named)}: no layer has attention"
+        yield f"{one_of(unused)} has {rule}; leave it out, or give some layers attention"
 
 
 @of_each_kind
@@ -319,6 +383,8 @@ RULES = (
     attention,
     latent_attention,
     attention_kind,
+    mixers,
+    mixer_options,
     mlp,
     gates,
     rotary_positions,

@@ -4,11 +4,10 @@ update rules, and of what the ranks with the same parameters share out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from megapipe.config.config import Config
-from megapipe.config.options import number_in
+from megapipe.config.options import read_numbers
 from megapipe.config.parallel import strategy_of
 from megapipe.config.problems import chosen
 from megapipe.config.rules.gpu import ANY_UPDATE
@@ -69,17 +68,8 @@ def options(config: Config) -> Iterator[str]:
 
 def rule_options(optimizer: OptimizerConfig) -> dict[str, float]:
     """Return the options of the update rule, with its defaults. Raises ConfigError."""
-    found = dict(OPTIMIZERS[optimizer.optimizer].options)
-    for word in optimizer.optimizer_options:
-        name, _, text = word.partition("=")
-        value = number_in(text)
-        if name not in found:
-            known = f"its options are {', '.join(found)}" if found else "which has none"
-            raise ConfigError(f"--optimizer-options {word}: no option of --optimizer {optimizer.optimizer}; {known}")
-        if value is None or not math.isfinite(value):
-            raise ConfigError(f"--optimizer-options {word}: expected {name}=NUMBER")
-        found[name] = value
-    return found
+    defaults, owner = OPTIMIZERS[optimizer.optimizer].options, f"--optimizer {optimizer.optimizer}"
+    return read_numbers("--optimizer-options", optimizer.optimizer_options, defaults, owner)
 
 
 def strategy(config: Config) -> Iterator[str]:

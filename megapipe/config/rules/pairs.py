@@ -117,8 +117,13 @@ OPTIONS: dict[str, Option] = {
     "chunked attention": lambda c: (
         any(layer.limits["has_chunks"] for layer in kinds_of(c.model)) and "--attention-kind chunked"
     ),
-    "attention of an extension": lambda c: (
-        ATTENTIONS[c.model.attention_kind].function is not None and f"--attention-kind {c.model.attention_kind}"
+    "attention of an extension": lambda c: next(
+        (
+            f"--attention-kind {layer.attention_kind}"
+            for layer in kinds_of(c.model)
+            if layer.has_attention and ATTENTIONS[layer.attention_kind].function is not None
+        ),
+        False,
     ),
     "norms without weights": lambda c: c.model.qk_l2_norm and "--qk-l2-norm",
     "norms of q and k": lambda c: c.model.qk_layernorm and "--qk-layernorm",

@@ -27,7 +27,6 @@ from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.comm.meeting import Facts
 from megapipe.config.config import Config
-from megapipe.config.layer_pattern import PARTS
 from megapipe.config.layers import LAYER_OPTIONS, MARKS, LayerConfig
 from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig, strategy_of
 from megapipe.dtypes import FP8, TENSOR_DTYPES
@@ -344,7 +343,7 @@ def one_pipeline_rank(config: Config, world_size: int, layer: LayerConfig | None
     model = config.model
     if layer is not None:
         values: dict[str, Any] = {name: getattr(layer, name) for name in LAYER_OPTIONS} | dict.fromkeys(MARKS)
-        missing = [f"{part}=none" for part in PARTS if not getattr(layer, f"has_{part}")]
+        missing = [f"{part}=none" for part in layer.missing_parts]
         pattern = (f"{NUM_LAYERS} {' '.join(missing)}",) if missing else ()
         model = replace(model, **values, num_layers=NUM_LAYERS, layer_pattern=pattern)
     defaults["use_distributed_optimizer"] = strategy_of(config.parallel) != "no_shard"

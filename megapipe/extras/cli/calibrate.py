@@ -30,7 +30,7 @@ from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, switch, write_file
-from megapipe.formatting import ranges_text
+from megapipe.formatting import grid_text, ranges_text
 from megapipe.plan.hardware import hardware_of
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
 from megapipe.plan.resolve import resolve
@@ -126,7 +126,7 @@ def doctor(own: argparse.Namespace, environment: Environment) -> int:
     found = examine_allocation(request, groups, environment, world.device)
     if environment.global_rank == 0:
         t = topology
-        layout = f"{t.world_size} ranks, tp {t.tp} x cp {t.cp} x pp {t.pp} x dp {t.dp},"
+        layout = f"{t.world_size} ranks, {grid_text(t.tp, t.pp, t.dp, t.cp)},"
         text = json.dumps(allocation_json(found, hardware)) if own.json else allocation_text(found, hardware, layout)
         print(text, flush=True)
     barrier(groups.world)  # when a rank exits with a code other than 0, the launcher terminates the others

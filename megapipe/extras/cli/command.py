@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import signal
@@ -12,7 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-# module of this package, its function from the words after the name to the exit code, help
+from megapipe.extras.cli.group import CommandGroup
+
 SUBCOMMANDS = {
     "quickstart": ("quickstart", "main", "train a small GPT on text of this machine, in minutes"),
     "pretrain": ("pretrain", "main", "pretrain a GPT on this rank; the same as pretrain_gpt.py"),
@@ -28,7 +28,7 @@ SUBCOMMANDS = {
     "progress": ("plan", "progress", "print the step that a run has reached, for job scripts"),
     "report": ("report", "main", "write an HTML report of a run"),
     "compare": ("report", "compare", "compare runs: settings that differ, results, an HTML page of curves"),
-    "verify": ("pretrain", "verify", "compare the grid with one process; with --streams look for CUDA races"),
+    "verify": ("verify", "main", "compare the grid with one process; with --streams look for CUDA races"),
     "generate": ("inference", "generate", "generate texts with a trained model"),
     "chat": ("chat", "chat", "talk to a trained model in the terminal"),
     "serve": ("chat", "serve", "serve a trained model over HTTP, in the form of OpenAI's API"),
@@ -36,9 +36,12 @@ SUBCOMMANDS = {
     "preprocess": ("data", "preprocess", "tokenize text into token files"),
     "train-tokenizer": ("data", "train_tokenizer", "train a tokenizer on text"),
     "merge": ("data", "merge", "merge several token files into one"),
+    "inspect": ("inspect", "main", "show what a checkpoint holds, or which documents a step was trained on"),
     "convert": ("convert", "main", "convert checkpoints from and to Hugging Face and Megatron"),
     "migrate": ("migrate", "main", "show what each flag of a Megatron-LM launch script does here"),
 }
+MORE = "\npretraining on several ranks: megapipe launch --nproc-per-node N pretrain --config FILE.yaml [flags]\n"
+MEGAPIPE = CommandGroup("megapipe", SUBCOMMANDS, lambda: MORE)
 # words of commands that only print: `| head` ends them like any other tool
 PRINTING = frozenset("-h --help help plan explain schedule status progress configs migrate compare".split())
 
@@ -68,42 +71,22 @@ def run(arguments: Sequence[str] | None = None, first: Sequence[str] = ()) -> in
         return 2
     if arguments is None and PRINTING.intersection(words or ["help"]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(help_text(), end="")
-        return 0 if words else 2
-    if words[0] == "--version":
+    if words[:1] == ["--version"]:
         print(version_text())
         return 0
-    if words[0] not in SUBCOMMANDS:
-        from megapipe.config.fields import nearest
-
-        guess = nearest(words[0], list(SUBCOMMANDS))
-        print(f"megapipe {words[0]}: unknown subcommand{guess} (megapipe --help lists all)", file=sys.stderr)
-        return 2
+    if (refused := MEGAPIPE.refused(words)) is not None:
+        return refused
     from megapipe.environment import read_environment
     from megapipe.errors import ConfigError
-    from megapipe.monitor.signals import ThisProcess, ended_by_signals, ignore_repeated
+    from megapipe.monitor.signals import ThisProcess, ignore_repeated
     from megapipe.monitor.start_marks import leave_mark
 
     ThisProcess.is_command = arguments is None
     with suppress(ConfigError):  # reported by the subcommand
         leave_mark(read_environment())
-    module, function, _ = SUBCOMMANDS[words[0]]
-    with ended_by_signals():  # KeyboardInterrupt inside an import leaves a traceback
-        imported = importlib.import_module(f"megapipe.extras.cli.{module}")
-    code = int(getattr(imported, function)(words[1:]))
+    code = int(MEGAPIPE.load(words[0])(words[1:]))
     ignore_repeated()
     return code
-
-
-def help_text() -> str:
-    """Return the text of `megapipe --help`."""
-    width = max(map(len, SUBCOMMANDS)) + 2
-    lines = [f"  {name.ljust(width)}{words}\n" for name, (_, _, words) in SUBCOMMANDS.items()]
-    return (
-        f"usage: megapipe SUBCOMMAND [arguments]      (each has --help)\n\n{''.join(lines)}\n"
-        "pretraining on several ranks: megapipe launch --nproc-per-node N pretrain --config FILE.yaml [flags]\n"
-    )
 
 
 def version_text() -> str:

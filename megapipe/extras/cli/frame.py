@@ -403,9 +403,9 @@ def is_ancestor(process: int) -> bool:
 
 def write_file(path: Path, text: str, flag: str) -> None:
     """Write a whole file or none, by way of a temporary file. flag: gives the path. Raises ConfigError if it cannot."""
-    partial = path.with_name(f".{path.name}.tmp")
+    from megapipe.monitor.roster import replace_file  # here, since most commands write nothing
+
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        replace_file(path, text.encode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; say where with {flag} FILE") from None

@@ -30,7 +30,7 @@ from megapipe.extras.migrate.judge import (
 from megapipe.extras.migrate.shell_script import SCRIPT_NAME, Call, Reading, read_script
 from megapipe.extras.migrate.yaml_script import read_yaml
 from megapipe.extras.search.fit import fit_of, with_remedies
-from megapipe.formatting import bytes_text
+from megapipe.formatting import bytes_text, grid_text
 from megapipe.input_files import MOST_BYTES, regular
 from megapipe.plan.hardware import HARDWARE, Hardware
 from megapipe.plan.memory import all_rank_memory
@@ -184,7 +184,7 @@ def grid(judgement: Judgement, world: World) -> tuple[str, tuple[str, ...], RunP
         return said, tuple(str(error).splitlines()), None
     axes = plan.topology
     later = "; schedules of the smaller batches are checked at start" if num_sizes > 1 else ""
-    return f"{said}: tp {axes.tp} x pp {axes.pp} x dp {axes.dp}{later}", (), plan
+    return f"{said}: {grid_text(axes.tp, axes.pp, axes.dp, axes.cp)}{later}", (), plan
 
 
 def least_ranks(config: Config) -> int:

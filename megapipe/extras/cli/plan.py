@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +14,23 @@ from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config
 from megapipe.config.flags import normalised
 from megapipe.config.load import load_config
-from megapipe.config.parallel import strategy_of
 from megapipe.config.rules.gpu import own_kernels
 from megapipe.config.yaml_file import to_yaml
 from megapipe.environment import read_ranks_per_gpu
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import PREDICTION_OPTIONS, command, hardware_given, option, switch, write_file
 from megapipe.extras.report.folder import logged_load
-from megapipe.extras.report.grid import context_svg, grid_svg
+from megapipe.extras.report.grid import context_svg, grid_svg, schedule_svg
 from megapipe.extras.search.experiments import experiments
 from megapipe.extras.search.fit import Fit, fit_of, with_remedies
-from megapipe.extras.search.layout import Context, Layout
-from megapipe.extras.search.search import OBJECTIVES, Candidate, Objective, choose, predict_plan
+from megapipe.extras.search.layout import has_values
+from megapipe.extras.search.search import OBJECTIVES, Objective, as_configured, choose
 from megapipe.extras.search.search_report import SearchReport, megatron_text
 from megapipe.extras.streams.roofline import roofline_text
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
 from megapipe.plan.goodput import HOUR, MOST, Failures, checkpoint_bytes, days_text, parse_tokens, run_days
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.report import plan_text, step_text, terms_text
-from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
 from megapipe.plan.world_rules import rules_of_world
@@ -51,6 +49,7 @@ OPTIONS = (
         "write a drawing of context parallelism: the tokens, heads and blocks of attention of each cp rank",
         type=Path,
     ),
+    option("--schedule-svg", "write a drawing of the pipeline schedule, to the scale of its stages' FLOPs", type=Path),
     option(
         "--estimator",
         "megatron: also print Megatron-LM's estimate of the memory",
@@ -59,7 +58,7 @@ OPTIONS = (
     ),
     option(
         "--ranks-per-gpu",
-        "with --gpu or --hardware: say whether the plan fits where so many ranks share each GPU (docs/one_gpu.md)",
+        "with --gpu or --hardware: say whether the plan fits where so many ranks share each GPU (docs/gpu.md)",
         type=int,
         above=0,
     ),
@@ -99,8 +98,7 @@ OPTIONS = (
 
 @command("megapipe plan", OPTIONS, takes_config=True)
 def main(own: argparse.Namespace) -> int:
-    """Show what a configuration will do on a number of ranks, or search for a layout; without torch, in tenths of a
-    second.
+    """Show what a configuration will do on a number of ranks, or search for a layout.
 
       megapipe plan --world-size 16384 --ranks-per-node 8 --config configs/llama3_405b.yaml
 
@@ -117,8 +115,9 @@ def main(own: argparse.Namespace) -> int:
     and partition that are given as flags are kept, those in a YAML file are not.
 
     --days 15.6T prints how long a run of so many tokens takes with failures, checkpoints and restarts, what it costs,
-    and the best --save-interval; see docs/days.md. The rate of failures has no default. Published: a failure in 50,700
-    GPU hours of Llama 3 on H100 (arXiv:2407.21783), in 29,500 and 82,100 of two clusters of A100 (arXiv:2410.21680).
+    and the best --save-interval; see docs/planner.md. The rate of failures has no default. Published: a failure in
+    50,700 GPU hours of Llama 3 on H100 (arXiv:2407.21783), in 29,500 and 82,100 of two clusters of A100
+    (arXiv:2410.21680).
     """
     hardware = hardware_given(own)
     _check_days(own, hardware)
@@ -128,9 +127,8 @@ def main(own: argparse.Namespace) -> int:
         flag = "--roofline" if own.roofline else "--explain"
         raise ConfigError(f"{flag} is for --world-size N ranks with one of --gpu NAME and --hardware FILE")
     if own.gpus is not None or (hardware is not None and not own.roofline and "--world-size" not in _names(own.flags)):
-        if own.svg is not None or own.context_svg is not None:
-            flag = "--svg" if own.svg is not None else "--context-svg"
-            raise ConfigError(f"{flag} draws a grid of --world-size N; leave it out of a search")
+        if drawings := _drawings(own):
+            raise ConfigError(f"{drawings[0][1]} draws a plan of --world-size N; leave it out of a search")
         return _search(own)
     search = {"--objective": own.objective, "--tokens-per-second": own.tokens_per_second, "--output": own.output}
     search |= {"--price": own.price if own.days is None else None}
@@ -185,12 +183,17 @@ def _print_more(own: argparse.Namespace, plan: RunPlan, hardware: Hardware | Non
             per_node = plan.topology.ranks_per_node
             nodes = [] if per_node is None else ["--ranks-per-node", str(per_node)]
             print(roofline_text([*own.flags, *nodes], hardware))
-    for path, flag, draw in ((own.svg, "--svg", grid_svg), (own.context_svg, "--context-svg", context_svg)):
-        if path is not None:
-            write_file(path, draw(plan), flag)
-            print(f"written: {path}")
+    for path, flag, draw in _drawings(own):
+        write_file(path, draw(plan), flag)
+        print(f"written: {path}")
     if own.estimator == "megatron":
         print(megatron_text(plan))
+
+
+def _drawings(own: argparse.Namespace) -> list[tuple[Path, str, Callable[[RunPlan], str]]]:
+    """Return the drawings that are asked for: path, flag, and what draws a plan."""
+    known = (own.svg, "--svg", grid_svg), (own.context_svg, "--context-svg", context_svg)
+    return [each for each in (*known, (own.schedule_svg, "--schedule-svg", schedule_svg)) if each[0] is not None]
 
 
 def _plan_data(plan: RunPlan, hardware: Hardware) -> dict[str, Any]:
@@ -246,40 +249,6 @@ def _names(flags: Sequence[str]) -> set[str]:
     return {normalised(word.partition("=")[0]) for word in flags}
 
 
-def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
-    """Return True if the layout has the configured values of these fields."""
-    parallel, recompute = config.parallel, config.recompute
-    chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
-    strategy = layout.sharding or ("optim" if layout.distributed_optimizer else "no_shard")
-    has_value = {
-        "parallel.tensor_model_parallel_size": layout.tp == parallel.tensor_model_parallel_size,
-        "parallel.pipeline_model_parallel_size": layout.pp == parallel.pipeline_model_parallel_size,
-        "parallel.context_parallel_size": layout.context.ranks == parallel.context_parallel_size,
-        "parallel.cp_comm_type": layout.context.ranks == 1 or layout.context.kinds == parallel.cp_comm_type,
-        "parallel.hierarchical_context_parallel_sizes": layout.context.ranks == 1
-        or layout.context.sizes == parallel.hierarchical_context_parallel_sizes,
-        "parallel.expert_model_parallel_size": layout.ep == parallel.expert_model_parallel_size,
-        "parallel.expert_tensor_parallel_size": layout.etp == parallel.expert_tensor_parallel_size,
-        "parallel.pipeline_schedule": parallel.pipeline_schedule in ("auto", layout.schedule),
-        "parallel.num_virtual_stages_per_pipeline_rank": layout.chunks == chunks,
-        "training.micro_batch_size": layout.micro_batch_size == config.training.micro_batch_size,
-        "parallel.sequence_parallel": layout.tp == 1 or layout.sequence_parallel == parallel.sequence_parallel,
-        "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
-        "parallel.data_parallel_sharding_strategy": strategy == strategy_of(parallel),
-        "parallel.num_distributed_optimizer_instances": layout.instances
-        == parallel.num_distributed_optimizer_instances,
-        "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
-        "parallel.overlap_moe_expert_parallel_comm": layout.overlap == parallel.overlap_moe_expert_parallel_comm,
-        "parallel.delay_wgrad_compute": layout.overlap or not parallel.delay_wgrad_compute,
-        "model.moe_token_dispatcher_type": layout.flex == (config.model.moe_token_dispatcher_type == "flex"),
-        "parallel.pipe_sp_splits": layout.pp == 1 or layout.slices == parallel.pipe_sp_splits,
-        "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
-        "recompute.recompute_granularity": layout.recompute.recompute_granularity == recompute.recompute_granularity,
-        "recompute.recompute_memory_budget": layout.recompute == recompute,
-    }
-    return all(has_value[key] for key in has_value.keys() & keys)
-
-
 def _check_days(own: argparse.Namespace, hardware: Hardware | None) -> None:
     """Raise ConfigError unless --days has all options that it needs, and these have --days."""
     names = [each.names[0] for each in DAYS_OPTIONS]
@@ -293,7 +262,7 @@ def _check_days(own: argparse.Namespace, hardware: Hardware | None) -> None:
     missing += ["one of " + " and ".join(names[2:4])] if len({*names[2:4]} & {*given}) != 1 else []
     missing += ["--gpu or --hardware"] if hardware is None else []
     if missing:
-        raise ConfigError(f"--days needs {', '.join(missing)}; see docs/days.md")
+        raise ConfigError(f"--days needs {', '.join(missing)}; see docs/planner.md")
     for name, value in values.items():
         if value is not None and not 1 / MOST <= value <= MOST:
             raise ConfigError(f"{name} {value:g}: expected {1 / MOST:g} to {MOST:g}")
@@ -342,37 +311,6 @@ def expert_load_given(own: argparse.Namespace, config: Config, ep: int) -> Exper
     if problem := load.problem(config.model, ep):
         raise ConfigError(f"--expert-imbalance {given}: {problem}")
     return load
-
-
-def as_configured(config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> Candidate | str:
-    """Predict the layout of the configuration itself, or return why it cannot run."""
-    try:
-        plan = resolve(config, world_size, hardware.on(world_size).ranks_per_node)
-    except ConfigError as error:
-        return str(error)
-    plan = dataclasses.replace(plan, expert_load=load)
-    t, parallel = plan.topology, config.parallel
-    layout = Layout(
-        t.tp,
-        t.pp,
-        plan.num_chunks,
-        plan.schedule_name,
-        config.training.micro_batch_size,
-        config.recompute,
-        parallel.sequence_parallel,
-        plan.config.parallel.use_distributed_optimizer or t.dp == 1,
-        parallel.pipeline_balance,
-        t.ep,
-        t.etp if plan.model.has_experts else None,
-        Context.of(parallel),
-        "" if plan.sharding is None else strategy_of(parallel),
-        parallel.data_parallel_sharding_units,
-        plan.num_slices,
-        parallel.overlap_moe_expert_parallel_comm and plan.model.has_experts,
-        config.model.moe_token_dispatcher_type == "flex",
-        parallel.num_distributed_optimizer_instances,
-    )
-    return predict_plan(layout, plan, hardware)
 
 
 @command("megapipe progress", (), takes_config=True)

@@ -54,15 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_on_ranks(run, interrupted)
 
 
-def verify(arguments: Sequence[str]) -> int:
-    """Run `megapipe verify` and return the exit code."""
-    if "--streams" in arguments:
-        from megapipe.extras.cli.streams import verify_streams
-
-        return verify_streams([word for word in arguments if word != "--streams"])
-    return main(["--verify-grid", *arguments])
-
-
 def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer | None = None) -> int:
     """Train with a loaded configuration, or do what it requests instead, and return the exit code."""
     requests, checkpoint, weights = loaded.requests, loaded.config.checkpoint, None

@@ -6,7 +6,6 @@ import argparse
 import csv
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -15,7 +14,8 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import Option, command, option, switch
-from megapipe.extras.report.timeline import grid_text, parts_svg, svg
+from megapipe.extras.cli.group import CommandGroup
+from megapipe.extras.report.timeline import parts_svg, svg, timeline_text
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import Op
@@ -30,18 +30,24 @@ from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.sharding import GRANULARITIES, ShardingPolicy, shard, split_stages
 from megapipe.schedule.validate import ValidationReport, validate
 
-HELP = """\
-usage: megapipe schedule COMMAND [arguments]      (each has --help)
-
-  draw       text for a terminal, SVG with a memory curve, Chrome/Perfetto trace, CSV
-  compare    one table over all schedules: megapipe schedule compare -p 8 -m 32 -v 2
-             --experts: what each hides of the all-to-alls of mixture of experts
-  check      prove a schedule, by name or from a CSV file (torch.distributed.pipelining's too);
-             prints the send depth of every channel
-  simulate   makespan, idle, peaks and messages of one schedule, rank by rank
-
-schedules:
-"""
+main = CommandGroup(
+    "megapipe schedule",
+    {
+        "draw": ("schedule", "draw_one", "text for a terminal, SVG with a memory curve, Chrome/Perfetto trace, CSV"),
+        "compare": (
+            "schedule",
+            "compare_all",
+            "one table over all schedules; --experts: what they hide of all-to-alls",
+        ),
+        "check": (
+            "schedule",
+            "check_one",
+            "prove a schedule, by name or CSV (torch.distributed.pipelining's too)",
+        ),
+        "simulate": ("schedule", "simulate_one", "makespan, idle, peaks and messages of one schedule, rank by rank"),
+    },
+    lambda: "\nschedules:\n" + "".join(f"  {name.ljust(15)}{each.summary}\n" for name, each in SCHEDULES.items()),
+)
 PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
     "linear": lambda p, v: linear(p),
     "loop": loop,
@@ -94,7 +100,7 @@ MODEL = (
 )
 _SHARDING = "data-parallel-sharding-"
 SHARDING = (
-    "sharded gradients and weights (docs/sharded_weights.md); times are those of all the layers of one rank",
+    "sharded gradients and weights (docs/memory.md); times are those of all the layers of one rank",
     option(f"--{_SHARDING}strategy", "what is sharded besides the optimizer", choices=tuple(GATHERS)),
     option(f"--{_SHARDING}granularity", "gather and reduce for each", choices=GRANULARITIES, default="run"),
     option(f"--{_SHARDING}prefetch", "computations that a gather starts ahead of its use", default=1),
@@ -116,19 +122,6 @@ DEPTHS = (
     option("--receive-depth", "actions by which a receive is posted ahead", default=2),
 )
 PARTS = option("--parts", "with --experts: prove these rows, as draw --experts --csv-out writes them", type=Path)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run a command and return the exit code."""
-    words = list(arguments)
-    if not words or words[0] in ("-h", "--help"):
-        schedules = "".join(f"  {name.ljust(15)}{family.summary}\n" for name, family in SCHEDULES.items())
-        print(HELP + schedules, end="")
-        return 0 if words else 2
-    if words[0] not in COMMANDS:
-        print(f"megapipe schedule {words[0]}: unknown command; use {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    return COMMANDS[words[0]](words[1:])
 
 
 def _model(own: argparse.Namespace) -> Model:
@@ -245,7 +238,7 @@ def _microbatches(own: argparse.Namespace) -> int:
 
 
 @command("megapipe schedule draw", (*NAME, *MODEL, *SHARDING, *EXPERTS, *DRAWINGS), needs_words=False)
-def _draw(own: argparse.Namespace) -> None:
+def draw_one(own: argparse.Namespace) -> None:
     """Draw one schedule: text for a terminal, SVG with a memory curve, Chrome/Perfetto trace, CSV.
 
     With --experts the drawing has two lanes per rank, computation and all-to-alls, and text and CSV hold the parts of
@@ -256,7 +249,7 @@ def _draw(own: argparse.Namespace) -> None:
     measures: Measures | ExpertMeasures
     if isinstance(model, Model):
         measures, timeline = measure(schedule.compute_only(), model)
-        text, picture = partial(grid_text, timeline, own.width or 160), partial(svg, timeline, own.width)
+        text, picture = partial(timeline_text, timeline, own.width or 160), partial(svg, timeline, own.width)
         rows = partial(to_csv, timeline.schedule if own.lowered else schedule)
     else:
         if own.trace is not None:
@@ -277,7 +270,7 @@ def _draw(own: argparse.Namespace) -> None:
 
 
 @command("megapipe schedule compare", (NAMES, *MODEL, *SHARDING, *EXPERTS), needs_words=False)
-def _compare(own: argparse.Namespace) -> int:
+def compare_all(own: argparse.Namespace) -> int:
     """Print one table over all schedules, or those named; with --experts, what they hide of the all-to-alls."""
     chunks = 2 if own.chunks is None else own.chunks
     sizes = own.ranks, chunks, _microbatches(own), own.group_size, own.memory_limit or (), own.names
@@ -367,7 +360,7 @@ def table_text(rows: Sequence[Measures | ExpertMeasures | Unmeasured], is_sharde
 
 
 @command("megapipe schedule check", (*NAME, *MODEL, *SHARDING, *EXPERTS, *DEPTHS, PARTS), needs_words=False)
-def _check(own: argparse.Namespace) -> None:
+def check_one(own: argparse.Namespace) -> None:
     """Prove a schedule, by name or from a CSV file, and print the send depth of every channel.
 
     With --experts the parts of its layers are proven, in megapipe's order or in that of --parts.
@@ -428,7 +421,7 @@ def _print_proof(own: argparse.Namespace, report: ValidationReport, **more: Any)
 
 
 @command("megapipe schedule simulate", (*NAME, *MODEL, *SHARDING), needs_words=False)
-def _simulate(own: argparse.Namespace) -> None:
+def simulate_one(own: argparse.Namespace) -> None:
     """Print makespan, idle, peaks and messages of one schedule, rank by rank."""
     model = _model(own)
     measures, timeline = measure(_schedule(own, model).compute_only(), model)
@@ -442,6 +435,3 @@ def _simulate(own: argparse.Namespace) -> None:
     print("\nrank      work  chained idle  barrier idle  peak chunks")
     for rank, row in enumerate(rows):
         print("{:4d}  {:8.5g}  {:12.5g}  {:12.5g}  {:11d}".format(rank, *row))
-
-
-COMMANDS = {"draw": _draw, "compare": _compare, "check": _check, "simulate": _simulate}

@@ -1,6 +1,6 @@
 """The interface for conversion families from outside: files that `megapipe convert --extension FILE.py` loads.
 
-docs/conversion_family.md has a complete example.
+docs/convert.md has a complete example.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from megapipe.extras.convert.tables import nullable as nullable
 from megapipe.extras.convert.tables import same as same
 from megapipe.extras.convert.tables import separate_qkv as separate_qkv
 from megapipe.extras.convert.tables import shared as shared
+from megapipe.extras.convert.tables import stacked_qkv as stacked_qkv
 from megapipe.extras.convert.tables import transposed as transposed
 from megapipe.extras.convert.tables import unwritten as unwritten
 

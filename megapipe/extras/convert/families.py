@@ -50,6 +50,7 @@ GPT2_ACTIVATIONS = {
     "relu": "relu",
     "relu2": "squared_relu",
 }
+ONE_DROPOUT = "here they are one setting, hidden_dropout"
 GPT2_RULES = (
     key("vocab_size", "vocab_size"),
     key("n_embd", "hidden_size"),
@@ -65,7 +66,7 @@ GPT2_RULES = (
     key("layer_norm_epsilon", "norm_epsilon", 1e-5),
     key("activation_function", "activation", "gelu_new", GPT2_ACTIVATIONS),
     key("tie_word_embeddings", UNTIED, True, {True: False, False: True}),
-    shared(("resid_pdrop", "embd_pdrop"), "hidden_dropout", 0.1, "here they are one setting, hidden_dropout"),
+    shared(("resid_pdrop", "embd_pdrop"), "hidden_dropout", 0.1, ONE_DROPOUT),
     key("attn_pdrop", "attention_dropout", 0.1),
     INIT_STD,
     fixed("scale_attn_weights", True, "attention logits are scaled by 1 / sqrt(head size) here"),
@@ -118,6 +119,17 @@ GEMMA_3 = (
     fixed("attn_logit_softcapping", None, "the attention of this architecture has no soft-cap in transformers"),
     nullable("final_logit_softcapping", "final_logit_softcapping", None),
 )
+PHI_3 = (
+    shared(("resid_pdrop", "embd_pdrop"), "hidden_dropout", 0.0, ONE_DROPOUT),
+    nullable("sliding_window", "window_size", None),
+    unwritten(fixed("attention_bias", False, "linears of this architecture have no biases")),
+    Rule((layer_types.LENGTH,), lambda settings: {}, lambda layers: {}),  # of longrope alone
+)
+SEED_OSS = (
+    key("attention_bias", "add_qkv_bias", True),
+    *(fixed(name, False, "only q, k and v have biases here") for name in ("attention_out_bias", "mlp_bias")),
+    key("residual_dropout", "hidden_dropout", 0.1),
+)
 OLMO = (*NO_ATTENTION_BIAS, always(norm_position="after"), UNUSUAL_HEAD_DIM)
 
 _BUILT_IN = (
@@ -143,6 +155,13 @@ _BUILT_IN = (
     ),
     llama_relative("Olmo2ForCausalLM", *OLMO, norms=NORMS_AFTER),
     llama_relative("Olmo3ForCausalLM", *OLMO, norms=NORMS_AFTER, rope=layer_types.windows_and_rope(4, 5e5)),
+    llama_relative(
+        "Phi3ForCausalLM", *PHI_3, rope=layer_types.rope(part=1.0, kinds=("default",)), more_rows=rows_of("phi3")
+    ),
+    llama_relative("SmolLM3ForCausalLM", LLAMA_BIASES, rope=layer_types.rope_in_some_layers(2e6)),
+    llama_relative(
+        "SeedOssForCausalLM", *SEED_OSS, attention_dropout=key("attention_dropout", "attention_dropout", 0.1)
+    ),
     llama_relative(
         "MixtralForCausalLM",
         nullable("sliding_window", "window_size", None),

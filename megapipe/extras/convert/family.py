@@ -67,11 +67,8 @@ UNTIED, TIED_WORDS = "untie_embeddings_and_output_weights", {False: True, True: 
 INIT_STD = key("initializer_range", "init_method_std", 0.02)
 VOCABULARY = key("vocab_size", "vocab_size"), key("hidden_size", "hidden_size")
 LAYERS = key("num_hidden_layers", "num_layers"), key("num_attention_heads", "num_attention_heads")
-TRAINED = (
-    key("attention_dropout", "attention_dropout", 0.0),
-    INIT_STD,
-    always(normalization="RMSNorm", hidden_dropout=0.0),
-)
+ATTENTION_DROPOUT = key("attention_dropout", "attention_dropout", 0.0)
+TRAINED = (INIT_STD, always(normalization="RMSNorm", hidden_dropout=0.0))
 
 
 @dataclass(frozen=True)
@@ -136,6 +133,7 @@ def llama_family(
     tied: bool = False,
     rope: Rule = layer_types.ROPE,
     activation: Rule = HIDDEN_ACT,
+    attention_dropout: Rule = ATTENTION_DROPOUT,
     mlp: tuple[Rule, ...] = (key("intermediate_size", "ffn_hidden_size"),),
     more_rows: tuple[Row, ...] = (),
     of_heads: tuple[str, str] = ("q_norm", "k_norm"),
@@ -155,6 +153,7 @@ def llama_family(
         key("max_position_embeddings", "max_position_embeddings", max_positions),
         key("rms_norm_eps", "norm_epsilon", epsilon),
         key("tie_word_embeddings", UNTIED, tied, TIED_WORDS),
+        attention_dropout,
         *TRAINED,
     )
     all_rules = (*rules, activation, rope, *mlp, *more)
@@ -225,6 +224,7 @@ def deepseek_family(
         *LAYERS,
         key("max_position_embeddings", "max_position_embeddings", positions),
         key("tie_word_embeddings", UNTIED, False, TIED_WORDS),
+        ATTENTION_DROPOUT,
         *TRAINED,
         HIDDEN_ACT,
         rope,

@@ -46,11 +46,12 @@ def rope_fields(
     settings: Settings,
     part: float | None = None,
     base_key: str | None = THETA,
+    kinds: Sequence[str] = tuple(ROPE_TYPES),
 ) -> dict[str, Any]:
     """Return our fields of an entry of rope_parameters, or of rope_scaling.
 
     base, part: where the entry has none; part: the rotated part of a head, None where whole heads are rotated.
-    base_key: another key that states the base, too.
+    base_key: another key that states the base, too. kinds: the values that rope_type may have.
     """
     scaling = dict(parameters)
     for name, beside in ((THETA, base_key), (PARTIAL, PARTIAL)):
@@ -63,8 +64,8 @@ def rope_fields(
         raise ConfigError(f"{PARTIAL} {partial} cannot be expressed: this architecture rotates whole heads")
     kind = scaling.pop("rope_type", None) or scaling.get("type") or "default"
     scaling.pop("type", None)
-    if kind not in ROPE_TYPES:
-        raise ConfigError(f"rope_type {kind!r} cannot be expressed; it can be {', '.join(ROPE_TYPES)}")
+    if kind not in kinds:
+        raise ConfigError(f"rope_type {kind!r} cannot be expressed; it can be {', '.join(kinds)}")
     ours = "none" if kind == "default" else kind
     fields = {"position_embedding_type": "rope", "rotary_base": float(base), "rope_scaling_type": ours}
     fields |= {} if part is None else {"rotary_percent": float(partial)}
@@ -113,17 +114,22 @@ def rope_scaling(layer: LayerConfig) -> dict[str, Any] | None:
     return {"rope_type": layer.rope_scaling_type, **scaling}
 
 
-def rope(base: float = 10000.0, part: float | None = None, scaling: Mapping[str, Any] | None = None) -> Rule:
+def rope(
+    base: float = 10000.0,
+    part: float | None = None,
+    scaling: Mapping[str, Any] | None = None,
+    kinds: Sequence[str] = tuple(ROPE_TYPES),
+) -> Rule:
     """Return the rule of rotary positions that are the same in all layers. It writes keys as in transformers 4, which
     both versions read.
 
-    base, part, scaling: defaults; the first two as in rope_fields.
+    base, part, scaling: defaults; the first two, and kinds, as in rope_fields.
     """
 
     def read(settings: Settings) -> dict[str, Any]:
         theta = settings.get(THETA) or base
         given = [settings[name] for name in (SCALING, PARAMETERS) if settings.get(name)] or [scaling or {}]
-        return one_of_both([rope_fields(parameters, theta, settings, part) for parameters in given])
+        return one_of_both([rope_fields(parameters, theta, settings, part, kinds=kinds) for parameters in given])
 
     def write(layers: Layers) -> dict[str, Any]:
         rotated = {} if part is None else {PARTIAL: layers[0].rotary_percent}
@@ -214,6 +220,12 @@ def regular_period(marks: Sequence[bool]) -> int | None:
     return period if is_regular and True in marks else None
 
 
+def at_distance(name: str, marks: Sequence[bool]) -> dict[str, Any]:
+    """Return the key of the distance of marked layers, if they are at one distance."""
+    period = regular_period(marks)
+    return {} if period is None else {name: period}
+
+
 def types_of(layers: Layers) -> list[str]:
     """Return the type of each layer."""
     return [FULL if layer.window_size is None else SLIDING for layer in layers]
@@ -253,18 +265,59 @@ def windows_with_rope(
         window = settings.get(WINDOW, default_window)
         full = [kind == FULL for kind in read_types(settings, lambda count: default(settings, count), window)]
         if all(full):
-            return {"position_embedding_type": "none"}
+            return {"position_embedding_type": "none", "rope_scaling_type": "none"}
         if not any(full):
             return {"window_size": window}
         marks = {"window_attn_skip_freq": frequency(full), "no_rope_freq": runs_text([int(mark) for mark in full])}
         return {"window_size": window, **marks}
 
     def write(layers: Layers) -> dict[str, Any]:
-        types = types_of(layers)
-        period = regular_period([kind == FULL for kind in types])
-        return write_types(layers) | ({} if pattern is None or period is None else {pattern: period})
+        full = [kind == FULL for kind in types_of(layers)]
+        return write_types(layers) | ({} if pattern is None else at_distance(pattern, full))
 
     return Rule((WINDOW, TYPES, *(() if pattern is None else (pattern,))), read, write)
+
+
+ROTATED, INTERVAL = "no_rope_layers", "no_rope_layer_interval"  # 1 for each layer with rotary positions
+
+
+def rotated_layers(settings: Settings) -> list[bool]:
+    """Return which layers have rotary positions: those of a list, or all but every so many."""
+    count, interval = int(settings["num_hidden_layers"]), settings.get(INTERVAL, 4)
+    return [bool(each) for each in settings.get(ROTATED) or (layer % interval for layer in range(1, count + 1))]
+
+
+def write_rotated(layers: Layers) -> dict[str, Any]:
+    """Return no_rope_layers, and the distance of layers without rotary positions if it is one."""
+    rotated = [int(layer.position_embedding_type == "rope") for layer in layers]
+    return {ROTATED: rotated} | at_distance(INTERVAL, [not each for each in rotated])
+
+
+def rope_in_some_layers(base: float) -> Rule:
+    """Return the rule of layers that have rotary positions, a window, both or neither, as SmolLM3's.
+
+    base: the default of rope_theta.
+    """
+    positions = rope(base)
+
+    def read(settings: Settings) -> dict[str, Any]:
+        rotated, count = rotated_layers(settings), int(settings["num_hidden_layers"])
+        if len(rotated) != count:
+            raise ConfigError(f"{ROTATED} has {len(rotated)} entries, num_hidden_layers is {count}")
+        window = settings.get(WINDOW) if settings.get(USE) else None
+        has_window = [window is not None and not each for each in rotated]
+        types = read_types(settings, lambda _: [SLIDING if each else FULL for each in has_window], window)
+        if not any(rotated):
+            return with_window(types, window) | {"position_embedding_type": "none"}
+        without = {} if all(rotated) else {"no_rope_freq": runs_text([1 - each for each in rotated])}
+        return positions.read(settings) | with_window(types, window) | without
+
+    def write(layers: Layers) -> dict[str, Any]:
+        rotated = tuple(layer for layer in layers if layer.position_embedding_type == "rope")
+        keys = positions.write(rotated) if rotated else {}
+        return keys | write_types(layers) | write_rotated(layers) | {USE: SLIDING in types_of(layers)}
+
+    return Rule((*positions.keys, WINDOW, USE, FIRST, TYPES, ROTATED, INTERVAL), read, write)
 
 
 def windows_and_rope(
@@ -303,10 +356,10 @@ def windows_and_rope(
 
     def write(layers: Layers) -> dict[str, Any]:
         of_type = first_of_type(layers)
-        regular = regular_period([kind == FULL for kind in types_of(layers)])
         keys = write_types(layers) | {THETA: of_type[FULL].rotary_base, SCALING: rope_scaling(of_type[FULL])}
         keys |= {} if local_key is None else {local_key: of_type[SLIDING].rotary_base}
-        keys |= {} if local_key is None or regular is None else {PATTERNS[0]: regular}
+        full = [kind == FULL for kind in types_of(layers)]
+        keys |= {} if local_key is None else at_distance(PATTERNS[0], full)
         keys[PARAMETERS] = {
             kind: {THETA: layer.rotary_base, **(rope_scaling(layer) or {"rope_type": "default"})}
             for kind, layer in of_type.items()

@@ -371,12 +371,18 @@ def of_experts_transposed(model: ModelConfig) -> Layout:
     )
 
 
-def fused_qkv(model: ModelConfig) -> Layout:
-    """Return the layout of GPT-2's c_attn: [q; k; v] over all heads in one tensor, transposed like all its weights."""
+def stacked_qkv(model: ModelConfig) -> Layout:
+    """Return the layout of [q; k; v] over all heads in one tensor."""
     separate, head_dim = separate_qkv(model), model.head_size()
     rows = [heads * head_dim for heads in (model.num_attention_heads, model.query_groups(), model.query_groups())]
+    return Layout(lambda parts: separate.join(parts[0].split(rows)), lambda whole: (torch.cat(separate.split(whole)),))
+
+
+def fused_qkv(model: ModelConfig) -> Layout:
+    """Return the layout of GPT-2's c_attn: `stacked_qkv`, transposed like all its weights."""
+    stacked = stacked_qkv(model)
     return Layout(
-        lambda parts: separate.join(parts[0].t().split(rows)), lambda whole: (torch.cat(separate.split(whole)).t(),)
+        lambda parts: stacked.join((parts[0].t(),)), lambda whole: tuple(part.t() for part in stacked.split(whole))
     )
 
 

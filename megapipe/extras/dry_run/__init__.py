@@ -2,6 +2,6 @@
 messages.
 
 - `rank`:       audit of every rank's place, groups and parameters; which ranks and microbatches represent all others;
-  `count_rank`: runtime, schedule row and one step of one rank on the meta device
+  `count_rank`: runtime, schedule row and one step of one rank on the meta device; `run_steps`, for `extras.streams` too
 - `run`:        the request `--dry-run`, from the plan to the printed report
 """

@@ -15,9 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megapipe.assembly.microbatches import Keys, Microbatches
+from megapipe.assembly.compose import DrawSlice
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups, Traffic, fake_process_groups
 from megapipe.comm.trace import Tracer
@@ -30,7 +29,6 @@ from megapipe.schedule.action import Action, Op, stage_action
 from megapipe.schedule.lifetimes import Item, lifetimes
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_buffers
-from megapipe.sharding.spec import ParamSpec
 from megapipe.topology import GROUP_NAMES, all_coordinates
 from megapipe.trace.meta import LiveBytes, MetaMode
 from megapipe.train.nonfinite import OutputWatch
@@ -145,7 +143,33 @@ STATE = ("weights", "gradients", "gathered weights", "whole gradients", "optimiz
 PER_MICROBATCH = ("tp", "pp", "cp", "cp_a2a", "cp_p2p", "kv", "ep", "ep_nodes", "ep_places", "etp")
 RATES = Rates(1e-3, 0.1)  # arbitrary: there are no values
 
-ReadBatch = Callable[[int, int], Batch]  # (dp_rank, microbatch number) -> the first step's microbatch
+ReadBatch = Callable[[int, int], Batch]  # (dp_rank, microbatch number) -> the microbatch, of every step
+
+
+def empty_slices(device: torch.device) -> DrawSlice:
+    """Return initial values of parameters for a device on which there are no values."""
+    return lambda spec, tp_rank, tp: torch.empty(spec.local_shape(tp_rank, tp), device=device)
+
+
+def run_steps(
+    runtime: TrainingRuntime,
+    read: ReadBatch,
+    num_steps: int = 1,
+    num_microbatches: int | None = None,
+    begin: Callable[[], None] = lambda: None,
+) -> None:
+    """Run training steps that may have no values. num_microbatches: those of the full global batch if None. begin:
+    called before each step.
+    """
+    plan, dp_rank = runtime.plan, runtime.coordinates.dp_rank
+    step = train_step(runtime, plan.config.logging.log_num_zeros_in_grad)
+    for number in range(num_steps):
+        begin()
+        count = num_microbatches or plan.batch.num_microbatches
+        batch = runtime.microbatches(count, partial(read, dp_rank), number)
+        step.run(batch, RATES)
+        del batch
+    runtime.finish_parameters()
 
 
 @dataclass(frozen=True)
@@ -178,13 +202,9 @@ def count_rank(
     count = full if in_full else microbatches_to_run(plan, pp_rank)
     traffic, live = Traffic(), LiveBytes()
     traffic.observe = lambda tensor: live.name([tensor], "messages")
-
-    def empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
-        return torch.empty(spec.local_shape(tp_rank, tp), device=META)
-
     with MetaMode(device), live:
         groups = fake_process_groups(plan.topology, global_rank, traffic)
-        found, watch = count_step(plan, groups, META, live, read, empty, count, traffic)
+        found, watch = count_step(plan, groups, META, live, read, empty_slices(META), count, traffic)
     if count != full:
         groups_of_rows = PER_MICROBATCH if plan.sharding is None else (*PER_MICROBATCH, "replicas", "shards")
         watch.extend(plan.schedule(count).rows[pp_rank], plan.schedule(full).rows[pp_rank], groups_of_rows)
@@ -197,17 +217,19 @@ def count_step(
     device: torch.device,
     live: LiveBytes,
     read: ReadBatch,
-    draw_slice: Callable[[ParamSpec, int, int], Tensor] | None = None,
+    draw_slice: DrawSlice | None = None,
     num_microbatches: int | None = None,
     traffic: Traffic | None = None,
+    build: Callable[..., TrainingRuntime] = TrainingRuntime,
 ) -> tuple[RankCount, ActionWatch]:
     """Build the runtime and run the first step; called inside `live`, with meta tensors or on a real rank.
 
     draw_slice: initial values, those of training if None. num_microbatches: those of the full global batch if None.
+    build: makes the runtime.
     """
     started = time.perf_counter()
     watch = ActionWatch(live, traffic)
-    runtime = TrainingRuntime(plan, groups, device, draw_slice, watch)
+    runtime = build(plan, groups, device, draw_slice, watch)
     if runtime.offload is not None:  # its pool is host memory
         pool = runtime.offload.pool
         pool.allocate = partial(live.outside, pool.allocate)
@@ -227,15 +249,8 @@ def count_step(
         live.name(tensors, item)
     live.label = "step"
     count = num_microbatches or plan.batch.num_microbatches
-    dp_rank = runtime.coordinates.dp_rank
-    keys = Keys(plan.config.training.seed, 0, dp_rank, plan.topology.dp)
-    read_own = lambda k: read(dp_rank, k)  # noqa: E731
-    parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
-    microbatches = Microbatches(count, read_own, keys, device, *parts)
     outputs = OutputWatch(runtime) if plan.config.training.check_for_nan_in_loss_and_grad else None
-    live.begin()
-    train_step(runtime, plan.config.logging.log_num_zeros_in_grad).run(microbatches, RATES)
-    runtime.finish_parameters()
+    run_steps(runtime, read, num_microbatches=count, begin=live.begin)
     watch.finish()
     del outputs
     items = {item: live.at_peak.get(item, 0) for item in STATE}

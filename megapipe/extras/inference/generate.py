@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.channels import MessageSpec
 from megapipe.comm.collectives import all_gather, all_reduce, broadcast, broadcast_object
+from megapipe.config.layers import layer_configs
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.inference.logprobs import Scored, Scoring, scores
 from megapipe.model.microbatch import KVCache, Microbatch, StageLoss
@@ -135,6 +136,13 @@ class Generator:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"--batch-size {batch_size} must be at least 1")
+        mixers = {layer.mixer for layer in layer_configs(runtime.plan.config.model)} - {None}
+        if mixers:
+            names = " or ".join(map(str, mixers))
+            raise ConfigError(
+                f"--attention-kind {names} keeps no state between tokens, so it cannot continue a text; its model can "
+                "be trained, and evaluated with `megapipe evaluate`"
+            )
         self._runtime, self._sampling, self._batch_size, self._scoring = runtime, sampling, batch_size, scoring
         last_position = scoring is None or not scoring.with_prompt
         self._vocab_size = runtime.plan.config.model.vocab_size

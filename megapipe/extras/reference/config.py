@@ -137,6 +137,10 @@ class ReferenceConfig:
     # (q, k, v, mask, heads) -> output, [b, n, s, c]; mask: 0 or -inf, [1 or b, 1, s, s]; heads: passed on
     attention_function: Callable[..., Any] | None = None
     attention_heads: Any = None
+    # () -> a module in attention's place, [b, s, h] -> [b, s, h]; and of each of its linears the equal matrices stacked
+    # in the weight
+    mixer: Callable[[], Any] | None = None
+    mixer_matrices: Mapping[str, int] | None = None
 
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -147,7 +151,7 @@ class ReferenceConfig:
         functions = {
             "normalization": self.norm_function,
             "activation": self.activation_function,
-            "attention_kind": self.attention_function,
+            "attention_kind": self.attention_function or self.mixer,
         }
         for field, allowed in NAMES.items():
             if getattr(self, field) not in allowed and functions.get(field) is None:

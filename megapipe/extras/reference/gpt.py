@@ -205,10 +205,10 @@ class Block(nn.Module):
         self.config, self.layer = config, layer
         norms_input = config.norm_position in ("before", "around")
         norms_output = config.norm_position in ("after", "around")
-        if config.has_attention:
+        if config.has_attention or config.mixer is not None:
             self.input_layernorm = Norm(config, config.hidden_size) if norms_input else nn.Identity()
             kind = LatentAttention if config.multi_latent_attention else SelfAttention
-            self.self_attention = kind(config, layer)
+            self.self_attention = kind(config, layer) if config.mixer is None else config.mixer()
             self.post_self_attn_layernorm = Norm(config, config.hidden_size) if norms_output else nn.Identity()
         if config.has_mlp:
             self.pre_mlp_layernorm = Norm(config, config.hidden_size) if norms_input else nn.Identity()
@@ -219,8 +219,9 @@ class Block(nn.Module):
         """Return [b, s, h]. fields: of Context."""
         context = Context(*fields)
         rate, scale = self.config.hidden_dropout, self.config.residual_scale
-        if self.config.has_attention:
-            update = self.post_self_attn_layernorm(self.self_attention(self.input_layernorm(hidden), context))
+        if self.config.has_attention or self.config.mixer is not None:
+            inputs = (self.input_layernorm(hidden), *([context] if self.config.mixer is None else []))
+            update = self.post_self_attn_layernorm(self.self_attention(*inputs))
             hidden = hidden + scale * dropout(update, rate, context.dropout_masks, self.layer, "attention_output")
         if self.config.has_mlp:
             update = self.post_mlp_layernorm(self.mlp(self.pre_mlp_layernorm(hidden)))

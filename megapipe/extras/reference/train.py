@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.extras.reference.experts import MLP, Experts
-from megapipe.extras.reference.gpt import LatentAttention, Prediction, ReferenceGPT, SelfAttention, at_least_fp32
+from megapipe.extras.reference.gpt import Block, LatentAttention, Prediction, ReferenceGPT, SelfAttention, at_least_fp32
 
 # Arguments of ReferenceGPT.forward by name: tokens, labels, loss_mask, and optionally position_ids, document_ids,
 # dropout_masks, padding.
@@ -254,7 +254,12 @@ def hidden_matrices(model: nn.Module, splits_qkv: bool) -> dict[str, Any]:
     """Return, by name of the parameter, a function that yields its matrices as (rows, whether it is transposed)."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
-        if isinstance(module, LatentAttention):
+        if isinstance(module, Block):
+            for child, parts in (module.config.mixer_matrices or {}).items():
+                weight = f"self_attention.{child}.weight"
+                halves = torch.arange(len(module.get_parameter(weight))).chunk(parts)
+                found[f"{name}.{weight}"] = [(part, False) for part in halves]
+        elif isinstance(module, LatentAttention):
             linears = (child for child, linear in module.named_children() if isinstance(linear, nn.Linear))
             found |= {f"{name}.{child}.weight": [(None, False)] for child in linears}
         elif isinstance(module, SelfAttention):

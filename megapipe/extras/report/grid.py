@@ -1,4 +1,4 @@
-"""Pictures of a plan: the grid of its ranks, and context parallelism.
+"""Pictures of a plan: the grid of its ranks, context parallelism, and its schedule.
 
 The grid: every rank on its node shows the whole model, one row for the embedding, each layer and the head, cut into tp
 columns. What the rank holds is filled, in the colour of its dp_rank, since ranks of one colour train on the same
@@ -11,11 +11,15 @@ and keys it computes, with the step of the ring in which the keys arrive.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from megapipe.errors import ConfigError
 from megapipe.extras.report.drawing import element, paper, rect, swatch, text
-from megapipe.formatting import range_text
+from megapipe.extras.report.timeline import svg
+from megapipe.formatting import grid_text, range_text
 from megapipe.plan.run_plan import RunPlan
+from megapipe.schedule.action import Op
+from megapipe.schedule.simulate import simulate
 from megapipe.sharding.sequence import SequencePart
 
 COLOURS = ("#4c86c6", "#e0a33f", "#4fa37a", "#8f6bb3", "#b9534c", "#5aa3a6", "#8a8d3c", "#c77ba4")  # of ranks, again
@@ -24,6 +28,7 @@ MOST_RANKS, MOST_PER_LINE = 128, 8
 WIDTH, MARGIN, HEADING, GAP = 108, 12, 34, 10  # px: of a rank's box, around it, above the model, between boxes
 NAMES, NAME_HEIGHT = 66, 12  # px: names of rows, before the boxes
 SMALL = {"font_size": "9.5", "fill": QUIET}  # of text in a box and beside it
+SCHEDULE_WIDTH = 1200  # px
 MOST_CP_RANKS = 8  # each with its colour
 CELL, SIDE, LEFT, TOP = 30, 240, 96, 84  # px: a chunk, the least side; margins before and above
 RING = "numbers: the step of the ring in which a rank has the keys"
@@ -112,12 +117,17 @@ def _rank(plan: RunPlan, rank: int, x: int, y: int, rows: Sequence[int], row: in
 
 
 def _title(plan: RunPlan) -> str:
-    sizes = plan.topology
-    chunks = f" x {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
-    shared = f" x cp {sizes.cp}" if sizes.cp > 1 else ""
-    of_experts = f"etp {sizes.etp} x ep {sizes.ep} x {sizes.edp} copies x pp {sizes.pp}"
-    experts = f", experts: {of_experts}" if plan.model.has_experts else ""
-    return f"{sizes.world_size} ranks = tp {sizes.tp}{shared} x pp {sizes.pp}{chunks} x dp {sizes.dp}{experts}"
+    t = plan.topology
+    experts = f", experts: {t.experts_text}" if plan.model.has_experts else ""
+    return f"{t.world_size} ranks = {grid_text(t.tp, t.pp, t.dp, t.cp, plan.num_chunks)}{experts}"
+
+
+def schedule_svg(plan: RunPlan) -> str:
+    """Return the step of a full batch, to the scale of its stages' FLOPs: a forward of the cheapest stage takes 1 s."""
+    costs = plan.stage_costs
+    unit = min(seconds for (_, op), seconds in costs.seconds.items() if op is Op.F)
+    scaled = replace(costs, seconds={key: seconds / unit for key, seconds in costs.seconds.items()})
+    return svg(simulate(plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch), scaled), SCHEDULE_WIDTH)
 
 
 def context_svg(plan: RunPlan) -> str:

@@ -35,7 +35,7 @@ from megapipe.extras.report.charts import (
 from megapipe.extras.report.comparison import pipeline_html, trace_html
 from megapipe.extras.report.drawing import element, table_html, table_row, tiles_html
 from megapipe.extras.report.folder import METRICS, RUN, Record, Run, Segment, Used, changed_settings, values_used
-from megapipe.formatting import bytes_text, count_text, duration_text, seconds_text, text_table
+from megapipe.formatting import bytes_text, count_text, duration_text, grid_text, seconds_text, text_table
 from megapipe.version import __version__
 
 STATES = {"ended": "finished", "stopped": "stopped early", "unknown": "no end recorded"}  # Segment.ending -> text
@@ -64,7 +64,7 @@ def page(run: Run, is_served: bool = False) -> str:
     state = STATES.get(ending, ending)
     if ending in ("running", "unknown") and run.last.times:
         state += f", last record {duration_text(max(0.0, now - max(run.last.times)))} ago"
-    about = [grid_text(run.started["grid"])] if run.started.get("grid") else []
+    about = [_grid(run.started["grid"])] if run.started.get("grid") else []
     about += [line.strip()[len("model") :].strip() for line in _plan(run) if line.strip().startswith("model ")][:1]
     lines = " \N{MIDDLE DOT} ".join(map(escape, filter(None, about)))
     below = f'<div class="soft">{lines}</div>' if lines else ""
@@ -175,12 +175,10 @@ def _pipeline(run: Run, is_served: bool) -> str:
     )
 
 
-def grid_text(grid: Mapping[str, Any]) -> str:
+def _grid(recorded: Mapping[str, Any]) -> str:
     """Return a description of a recorded grid such as '8 ranks = tp 2 x pp 2 x 2 chunks x dp 2'."""
-    chunks = f" x {grid['chunks']} chunks" if grid["chunks"] > 1 else ""
-    cp = f" x cp {grid['cp']}" if grid["cp"] > 1 else ""
-    ranks = count_text(grid["world_size"], "rank")
-    return f"{ranks} = tp {grid['tp']}{cp} x pp {grid['pp']}{chunks} x dp {grid['dp']}"
+    sizes = {name: recorded[name] for name in ("tp", "pp", "dp", "cp", "chunks")}
+    return f"{count_text(recorded['world_size'], 'rank')} = {grid_text(**sizes)}"
 
 
 def _plan(run: Run) -> list[str]:
@@ -344,7 +342,7 @@ def _recorded(start: Record) -> dict[str, str]:
     """Return grid, versions and machine of the record of a start."""
     machine = {key.replace("_", " "): str(value) for key, value in start["machine"].items() if key in COMPARED}
     versions = {name: str(version) for name, version in start["versions"].items()}
-    return {"grid": grid_text(start["grid"]), **versions, **machine}
+    return {"grid": _grid(start["grid"]), **versions, **machine}
 
 
 def results(runs: Mapping[str, Run]) -> Table:

@@ -51,7 +51,7 @@ SHADES = {Part.ATTENTION: 0.0, Part.MLP: 0.7, Part.HEAD: 1.0, Part.DISPATCH: 0.0
 Curve = Sequence[tuple[float, float]]  # (seconds, level from then on)
 
 
-def grid_text(timeline: Timeline, max_columns: int = 160) -> str:
+def timeline_text(timeline: Timeline, max_columns: int = 160) -> str:
     """Return one line per rank, its computation drawn to scale.
 
     A cell is as long as the shortest action, or longer if the text would exceed max_columns; actions that share a cell

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -34,11 +34,12 @@ from typing import NamedTuple
 from megapipe.config.config import Config
 from megapipe.config.layers import is_explicit, layer_kinds
 from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, ParallelConfig, RecomputeConfig
+from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, ParallelConfig, RecomputeConfig, strategy_of
 from megapipe.config.problems import divisors
 from megapipe.config.rules import context, experts
 from megapipe.config.rules.check import Rule
 from megapipe.config.rules.pairs import combinations
+from megapipe.formatting import grid_text
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.schedule.families import SCHEDULES, default_schedule
@@ -181,10 +182,9 @@ class Layout:
 
     @property
     def grid(self) -> str:
-        chunks = f" x {self.chunks} chunks" if self.chunks > 1 else ""
         experts = f", etp {self.etp} x ep {self.ep}" if self.etp is not None else ""
-        shared = f" x {self.context}" if self.context.ranks > 1 else ""
-        return f"tp {self.tp}{shared} x pp {self.pp}{chunks}{experts}"
+        cp = str(self.context).removeprefix("cp ") if self.context.ranks > 1 else 1
+        return grid_text(self.tp, self.pp, cp=cp, chunks=self.chunks) + experts
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -448,3 +448,37 @@ def takes_any_chunks(schedule: str) -> bool:
 def keeps_all(schedule: str) -> bool:
     """Return True if a rank keeps every microbatch of a step, so that no shorter step needs as much memory."""
     return schedule in ("gpipe", "breadth-first")
+
+
+def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
+    """Return True if the layout has the configured values of these fields."""
+    parallel, recompute = config.parallel, config.recompute
+    chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+    strategy = layout.sharding or ("optim" if layout.distributed_optimizer else "no_shard")
+    has_value = {
+        "parallel.tensor_model_parallel_size": layout.tp == parallel.tensor_model_parallel_size,
+        "parallel.pipeline_model_parallel_size": layout.pp == parallel.pipeline_model_parallel_size,
+        "parallel.context_parallel_size": layout.context.ranks == parallel.context_parallel_size,
+        "parallel.cp_comm_type": layout.context.ranks == 1 or layout.context.kinds == parallel.cp_comm_type,
+        "parallel.hierarchical_context_parallel_sizes": layout.context.ranks == 1
+        or layout.context.sizes == parallel.hierarchical_context_parallel_sizes,
+        "parallel.expert_model_parallel_size": layout.ep == parallel.expert_model_parallel_size,
+        "parallel.expert_tensor_parallel_size": layout.etp == parallel.expert_tensor_parallel_size,
+        "parallel.pipeline_schedule": parallel.pipeline_schedule in ("auto", layout.schedule),
+        "parallel.num_virtual_stages_per_pipeline_rank": layout.chunks == chunks,
+        "training.micro_batch_size": layout.micro_batch_size == config.training.micro_batch_size,
+        "parallel.sequence_parallel": layout.tp == 1 or layout.sequence_parallel == parallel.sequence_parallel,
+        "parallel.use_distributed_optimizer": layout.distributed_optimizer == parallel.use_distributed_optimizer,
+        "parallel.data_parallel_sharding_strategy": strategy == strategy_of(parallel),
+        "parallel.num_distributed_optimizer_instances": layout.instances
+        == parallel.num_distributed_optimizer_instances,
+        "parallel.data_parallel_sharding_units": layout.units == parallel.data_parallel_sharding_units,
+        "parallel.overlap_moe_expert_parallel_comm": layout.overlap == parallel.overlap_moe_expert_parallel_comm,
+        "parallel.delay_wgrad_compute": layout.overlap or not parallel.delay_wgrad_compute,
+        "model.moe_token_dispatcher_type": layout.flex == (config.model.moe_token_dispatcher_type == "flex"),
+        "parallel.pipe_sp_splits": layout.pp == 1 or layout.slices == parallel.pipe_sp_splits,
+        "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
+        "recompute.recompute_granularity": layout.recompute.recompute_granularity == recompute.recompute_granularity,
+        "recompute.recompute_memory_budget": layout.recompute == recompute,
+    }
+    return all(has_value[key] for key in has_value.keys() & keys)

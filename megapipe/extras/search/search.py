@@ -19,11 +19,11 @@ from functools import cache, partial
 from typing import Any
 
 from megapipe.config.config import Config, resolve_model
-from megapipe.config.parallel import RecomputeConfig
+from megapipe.config.parallel import RecomputeConfig, strategy_of
 from megapipe.config.problems import divisors
 from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import NEAR_MISS, Bound, Bounds
-from megapipe.extras.search.layout import Group, Layout, Variant, groups, keeps_all
+from megapipe.extras.search.layout import Context, Group, Layout, Variant, groups, keeps_all
 from megapipe.formatting import bytes_text
 from megapipe.layers.model import model_parameters
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
@@ -563,3 +563,34 @@ def _nothing_found(
         f"the model does not fit on {where}: any layout needs {bytes_text(min(least.values()))} or more of the "
         f"{bytes_text(hardware.usable_bytes)} of each that can be used; use more accelerators, or another kind"
     )
+
+
+def as_configured(config: Config, world_size: int, hardware: Hardware, load: ExpertLoad = BALANCED) -> Candidate | str:
+    """Predict the layout of the configuration itself, or return why it cannot run."""
+    try:
+        plan = resolve(config, world_size, hardware.on(world_size).ranks_per_node)
+    except ConfigError as error:
+        return str(error)
+    plan = dataclasses.replace(plan, expert_load=load)
+    t, parallel = plan.topology, config.parallel
+    layout = Layout(
+        t.tp,
+        t.pp,
+        plan.num_chunks,
+        plan.schedule_name,
+        config.training.micro_batch_size,
+        config.recompute,
+        parallel.sequence_parallel,
+        plan.config.parallel.use_distributed_optimizer or t.dp == 1,
+        parallel.pipeline_balance,
+        t.ep,
+        t.etp if plan.model.has_experts else None,
+        Context.of(parallel),
+        "" if plan.sharding is None else strategy_of(parallel),
+        parallel.data_parallel_sharding_units,
+        plan.num_slices,
+        parallel.overlap_moe_expert_parallel_comm and plan.model.has_experts,
+        config.model.moe_token_dispatcher_type == "flex",
+        parallel.num_distributed_optimizer_instances,
+    )
+    return predict_plan(layout, plan, hardware)

@@ -19,26 +19,28 @@ from torch import Tensor
 from torch.overrides import _pop_mode_temporarily
 
 from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.extras.streams.recorder import Recorder
 from megapipe.trace.meta import attention_on
 from megapipe.train.compiled_blocks import choose_blocks
 
-WHOLE = torch.compile  # before `shapes.pretend` replaces it
+WHOLE = torch.compile  # before `recorder.pretend_streams` replaces it
 Graphs = dict[str, list[dict[str, int]]]  # function -> of each graph, in the order of their traces: operations
 
 
-def compile_blocks(runtime: TrainingRuntime, answers: Any, graphs: Graphs) -> str:
+def compile_blocks(runtime: TrainingRuntime, recorder: Recorder, graphs: Graphs) -> str:
     """Let all blocks of a rank run compiled, as a run with --compile-blocks on does; return what it says.
 
     graphs: gets those of the trial, and those that are traced later.
     """
     said: list[str] = []
+    answers = recorder.answers
     # the host reads 0 for differences, and what it has put into small tensors
-    with patch.object(answers, "knows_given", True), patch.dict(answers._numbers, {Tensor.__float__: 0.0}):
-        choose_blocks(runtime, None, said.append, partial(traced, answers, graphs))
+    with patch.object(answers, "knows_given", True), patch.dict(answers.numbers, {Tensor.__float__: 0.0}):
+        choose_blocks(runtime, None, said.append, partial(traced, recorder, graphs))
     return "\n".join(said)
 
 
-def traced(answers: Any, graphs: Graphs, function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
+def traced(recorder: Recorder, graphs: Graphs, function: Callable[..., Any], dynamic: bool) -> Callable[..., Any]:
     """Stand in for torch.compile of a function of a block."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -53,7 +55,7 @@ def traced(answers: Any, graphs: Graphs, function: Callable[..., Any], dynamic: 
         found.append(dict(Counter(name.split(".")[0] for name in names)))
 
         def run(*args: Any) -> Any:
-            return answers.as_kernel(f"graph {name} {kind}", module, *args)
+            return recorder.as_kernel(f"graph {name} {kind}", module, *args)
 
         return make_boxed_func(run)
 

@@ -23,6 +23,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +37,7 @@ from megapipe.extras.streams.order import COMMUNICATOR, HOST
 from megapipe.extras.streams.ranks import prepare, recorded
 from megapipe.extras.streams.recorder import Recorder, current_queue, where
 from megapipe.extras.streams.roofline import counted_plan, written
-from megapipe.extras.streams.shapes import Answers, tensors
+from megapipe.extras.streams.shapes import tensors
 from megapipe.model import block, segments
 from megapipe.model.embedding_and_head import Embedding, Loss
 from megapipe.model.stage import GPTStage
@@ -45,6 +46,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import stage_action
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.trace.meta import RMSNormOfCuda
+from megapipe.trace.recorder import InPlace
 
 # position of the first operand
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}
@@ -62,41 +64,6 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (GPTStage, "run_head", "final norm"),
     (Loss, "__call__", "output layer and loss"),
 )
-
-
-class CountingAnswers(Answers):
-    """Answers, and counts what the host reads and what runs as one kernel."""
-
-    recorder: Counter
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._kernels |= {
-            F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormCounted.apply(x, weight, self.recorder),
-            torch._fused_sgd_: lambda *lists, **options: self.recorder.add("_fused_sgd_", tensors(lists)),
-        }
-
-    def read_by_host(self, tensor: Tensor, function: str) -> None:
-        if tensor.is_cuda:
-            self.recorder.wait()
-
-    def copied_to_device(self) -> None:
-        self.recorder.copied_to_device()
-
-    def as_kernel(self, name: str, function: Callable[..., Any], *args: Any, where: str | None = None) -> Any:
-        """Return function(*args), counted as one kernel that reads its arguments and writes its results.
-
-        Maxima that it scales by are found before: a kernel each that reads the first argument, and for one of all
-        elements another, of partial results.
-        """
-        with self.recorder.inside_kernel() as reductions:
-            results = function(*args)
-        for is_whole in reductions:
-            self.recorder.add(f"maxima of {name}", args[:1], where)
-            if is_whole:
-                self.recorder.add(f"maximum of {name}", (), where)
-        self.recorder.add(name, [*tensors(args), *tensors(results)], where)
-        return results
 
 
 class RMSNormCounted(RMSNormOfCuda):
@@ -126,12 +93,13 @@ class Counter(Recorder):
     Also `marks` of the engine, so that every launch has its action.
     """
 
-    answers_type = CountingAnswers
-
-    def __init__(self, answers: Answers) -> None:
-        super().__init__(answers)
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers.answers |= {
+            F.rms_norm: lambda x, normalized_shape, weight, eps: RMSNormCounted.apply(x, weight, self),
+            torch._fused_sgd_: lambda *lists, **options: self.add("_fused_sgd_", tensors(lists)),
+        }
         self.log: list[Any] = []  # Launch, Mark, Wait
-        self._answers = answers
         self.graphs: Graphs = {}
         self.said = ""
         self._reductions: list[bool] | None = None  # within a compiled kernel
@@ -147,18 +115,13 @@ class Counter(Recorder):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self._reductions is None:
-            self.see(str(func.overloadpacket).removeprefix("aten."), func, args, kwargs, tensors(result))
-        elif func is torch.ops.aten.linalg_vector_norm.default:
-            self._reductions.append(len(args) < 3 or args[2] is None)
-        return result
-
-    def see(self, name: str, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+    def see(self, func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
         """Count an operation that has run."""
-        inputs = tensors((args, kwargs))
+        if self._reductions is not None:
+            if func is torch.ops.aten.linalg_vector_norm.default:
+                self._reductions.append(len(args) < 3 or args[2] is None)
+            return
+        name, inputs = name_of(func), tensors((args, kwargs))
         if not any(tensor.is_cuda for tensor in (*inputs, *outputs)):
             return
         storages = {id(tensor.untyped_storage()) for tensor in inputs}
@@ -199,18 +162,31 @@ class Counter(Recorder):
             launch = self._launch(queue, name, file)
             self.log.append(launch._replace(num_bytes=num_bytes, kind=kind, group=group))
 
-    def copied_to_device(self) -> None:
-        """Called when numbers of the host become a tensor of the device."""
-
-    def wait(self) -> None:
+    def read_by_host(self, tensor: Tensor, function: str) -> None:
         """Count a wait of the host for what the current stream has been given."""
-        self.log.append(self._launch(HOST, "wait", where())._replace(kind=HOST_WAIT))
-        self.synchronize([current_queue()])
+        if tensor.is_cuda:
+            self.log.append(self._launch(HOST, "wait", where())._replace(kind=HOST_WAIT))
+            self.synchronize([current_queue()])
+
+    def as_kernel(self, name: str, function: Callable[..., Any], *args: Any, where: str | None = None) -> Any:
+        """Return function(*args), counted as one kernel that reads its arguments and writes its results.
+
+        Maxima that it scales by are found before: a kernel each that reads the first argument, and for one of all
+        elements another, of partial results.
+        """
+        with self.inside_kernel() as reductions:
+            results = function(*args)
+        for is_whole in reductions:
+            self.add(f"maxima of {name}", args[:1], where)
+            if is_whole:
+                self.add(f"maximum of {name}", (), where)
+        self.add(name, [*tensors(args), *tensors(results)], where)
+        return results
 
     def take(self, runtime: TrainingRuntime) -> None:
         """Compile the blocks if --compile-blocks is on. graphs, said: those of `compile_blocks`."""
         if runtime.plan.config.kernels.compile_blocks == "on":
-            self.said = compile_blocks(runtime, self._answers, self.graphs)
+            self.said = compile_blocks(runtime, self, self.graphs)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
         """Memory is not followed."""
@@ -242,6 +218,11 @@ class Counter(Recorder):
             yield
         finally:
             self._scope.pop()
+
+    def at(self, place: Place, function: Callable[[], None]) -> None:
+        """Call a function within a place."""
+        with self.within(place):
+            function()
 
     @contextmanager
     def marks(self, text: str) -> Iterator[None]:
@@ -278,7 +259,7 @@ class Counter(Recorder):
             return call
 
         def submitted(queue: WeightQueue, gradient: Any) -> None:
-            submit(queue, InPlace(gradient, self, self.place()) if queue.is_deferring else gradient)
+            submit(queue, InPlace(gradient, partial(self.at, self.place())) if queue.is_deferring else gradient)
 
         with ExitStack() as stack, torch.autograd.set_multithreading_enabled(False):
             for owner, name, function in (
@@ -291,19 +272,9 @@ class Counter(Recorder):
             yield
 
 
-class InPlace:
-    """A weight gradient that waits for W, and the element that it belongs to."""
-
-    def __init__(self, gradient: Any, counter: Counter, place: Place) -> None:
-        self._gradient, self._counter, self._place = gradient, counter, place
-
-    def launch(self) -> None:
-        with self._counter.within(self._place):
-            self._gradient.launch()
-
-    def accumulate(self) -> None:
-        with self._counter.within(self._place):
-            self._gradient.accumulate()
+def name_of(func: Any) -> str:
+    """Return the name of an operation, which is torch's if no library is named."""
+    return str(func.overloadpacket).removeprefix("aten.")
 
 
 def work_of(

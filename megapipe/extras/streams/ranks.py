@@ -6,37 +6,25 @@ The process has loaded the device (`device.load`, before torch) and called `prep
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import warnings
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from megapipe.assembly import compose
-from megapipe.assembly import runtime as assembly
 from megapipe.assembly.compose import parameter_dtype
-from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.groups import Group, ProcessGroups, Traffic, fake_process_groups
+from megapipe.comm.groups import fake_process_groups
 from megapipe.data.batch import Batch, DocumentRules
+from megapipe.extras.dry_run.rank import ReadBatch, empty_slices, run_steps
 from megapipe.extras.streams.order import Operation, Race, computed_meanwhile, find_races
-from megapipe.extras.streams.recorder import Device, NcclHandle, Recorder, pretend_streams
+from megapipe.extras.streams.recorder import Device, NcclBackend, Recorder, pretend_streams
 from megapipe.extras.streams.rows import rows_of_experts
-from megapipe.extras.streams.shapes import ACTIVE, DEVICE, ShapesOnly, pretend
-from megapipe.optimizer.schedule import Rates
+from megapipe.extras.streams.shapes import DEVICE, ShapesOnly, pretend
 from megapipe.plan.run_plan import RunPlan
-from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
-from megapipe.topology import GROUP_NAMES
-from megapipe.train.step import train_step
-
-RATES = Rates(1e-3, 0.1)  # arbitrary: there are no values
 
 
 class Checked(NamedTuple):
@@ -83,74 +71,29 @@ def recorded(
     kind: type[Any] = Recorder,
 ) -> Any:
     """Run steps of one rank and return what has recorded them, a recorder of this kind."""
-    answers = kind.answers_type()
-    ACTIVE[:] = [answers]
-    recorder: Recorder = kind(answers)
-    answers.recorder = Device.recorder = recorder
-    Device.set_current(0)
-    groups, read = nccl_groups(plan, rank, recorder), random_batches(plan)
-
-    def empty(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
-        return torch.empty(spec.local_shape(tp_rank, tp), device=DEVICE)
-
-    def second(group: Group) -> Group:
-        return _communicator(group, f"{group.name} 2", recorder)
-
-    gathered = patch.object(assembly, "gather_objects", lambda value, group: [value] * group.size)
-    try:
-        with (
-            patch.object(compose, "second_communicator", second),
-            gathered,
-            ShapesOnly(),
-            rows_of_experts(),
-            recorder.watching(),
-            recorder,
-            answers,
-        ):
-            gemm_adds_to_fp32(DEVICE, parameter_dtype(plan.config.precision.dtype))  # as at the start of a run
-            runtime = build(plan, groups, DEVICE, empty, marks=recorder.marks)
-            routes = {channel.route for channel in runtime.channels.values()}
-            handles = {route: NcclHandle(str(route), Traffic(), recorder) for route in routes}
-            for channel in runtime.channels.values():
-                channel.handle = handles[channel.route]
-            recorder.take(runtime)
-            _run(runtime, read, num_steps, recorder)
-    finally:
-        Device.recorder = None
+    recorder: Recorder = kind()
+    groups, read = fake_process_groups(plan.topology, rank, NcclBackend(recorder)), random_batches(plan)
+    with recorder.watching(), on_device(recorder):
+        gemm_adds_to_fp32(DEVICE, parameter_dtype(plan.config.precision.dtype))  # as at the start of a run
+        runtime = build(plan, groups, DEVICE, empty_slices(DEVICE), marks=recorder.marks)
+        recorder.take(runtime)
+        run_steps(runtime, read, num_steps, begin=recorder.begin_step)
     return recorder
 
 
-def _run(runtime: TrainingRuntime, read: Callable[[int, int], Batch], num_steps: int, recorder: Recorder) -> None:
-    plan, step, place = runtime.plan, train_step(runtime), runtime.coordinates.dp_rank
-    count = plan.batch.num_microbatches
-    parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
-    for number in range(num_steps):
-        recorder.last_step = len(recorder.log)
-        keys = Keys(1, number, place, plan.topology.dp)
-        batch = Microbatches(count, partial(read, place), keys, DEVICE, *parts)
-        step.run(batch, RATES)
-        del batch
-    runtime.finish_parameters()
+@contextmanager
+def on_device(recorder: Recorder) -> Iterator[None]:
+    """Let code inside run on the fake device, where this recorder sees it."""
+    Device.recorder = recorder
+    Device.set_current(0)
+    try:
+        with ShapesOnly(), rows_of_experts(), recorder, recorder.answers:
+            yield
+    finally:
+        Device.recorder = None
 
 
-def nccl_groups(plan: RunPlan, rank: int, recorder: Recorder) -> ProcessGroups:
-    """Return the rank's groups, each with its internal stream; groups that are one have one."""
-    groups = fake_process_groups(plan.topology, rank, Traffic())
-    made: dict[int, Group] = {}
-    found: dict[str, Group | None] = {}
-    for name in GROUP_NAMES:
-        group = getattr(groups, name)
-        found[name] = group and made.setdefault(id(group), _communicator(group, name, recorder))
-    return ProcessGroups(**found)  # type: ignore[arg-type]
-
-
-def _communicator(group: Group, name: str, recorder: Recorder) -> Group:
-    if group.handle is None:
-        return group
-    return dataclasses.replace(group, handle=NcclHandle(name, Traffic(), recorder))
-
-
-def random_batches(plan: RunPlan) -> Callable[[int, int], Batch]:
+def random_batches(plan: RunPlan) -> ReadBatch:
     """Return a function (dp_rank, microbatch) -> a batch of random token ids."""
     micro, seq = plan.config.training.micro_batch_size, plan.config.model.seq_length
     data = plan.config.data

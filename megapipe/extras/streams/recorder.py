@@ -1,9 +1,8 @@
 """Records what a rank asks of the fake device, as a log for `order.find_races`, and replaces torch.cuda's streams.
 
 Recorder           the log: operations on storages by stream, allocations and frees, events
-OrderedAnswers     adds to `shapes.Answers` what the host reads
 Stream, Event, CudaGraph, graph    of torch.cuda
-NcclHandle         a process group with its internal stream
+NcclBackend        process groups with internal streams
 """
 
 from __future__ import annotations
@@ -78,34 +77,22 @@ def current_queue() -> str:
     return _name(Device.current())
 
 
-class OrderedAnswers(Answers):
-    """Records what the host reads."""
-
-    recorder: Recorder
-
-    def read_by_host(self, tensor: Tensor, function: str) -> None:
-        queue = current_queue() if tensor.is_cuda else HOST
-        self.recorder.launch(queue, f"{function} in {where()}", [tensor], ())
-        if tensor.is_cuda:
-            self.recorder.synchronize([queue])
-
-
 class Recorder(TorchDispatchMode):
     """The log of one rank: every operation under this mode, with the bytes that it reads and writes.
 
-    last_step: the length of the log before the last step. marks: of the engine, for a recorder that follows actions.
+    answers: the mode beside it. last_step: the length of the log before the last step. marks: of the engine, for a
+    recorder that follows actions.
     """
 
-    answers_type: ClassVar[type[Answers]] = OrderedAnswers
     marks: Callable[[str], AbstractContextManager[Any]] | None = None
     last_step = 0
 
-    def __init__(self, answers: Answers) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        self.answers = Answers(self)
         self.log: list[Entry] = []
         self.capturing: CudaGraph | None = None
         self.capture_stream: Stream | None = None
-        self._is_pinned = answers.is_pinned
         self._numbers = count(1)
         # by address: (reference, number, queue of the allocation, whether a graph owns the memory, record_stream's)
         self._storages: dict[int, tuple[Any, int, str, bool, set[str]]] = {}
@@ -115,8 +102,13 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self.see(func, args, kwargs, tensors(result))
+        return result
+
+    def see(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
+        """Record an operation that has run."""
         if func.namespace == "prim":  # asks for the device, for example
-            return result
+            return
         name, schema = func.overloadpacket.__name__, func._schema
         read: list[Tensor] = []
         written: list[Tensor] = []
@@ -125,15 +117,14 @@ class Recorder(TorchDispatchMode):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             (written if is_written else read).extend(tensors(given))
         known = {id(tensor.untyped_storage()) for tensor in (*read, *written)}
-        made = [tensor for tensor in tensors(result) if id(tensor.untyped_storage()) not in known]
+        made = [tensor for tensor in results if id(tensor.untyped_storage()) not in known]
         for tensor in made:
             self._number(tensor)
-        is_view = not made and not written and tensors(result)
+        is_view = not made and not written and results
         if not is_view and name not in UNWRITTEN and not name.startswith("set_"):
             if name.endswith("_like") or name.startswith("new_"):
                 read = []
             self._run(name, read, [*written, *made], kwargs.get("non_blocking", len(args) > 2 and args[2] is True))
-        return result
 
     def _run(self, name: str, read: list[Tensor], written: list[Tensor], non_blocking: bool) -> None:
         on_host = [tensor for tensor in (*read, *written) if not tensor.is_cuda]
@@ -142,7 +133,7 @@ class Recorder(TorchDispatchMode):
             self.launch(HOST, place, read, written)
         elif name in COPIES:
             self.launch(queue, place, read, written)
-            if on_host and not (non_blocking and all(self._is_pinned(tensor) for tensor in on_host)):
+            if on_host and not (non_blocking and all(self.answers.is_pinned(tensor) for tensor in on_host)):
                 self.synchronize([queue])
         else:
             self.launch(HOST, place, [tensor for tensor in read if not tensor.is_cuda], ())
@@ -162,8 +153,26 @@ class Recorder(TorchDispatchMode):
         if self.capturing is not None:
             self.capturing.operations.append(operation)
 
+    def read_by_host(self, tensor: Tensor, function: str) -> None:
+        """Record that the host reads a tensor, and waits for it if it is on the device."""
+        queue = current_queue() if tensor.is_cuda else HOST
+        self.launch(queue, f"{function} in {where()}", [tensor], ())
+        if tensor.is_cuda:
+            self.synchronize([queue])
+
+    def copied_to_device(self) -> None:
+        """Called when numbers of the host become a tensor of the device."""
+
+    def as_kernel(self, name: str, function: Callable[..., Any], *args: Any, where: str | None = None) -> Any:
+        """Return function(*args), which is compiled to one kernel."""
+        return function(*args)
+
     def take(self, runtime: TrainingRuntime) -> None:
         """Called with the rank's runtime before its first step."""
+
+    def begin_step(self) -> None:
+        """Called before each step."""
+        self.last_step = len(self.log)
 
     def watching(self) -> AbstractContextManager[Any]:
         """Return the surroundings of what is recorded."""
@@ -356,16 +365,29 @@ def graph(captured: CudaGraph, pool: int = 0, **_: Any) -> Iterator[None]:
         recorder.synchronize()
 
 
+class NcclBackend(Traffic):
+    """Every group and every route of messages has a communicator."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def handle(self, kind: str) -> NcclHandle:
+        return NcclHandle(kind, self)
+
+
 class NcclHandle(FakeHandle):
     """A communicator: its operations run on one internal stream, each after what the current stream holds at the call.
 
     A tensor stays alive only as long as the caller keeps it, though torch's NCCL backend would keep it until `wait`.
     """
 
-    def __init__(self, kind: str, traffic: Traffic, recorder: Recorder) -> None:
-        super().__init__(kind, traffic)
-        self._recorder, self._queue, self._posted = recorder, f"{COMMUNICATOR}{kind}", count()
-        self._name = kind
+    def __init__(self, kind: str, backend: NcclBackend) -> None:
+        super().__init__(kind, backend)
+        self._recorder, self._queue, self._posted = backend.recorder, f"{COMMUNICATOR}{kind}", count()
+
+    def another(self, name: str) -> FakeHandle:
+        return self._traffic.handle(name)
 
     def start(self, operation: str, tensors: Sequence[Tensor]) -> Any:
         super().start(operation, tensors)
@@ -381,7 +403,7 @@ class NcclHandle(FakeHandle):
 
     def _match(self, tag: int) -> str:
         """Return a name that equals the one at the other end only if both post in the same order, as NCCL needs it."""
-        return f"{self._name}, number {next(self._posted)}, tag {tag}"
+        return f"{self._kind}, number {next(self._posted)}, tag {tag}"
 
     def _launch(self, operation: str, read: Sequence[Tensor], written: Sequence[Tensor], **message: Any) -> Any:
         recorder, place = self._recorder, f"{operation} in {where()}"
@@ -420,10 +442,22 @@ STAND_INS = {
 }
 
 
+def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+    """Stand in for torch.compile of pointwise functions and reductions: one kernel that reads its arguments once."""
+    name = f"compiled {getattr(function, '__name__', 'function')}"
+    where = getattr(function, "__module__", "").removeprefix("megapipe.").replace(".", "/") + ".py:"
+
+    def call(*args: Any) -> Any:
+        return Device.recorder.as_kernel(name, function, *args, where=where)
+
+    return call
+
+
 def pretend_streams() -> None:
-    """Replace those parts of torch.cuda that order work, record_stream, and the resizing of storages."""
+    """Replace those parts of torch.cuda that order work, record_stream, the resizing of storages, and torch.compile."""
     for name, value in STAND_INS.items():
         setattr(torch.cuda, name, value)
+    torch.compile = compiled  # type: ignore[assignment]
 
     def record_stream(tensor: Tensor, stream: Stream) -> None:
         Device.recorder.use(tensor.untyped_storage()._cdata, stream.queue)

@@ -10,18 +10,13 @@ from torch import Tensor
 
 from megapipe.comm.groups import ExpertGroups
 from megapipe.model import dispatch
-from megapipe.model.dispatch import Routes
+from megapipe.model.dispatch import Routes, even_parts
 from megapipe.model.node_dispatch import NodeRoutes
-
-
-def even_rows(total: int, experts: int) -> list[int]:
-    """Return equal numbers, the first ones larger by 1 where the experts do not divide the total."""
-    return [(total + experts - 1 - index) // experts for index in range(experts)]
 
 
 @contextmanager
 def rows_of_experts() -> Iterator[None]:
-    """Let `dispatch.to_host` return `even_rows` inside, the same from every rank.
+    """Let `dispatch.to_host` return even numbers inside, the same from every rank.
 
     The tensor is read, too, so that whoever watches the device sees the host wait for it.
     """
@@ -29,16 +24,16 @@ def rows_of_experts() -> Iterator[None]:
     expected: list[int] = []  # what the device would say next
 
     def routes_of(counts: Tensor, num_rows: int, groups: ExpertGroups) -> Routes:
-        own, held = even_rows(num_rows, counts.shape[0]), counts.shape[0] // groups.ep.size
+        own, held = even_parts(num_rows, counts.shape[0]), counts.shape[0] // groups.ep.size
         here = own[groups.ep.rank * held :][:held]
         expected[:] = own + here * (groups.ep.size * groups.etp.size)
         return routes(counts, num_rows, groups)
 
     def routes_to_nodes(counts: Tensor, slots: Tensor, groups: ExpertGroups, adds_in_node: bool) -> NodeRoutes:
-        own, tokens, nodes = even_rows(slots.numel(), counts.shape[0]), slots.shape[0], groups.nodes.size
+        own, tokens, nodes = even_parts(slots.numel(), counts.shape[0]), slots.shape[0], groups.nodes.size
         of_node, held = counts.shape[0] // nodes, counts.shape[0] // groups.ep.size
-        pairs = [min(tokens, sum(own[node * of_node :][:of_node])) for node in range(nodes)]
-        here = [*own[groups.nodes.rank * of_node :][:of_node], pairs[groups.nodes.rank]]
+        pairs = tuple(min(tokens, sum(own[node * of_node :][:of_node])) for node in range(nodes))
+        here = (*own[groups.nodes.rank * of_node :][:of_node], pairs[groups.nodes.rank])
         of_rank = own[groups.ep.rank * held :][:held]
         expected[:] = own + pairs + here * nodes + of_rank * (groups.ep.size * groups.etp.size)
         return to_nodes(counts, slots, groups, adds_in_node)

@@ -1,14 +1,13 @@
 """Tensors of `cuda:0` that have shapes, dtypes and a device, but no values, in the code of a training step.
 
 ShapesOnly   torch's mode of such tensors
-Answers      what needs values or a driver: a number read from a tensor is 1
+Answers      the mode of such tensors in code that reads values or asks the driver
 pretend      replaces those parts of torch.cuda that ask the driver, but for streams
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +19,11 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.nn.attention import SDPBackend
-from torch.overrides import TorchFunctionMode
 
-from megapipe.comm.channels import Channel
-from megapipe.trace.meta import NUMBERS, kernels_of, ones
+from megapipe.trace.meta import WithoutValues
 
-PACKAGE = Path(__file__).parents[2]
-INSIDE, HERE = f"{PACKAGE}/", f"{Path(__file__).parent}/"
+INSIDE = f"{Path(__file__).parents[2]}/"  # megapipe's folder, and those within it that run without a device only
+WITHOUT_DEVICE = tuple(f"{INSIDE}{folder}/" for folder in ("trace", "extras/dry_run", "extras/streams"))
 DEVICE = torch.device("cuda", 0)
 KERNELS = torch.library.Library("aten", "IMPL")
 # products into a given tensor that torch lacks for tensors without values, or (the second, before 2.13) has wrong:
@@ -39,7 +36,7 @@ WITHOUT_OUT = {
 
 def is_ours(path: str) -> bool:
     """Return True for a file of megapipe that runs on a real device, too."""
-    return path.startswith(INSIDE) and not path.startswith(HERE)
+    return path.startswith(INSIDE) and not path.startswith(WITHOUT_DEVICE)
 
 
 class ShapesOnly(FakeTensorMode):
@@ -76,7 +73,8 @@ def product_of_blocks(a: Tensor, b: Tensor, *others: Any) -> Tensor:
         strides = (1, aligned if is_square else count)
         assert scale.shape == shape and scale.dtype == torch.float32, (scale.shape, shape)
         assert scale.stride() == strides or (shape[1] == 1 and scale.stride() == (1, 1)), (scale.stride(), strides)
-    assert a.dtype == b.dtype == torch.float8_e4m3fn
+    # one of them may be a gradient in e5m2
+    assert {a.dtype, b.dtype} <= {torch.float8_e4m3fn, torch.float8_e5m2} and torch.float8_e4m3fn in (a.dtype, b.dtype)
     assert a.is_contiguous() and b.t().is_contiguous() and a.shape[1] % 16 == b.shape[1] % 16 == 0
     return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
@@ -100,29 +98,28 @@ def grouped_product_of_blocks(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     return a.new_empty(rows, width, dtype=dtype)
 
 
-class Answers(TorchFunctionMode):
-    """Answers what needs values or a driver: numbers read are 1, pinned memory is host memory that is remembered."""
+class Answers(WithoutValues):
+    """Answers what needs a driver, too: pinned memory is host memory that is remembered.
 
-    recorder: Any  # of what is launched, if anything records it
+    recorder: what is told of the host's reads and copies (`recorder.Recorder`).
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, recorder: Any) -> None:
+        super().__init__("cuda", SDPBackend.CUDNN_ATTENTION)  # of Hopper
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()
         self.knows_given = False  # read are the values that torch.tensor was given
-        self._numbers = dict(NUMBERS)
-        self._kernels = kernels_of("cuda") | {
-            torch._fused_sdp_choice: lambda *tensors, **options: SDPBackend.CUDNN_ATTENTION.value,  # of Hopper
-        }
+        self._recorder = recorder
+
+    def read(self, func: Any, tensor: Tensor) -> Any:
+        self._recorder.read_by_host(tensor, func.__name__)
+        if self.knows_given and hasattr(tensor, "given"):
+            return tensor.given if func is Tensor.tolist else tensor.given[0]
+        return super().read(func, tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in self._numbers or func is Tensor.tolist:
-            self.read_by_host(args[0], func.__name__)
-            if self.knows_given and hasattr(args[0], "given"):
-                return args[0].given if func is Tensor.tolist else args[0].given[0]
-            return ones(args[0]) if func is Tensor.tolist else self._numbers[func]
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
-            self.copied_to_device()
+            self._recorder.copied_to_device()
             device, made = kwargs.pop("device"), func(*args, **kwargs)
             result: Any = torch.empty(made.shape, dtype=made.dtype, device=device)
             result.given = args[0]
@@ -133,17 +130,7 @@ class Answers(TorchFunctionMode):
             return self._pin(args[0].clone())
         if kwargs.pop("pin_memory", False):
             return self._pin(func(*args, **kwargs))
-        return self._kernels.get(func, func)(*args, **kwargs)
-
-    def read_by_host(self, tensor: Tensor, function: str) -> None:
-        """Called before a value of a tensor is read."""
-
-    def copied_to_device(self) -> None:
-        """Called when numbers of the host become a tensor of the device."""
-
-    def as_kernel(self, name: str, function: Callable[..., Any], *args: Any, where: str | None = None) -> Any:
-        """Return function(*args), which is compiled to one kernel."""
-        return function(*args)
+        return super().__torch_function__(func, types, args, kwargs)
 
     def is_pinned(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage() in self.pinned
@@ -160,20 +147,6 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         value = list(value.values())
     return [found for each in value for found in tensors(each)] if isinstance(value, list | tuple) else []
-
-
-def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-    """Stand in for torch.compile of pointwise functions and reductions: one kernel that reads its arguments once."""
-    name = f"compiled {getattr(function, '__name__', 'function')}"
-    where = getattr(function, "__module__", "").removeprefix("megapipe.").replace(".", "/") + ".py:"
-
-    def call(*args: Any) -> Any:
-        return ACTIVE[-1].as_kernel(name, function, *args, where=where)
-
-    return call
-
-
-ACTIVE: list[Answers] = []
 
 
 class Generator(torch.Generator):
@@ -201,9 +174,6 @@ def pretend() -> None:
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     # its own one asks for each number
     FakeTensor.tolist = lambda self: Tensor.tolist(self)  # type: ignore[method-assign]
-    torch.compile = compiled  # type: ignore[assignment]
     torch.Generator = Generator  # type: ignore[misc, assignment]
     # a CPU build composes this one of other operations on CUDA tensors
     KERNELS.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")
-    # fake groups transfer no declaration of what is sent
-    Channel.compare = lambda self, header, *_: setattr(header, "compared", True)  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.compose import DrawSlice
-from megapipe.assembly.microbatches import Keys, Microbatches, to_microbatch
+from megapipe.assembly.microbatches import Microbatches, to_microbatch
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.config.config import ResolvedConfig
-from megapipe.config.layers import layer_configs
+from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, AttentionHeads
 from megapipe.config.rules.optimizer import rule_options
 from megapipe.config.training import OPTIMIZERS, OptimizerConfig, UpdateStep
@@ -112,11 +113,8 @@ def random_batches(config: ResolvedConfig, dp: int, num_microbatches: Sequence[i
 
 def share_of(runtime: TrainingRuntime, batch: GlobalBatch, step: int) -> Microbatches:
     """Return this rank's microbatches of a global batch, with the dropout keys of training."""
-    seed, dp, dp_rank = runtime.plan.config.training.seed, runtime.plan.topology.dp, runtime.coordinates.dp_rank
-    keys = Keys(seed, step, dp_rank, dp)
-    read = lambda k: batch[k * dp + dp_rank]  # noqa: E731
-    parts = runtime.sequence_part, runtime.packs_documents, runtime.num_ahead
-    return Microbatches(len(batch) // dp, read, keys, runtime.device, *parts)
+    dp, dp_rank = runtime.plan.topology.dp, runtime.coordinates.dp_rank
+    return runtime.microbatches(len(batch) // dp, lambda k: batch[k * dp + dp_rank], step)
 
 
 @dataclass(frozen=True)
@@ -232,7 +230,10 @@ def reference_config(config: ResolvedConfig) -> ReferenceConfig:
             "activation_is_gated": activation.is_gated,
             "attention_function": ATTENTIONS[section.attention_kind].function,
             "attention_heads": heads,
+            **(mixer_of(section) if isinstance(section, LayerConfig) else {}),
         }
+        if ATTENTIONS[section.attention_kind].mixer is not None:  # a name that the reference does not know
+            functions["attention_kind"] = "softmax"
         sections.append({name: value for name, value in vars(section).items() if name in names} | functions)
     model, *layers = sections
     training = {name: getattr(config.training, name) for name in FROM_TRAINING}
@@ -243,6 +244,15 @@ def reference_config(config: ResolvedConfig) -> ReferenceConfig:
     if config.model.moe_expert_capacity_factor is not None or config.model.has_sinkhorn:
         slices = tuple(tuple(held.tolist()) for part in parts for held in np.split(part, tp))
     return ReferenceConfig(**model, **training, moe_capacity_slices=slices, layers=tuple(layers))
+
+
+def mixer_of(layer: LayerConfig) -> dict[str, Any]:
+    """Return the token mixer of a layer, if it has one, as the reference takes it."""
+    if layer.mixer is None:
+        return {"mixer": None}
+    arguments = layer.hidden_size, layer.add_bias_linear, layer.mixer_options
+    parts = {each.name: getattr(each.slicing, "parts", 1) for each in layer.mixer_kind.module.declare(layer).linears}
+    return {"mixer": partial(layer.mixer_kind.reference, *arguments), "mixer_matrices": parts}
 
 
 def muon_options(optimizer: OptimizerConfig) -> MuonOptions:

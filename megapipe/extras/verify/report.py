@@ -9,6 +9,7 @@ from megapipe.config.config import Config
 from megapipe.config.layers import expert_layers, is_explicit, layer_configs
 from megapipe.extras.verify.compare import Difference, OtherChoice, ParityStep, RankStep, tolerance_of, worst
 from megapipe.extras.verify.shrink import Shrunk
+from megapipe.formatting import grid_text
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
@@ -24,9 +25,9 @@ def plan_text(small: Shrunk) -> str:
     """Return what is going to be compared."""
     plan, topology = small.plan, small.plan.topology
     dtype = plan.config.precision.dtype
-    chunks = f" x {plan.num_chunks} chunks" if plan.num_chunks > 1 else ""
+    grid = grid_text(topology.tp, topology.pp, topology.dp, topology.cp, plan.num_chunks)
     lines = [
-        f"verify-grid ({small.mode}): tp {topology.tp} x pp {topology.pp}{chunks} x dp {topology.dp} in {dtype} "
+        f"verify-grid ({small.mode}): {grid} in {dtype} "
         f"against one plain process in fp64 (megapipe.extras.reference), {len(small.num_microbatches)} steps"
     ]
     tolerance = tolerance_of(plan.config)

@@ -17,8 +17,7 @@ from typing import Any
 from megapipe.config.config import Config, ResolvedConfig, ResolvedModelConfig, convert
 from megapipe.config.fields import value_text
 from megapipe.config.files import DataConfig
-from megapipe.config.layer_pattern import PARTS
-from megapipe.config.layers import OPTIONS_OF, ROTARY_OPTIONS, LayerConfig, layer_configs
+from megapipe.config.layers import LayerConfig, layer_configs
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.rules.context import heads_exchanged
 from megapipe.config.training import OptimizerConfig, TrainingConfig
@@ -259,13 +258,10 @@ def layer_pattern(
     """Return --layer-pattern for these layers with small sizes; nothing if all are like the model."""
     words = []
     for layer, run in itertools.groupby(layers):
-        parts = {part: getattr(layer, f"has_{part}") for part in PARTS}
-        idle = (() if layer.rotary else ROTARY_OPTIONS) + (() if layer.qk_layernorm else ("qk_layernorm_scope",))
-        names = [name for part, names in OPTIONS_OF.items() if parts.get(part, True) for name in names]
-        names = [name for name in names if name not in idle]  # options without effect in this layer are refused
+        names = layer.used_options  # those without effect in this layer are refused
         values = {name: getattr(layer, name) for name in names if getattr(layer, name) != getattr(model, name)}
         values |= {name: size for name, size in small(layer).items() if name in values}
-        settings = {part: "none" for part, is_there in parts.items() if not is_there}
+        settings = dict.fromkeys(layer.missing_parts, "none")
         settings |= {name: value if isinstance(value, str) else value_text(value) for name, value in values.items()}
         words.append(" ".join([str(len(list(run))), *(f"{name}={text}" for name, text in settings.items())]))
     return tuple(words) if any(" " in word for word in words) else ()

@@ -83,7 +83,7 @@ def test_a_price_in_a_hardware_file_is_used(tmp_path: Path, capsys: pytest.Captu
 
 
 WRONG = {
-    "no rate": ([*GRID, "--days", "1T", *RESTART, *SAVE], "--days needs --gpu-hours-per-failure; see docs/days.md"),
+    "no rate": ([*GRID, "--days", "1T", *RESTART, *SAVE], "--days needs --gpu-hours-per-failure; see docs/planner.md"),
     "no restart": ([*GRID, "--days", "1T", *RATE, *SAVE], "--days needs --restart-seconds; see"),
     "no save": (
         [*GRID, "--days", "1T", *RATE, *RESTART],

@@ -128,7 +128,7 @@ def test_a_file_in_two_directions_loads_with_its_placement(tmp_path: Path, capsy
     [
         pytest.param(["draw"], "no schedule given", id="no name"),
         pytest.param(["draw", "1f1v"], "did you mean 1f1b", id="misspelt"),
-        pytest.param(["paint"], "unknown command", id="command"),
+        pytest.param(["paint"], "unknown subcommand", id="command"),
         pytest.param(["compare", "--p2p", "-1"], "at least 0", id="negative"),
         pytest.param(["compare", "-p", "0"], "--ranks 0 must be above 0", id="no ranks"),
         pytest.param(["simulate", "zb-auto", "--memory-limit", "0.5"], "use 1 or more", id="no memory"),

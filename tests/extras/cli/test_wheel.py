@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from megapipe.extras.streams import device
 from tests.launch.scripts import REPOSITORY
+from tests.launch.test_scripts import submit
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,8 @@ def test_the_wheel_trains_outside_the_repository(installed: Path, tmp_path: Path
     assert found.startswith(str(installed))
     assert "(commit" not in run(installed, tmp_path, "--version")
     copied = sorted(path.name for path in (REPOSITORY / "configs").glob("*.yaml"))
-    assert all(name in run(installed, tmp_path, "configs") for name in copied)
+    listed = run(installed, tmp_path, "configs")
+    assert all(name in listed for name in copied)
     run(installed, tmp_path, "configs", "--copy", "configs")
     assert sorted(path.name for path in (tmp_path / "configs").iterdir()) == copied
     plan = ["--world-size", "16384", "--ranks-per-node", "8", "--config", "configs/llama3_405b.yaml"]
@@ -58,3 +61,20 @@ def test_the_wheel_trains_outside_the_repository(installed: Path, tmp_path: Path
         assert run(
             installed, tmp_path, "verify", "--streams", "--world-size", "1", *job.replace("--device cpu", "").split()
         ).endswith("no race\n")
+
+
+@pytest.mark.parametrize("launcher", ["srun", "launch"])
+def test_the_printed_job_runs_outside_the_repository(launcher: str, installed: Path, tmp_path: Path) -> None:
+    """The command of sbatch names files of the wheel, and its script starts the ranks without a clone."""
+    training = ["--config", "quickstart", "--vocab-size", "257", "--mock-data"]
+    words = ["--dry-run", "--slurm", "--nnodes", "2", "--nproc-per-node", "4", "pretrain", *training]
+    shown = next(line for line in run(installed, tmp_path, "launch", *words).splitlines() if "sbatch" in line)
+    root, sbatch, *options, script = shlex.split(shown)[: -len(training)]
+    assert (root, sbatch) == (f"MEGAPIPE_ROOT={installed}", "sbatch") and "--nodes=2" in options
+    tasks = {"srun": "8", "launch": "2"}[launcher]
+    settings = {"MEGAPIPE_ROOT": str(installed), "LAUNCHER": launcher, "STUB_TASKS": tasks}
+    ended = submit(tmp_path, *training, script=script, SLURM_SUBMIT_DIR=str(tmp_path), **settings)
+    assert ended.code == 0, ended.out
+    files = [Path(word) for word in ended.words("srun") if word.endswith(".sh")]
+    assert files and all(path.is_file() and path.is_relative_to(installed) for path in files)
+    assert ended.words("srun")[-len(training) :] == training

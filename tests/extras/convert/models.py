@@ -199,6 +199,38 @@ CASES: dict[str, Case] = {
     "olmo3_alike_rope": Case(
         "olmo3", ropes({"rope_theta": 500.0}, {"rope_theta": 500.0}) | {"num_hidden_layers": 4, "sliding_window": 6}
     ),
+    "phi3": Case("phi3", rope("default", partial_rotary_factor=0.5) | {"sliding_window": 5, "pad_token_id": 0}, "30KB"),
+    "phi3_multi_head_tied": Case("phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True, "pad_token_id": None}),
+    "smollm3": Case(
+        "smollm3",
+        rope("linear", factor=3.0)
+        | {"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 5, "pad_token_id": 0}
+        | {"no_rope_layer_interval": 2},
+        "30KB",
+    ),
+    "smollm3_biases": Case(
+        "smollm3",
+        {"no_rope_layers": [1, 1], "attention_bias": True, "mlp_bias": True, "pad_token_id": 0}
+        | {"tie_word_embeddings": False},
+    ),
+    "seed_oss": Case("seed_oss", LLAMA3 | {"head_dim": 12}, "30KB"),
+    "seed_oss_without_biases": Case("seed_oss", {"head_dim": 8, "attention_bias": False, "residual_dropout": 0.0}),
+    "exaone4": Case(
+        "exaone4", LLAMA3 | {"num_hidden_layers": 5, "sliding_window": 5, "sliding_window_pattern": 3}, "30KB"
+    ),
+    "exaone4_without_windows": Case(
+        "exaone4", {"sliding_window": None, "layer_types": types("FF"), "tie_word_embeddings": True}
+    ),
+    "ernie4_5": Case("ernie4_5", rope("default") | {"head_dim": 12, "use_bias": True}, "30KB"),
+    "ernie4_5_untied": Case("ernie4_5", {"head_dim": 8, "tie_word_embeddings": False, "num_key_value_heads": 1}),
+    "granite": Case(
+        "granite",
+        rope("default")
+        | {"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22}
+        | {"attention_multiplier": 0.3, "attention_bias": True, "mlp_bias": True},
+        "30KB",
+    ),
+    "granite_tied": Case("granite", {"tie_word_embeddings": True, "logits_scaling": 7.0}),
     "mixtral": Case(
         "mixtral", rope("default") | {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 5}, "30KB"
     ),

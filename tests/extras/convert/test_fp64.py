@@ -28,7 +28,7 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.partition import StageLayers
-from tests.extras.convert.models import CASES, draw_tokens, in_fp64, make, save, without_casts
+from tests.extras.convert.models import CASES, LENGTH, draw_tokens, in_fp64, make, save, without_casts
 from tests.extras.convert.models import gradients as of_stored_names
 
 pytest.importorskip(
@@ -55,8 +55,8 @@ def assert_close(found: Tensor | None, expected: Tensor | None, name: str) -> No
     assert (found - expected).abs().max() <= 1e-10 * expected.abs().max(), name
 
 
-def reference_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
-    """Return the logits of the project's own reference in fp64."""
+def reference_logits(snapshot: Snapshot, tokens: Tensor, **documents: Tensor) -> Tensor:
+    """Return the logits of the project's own reference in fp64. documents: their ids and positions, where packed."""
     training = dataclasses.replace(snapshot.config.training, micro_batch_size=2, train_iters=1)
     model = dataclasses.replace(snapshot.config.model, padded_vocab_size=snapshot.config.model.vocab_size)
     plan = resolve(dataclasses.replace(snapshot.config, model=model, training=training), 1)
@@ -66,7 +66,7 @@ def reference_logits(snapshot: Snapshot, tokens: Tensor) -> Tensor:
     reference.load_state_dict({name: tensor for name, tensor in weights.items() if name not in states})
     for name in states:
         reference.get_submodule(name.removesuffix(".router.expert_bias")).expert_bias = weights[name]
-    return reference.logits(tokens)
+    return reference.logits(tokens, **documents)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -98,3 +98,29 @@ def test_logits_and_gradients_are_theirs_in_fp64(tmp_path: Path, name: str) -> N
         assert gradient is not None, entry.spec.name
         for part, parameter in zip(entry.layout.split(gradient), entry.theirs, strict=True):
             assert_close(part, of_theirs.get(parameter), parameter)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "llama_yarn", "mistral_window", "gemma2", "gpt2"])
+def test_packed_documents_have_the_logits_of_each_document_alone(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    model = make(case)
+    snapshot = hugging_face.read(save(model, tmp_path / "theirs"))
+    tokens = draw_tokens(model.config.vocab_size)
+    lengths = [9, 1, LENGTH - 10]
+    documents = {
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]).expand(2, LENGTH),
+        "document_ids": torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(2, LENGTH),
+    }
+    with without_casts():
+        theirs = in_fp64(case, model)
+        alone = [theirs(document, use_cache=False).logits for document in tokens.split(lengths, dim=1)]
+    expected = torch.cat(alone, dim=1)
+    stage = stage_in_fp64(snapshot)
+    found, whole = (
+        stage(Microbatch(tokens, **given), return_logits=True).transpose(0, 1)
+        for given in (documents, {"position_ids": documents["position_ids"]})
+    )
+    assert_close(found, expected, "logits")
+    assert_close(reference_logits(snapshot, tokens, **documents), expected, "logits of the reference")
+    assert (whole - expected).abs().max() > 1e-3

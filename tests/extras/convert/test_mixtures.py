@@ -1,4 +1,4 @@
-"""Settings of the families in extras/convert/mixtures: what cannot be expressed, and spellings of published files."""
+"""Settings of mixtures and of plain relatives of Llama: what cannot be expressed, and spellings of published files."""
 
 from __future__ import annotations
 
@@ -75,6 +75,31 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama 4, noise": ("llama4", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1 cannot be expressed"),
     "llama 4, no experts": ("llama4", {"moe_layers": []}, "leave no layer with experts"),
     "exaone, no window": ("exaone_moe", {"sliding_window": None}, "sliding_window null cannot be expressed: it gives"),
+    "exaone 4, windows of no width": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["sliding_attention"] * 5},
+        "layer_types has sliding_attention, but sliding_window is null",
+    ),
+    "phi 3, longrope": (
+        "phi3",
+        {"rope_parameters": ..., "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+        "rope_type 'longrope' cannot be expressed",
+    ),
+    "phi 3, its name of longrope": (
+        "phi3",
+        {"rope_parameters": ..., "rope_scaling": {"type": "yarn", "factor": 2.0}},
+        "rope_type 'yarn' cannot be expressed",
+    ),
+    "phi 3, two rates of dropout": ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop 0.1, embd_pdrop 0.0 cannot be expr"),
+    "smollm 3, too few layers": ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries"),
+    "smollm 3, windows without a use": (
+        "smollm3",
+        {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 5},
+        "layer_types has sliding_attention",
+    ),
+    "smollm 3, biases of attention alone": ("smollm3", {"attention_bias": True}, "attention_bias True, mlp_bias False"),
+    "seed oss, biases of outputs": ("seed_oss", {"attention_out_bias": True}, "attention_out_bias True cannot be expr"),
+    "seed oss, biases of the MLP": ("seed_oss", {"mlp_bias": True}, "mlp_bias True cannot be expressed"),
     "afmoe, one normalized weight": ("afmoe", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob"),
     "afmoe, groups": (
         "afmoe",
@@ -112,13 +137,26 @@ def test_numbers_of_experts_may_be_lists() -> None:
     assert (model.num_experts, model.moe_router_topk) == (6, 3)
 
 
-@pytest.mark.parametrize("name", ["exaone_moe", "afmoe", "flint"])
+@pytest.mark.parametrize("name", ["exaone4", "exaone_moe", "afmoe", "flint"])
 def test_layers_without_windows_have_no_positions(name: str) -> None:
     count = int(CASES[name].settings["num_hidden_layers"])
     model = read(name, layer_types=["full_attention"] * count)
     assert (model.position_embedding_type, model.window_size) == ("none", None)
     model = read(name, layer_types=["sliding_attention"] * count)
     assert (model.position_embedding_type, model.window_size, model.no_rope_freq) == ("rope", 5, None)
+
+
+def test_an_exaone_4_without_windows_has_positions_in_all_layers() -> None:
+    model = read("exaone4", sliding_window=None)
+    assert (model.position_embedding_type, model.window_size, model.no_rope_freq) == ("rope", None, None)
+    assert BY_TYPE["exaone4"].write(model)["sliding_window"] is None
+
+
+def test_layers_without_positions_are_those_of_a_list_or_every_so_many() -> None:
+    published = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28}
+    listed = read("smollm3", **published, no_rope_layers=[1, 1, 1, 0, 1])
+    assert listed == read("smollm3", **published, no_rope_layer_interval=4)
+    assert (listed.no_rope_freq, listed.window_size) == ("[0]*3+[1]*1+[0]*1", None)
 
 
 def test_letters_say_which_layers_have_a_window_and_the_last_one_has_none() -> None:

@@ -27,6 +27,7 @@ from megapipe.extras.convert.tables import (
     meaning,
     same,
     separate_qkv,
+    stacked_qkv,
     transposed,
     unpadded,
 )
@@ -41,7 +42,8 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
     heads = groups * queries
     model = ModelConfig(num_attention_heads=heads, num_query_groups=groups, kv_channels=head_dim)
     fused = (heads + 2 * groups) * head_dim
-    kinds = [(same, 5), (transposed, 3), (gate_and_up, 6), (separate_qkv, fused), (fused_qkv, fused)]
+    kinds = [(same, 5), (transposed, 3), (gate_and_up, 6), (separate_qkv, fused), (stacked_qkv, fused)]
+    kinds += [(fused_qkv, fused)]
     layout, rows = draw(st.sampled_from(kinds))
     return layout(model), draw(st.sampled_from([(rows,), (rows, 4)]))
 
@@ -176,6 +178,13 @@ LOCAL_ROPE = {  # positions in layers with a window alone
     "window_size": st.just(5),
     "window_attn_skip_freq": st.sampled_from(["3", "[0]*1+[1]*1+[0]*1"]),
 }
+NO_ROPE = "position_embedding_type=none"
+FACTORS = {
+    "embedding_scale": st.sampled_from([1.0, 12.0]),
+    "softmax_scale": st.sampled_from([0.015625, 0.3]),
+    "residual_scale": st.sampled_from([1.0, 0.22]),
+    "logits_scaling": st.sampled_from([1.0, 6.0]),
+}
 ROTATED = ("Gemma3", "Mellum", "Olmo3")  # with other rotary positions in layers with a window
 EXPRESSED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": LLAMA_LIKE | WIDE | {"add_bias_linear": st.booleans()},
@@ -188,6 +197,32 @@ EXPRESSED: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": LLAMA_LIKE | WIDE | GEMMA_2 | {"qk_layernorm": st.just(True)},
     "Olmo2ForCausalLM": LLAMA_LIKE | WIDE | OLMO,
     "Olmo3ForCausalLM": LLAMA_LIKE | WIDE | DEEP | OLMO,
+    "Phi3ForCausalLM": LLAMA_LIKE
+    | WIDE
+    | WINDOW
+    | {"add_bias_linear": st.just(False), "rotary_percent": st.sampled_from([0.5, 1.0])},
+    "SmolLM3ForCausalLM": LLAMA_LIKE
+    | WIDE
+    | {
+        "add_bias_linear": st.booleans(),
+        "num_layers": st.just(3),
+        "layer_pattern": st.sampled_from(
+            [(), (f"1 {NO_ROPE} window_size=5", "2 window_size=5"), ("2", f"1 {NO_ROPE}"), (f"3 {NO_ROPE}",)]
+        ),
+    },
+    "SeedOssForCausalLM": LLAMA_LIKE
+    | WIDE
+    | {
+        "add_bias_linear": st.just(False),
+        "add_qkv_bias": st.booleans(),
+        "hidden_dropout": st.sampled_from([0.0, 0.1]),
+    },
+    "Exaone4ForCausalLM": LLAMA_LIKE
+    | WIDE
+    | LOCAL_ROPE
+    | {"add_bias_linear": st.just(False), "norm_position": st.just("after"), "qk_layernorm": st.just(True)},
+    "Ernie4_5ForCausalLM": LLAMA_LIKE | WIDE | {"attention_dropout": st.just(0.0), "add_bias_linear": st.booleans()},
+    "GraniteForCausalLM": LLAMA_LIKE | WIDE | FACTORS | {"add_bias_linear": st.booleans()},
     "MixtralForCausalLM": EXPERTS | WIDE | WINDOW,
     "Qwen2MoeForCausalLM": QWEN_EXPERTS | SHARED | {"add_qkv_bias": st.booleans()},
     "Qwen3MoeForCausalLM": QWEN_EXPERTS | WIDE | WINDOW | {"qk_layernorm": st.just(True)},
@@ -239,14 +274,7 @@ EXPRESSED: dict[str, dict[str, Any]] = {
         "qk_layernorm_after_rope": st.just(True),
         "moe_router_dtype": st.just("fp32"),
     },
-    "GraniteMoeForCausalLM": EXPERTS
-    | WIDE
-    | {
-        "embedding_scale": st.sampled_from([1.0, 12.0]),
-        "softmax_scale": st.sampled_from([0.015625, 0.3]),
-        "residual_scale": st.sampled_from([1.0, 0.22]),
-        "logits_scaling": st.sampled_from([1.0, 6.0]),
-    },
+    "GraniteMoeForCausalLM": EXPERTS | WIDE | FACTORS,
     "GraniteMoeSharedForCausalLM": EXPERTS
     | WIDE
     | {
@@ -372,7 +400,8 @@ def experts(draw: st.DrawFn, num_layers: int, best: int) -> dict[str, Any]:
 def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
     fields = draw(st.fixed_dictionaries(EXPRESSED[architecture]))
     if fields.get("position_embedding_type") == "rope":
-        fields |= draw(SCALED if "yarn_query_scale" not in fields else st.just({}))
+        is_scaled = architecture != "Phi3ForCausalLM" and "yarn_query_scale" not in fields
+        fields |= draw(SCALED if is_scaled else st.just({}))
     if architecture.startswith(WINDOWED):
         fields |= draw(windowed(fields["num_layers"], architecture.startswith(ROTATED)))
     if architecture.startswith(SOME):
@@ -393,6 +422,8 @@ def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
     if "window_attn_skip_freq" in fields and architecture.startswith(("Afmoe", "Exaone", "Flint")):
         full = {"3": "[0,0,1]", "[0]*1+[1]*1+[0]*1": "[1,0,1]"}
         fields |= {"no_rope_freq": full[fields["window_attn_skip_freq"]]}
+        if architecture == "Exaone4ForCausalLM" and draw(st.booleans()):  # rotary positions in all layers
+            fields |= dict.fromkeys(("window_size", "window_attn_skip_freq", "no_rope_freq"))
     if architecture.startswith("Gemma") or (architecture.startswith("Afmoe") and draw(st.booleans())):
         fields |= {"embedding_scale": fields["hidden_size"] ** 0.5}
     return ModelConfig(**fields)

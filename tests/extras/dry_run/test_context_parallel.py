@@ -9,7 +9,9 @@ import pytest
 from megapipe.config.config import resolve_model
 from megapipe.extras.dry_run.rank import count_rank
 from megapipe.layers.model import model_spec, rank_shape
+from megapipe.plan.traces import layer_trace, sent_bytes
 from megapipe.plan.traffic import step_bytes
+from megapipe.schedule.action import Op
 from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, UNLIKE, make_plan, read_for, selective
 from tests.tiny import make_config
 
@@ -34,7 +36,7 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "keeps attention": (4, FULL | {"recompute_keep_attention": True}),
     "memory budget": (4, {"recompute_memory_budget": 0.2}),
 }
-SHARE_SENT = {"all_gather": 3 / 4, "reduce_scatter": 3 / 4, "all_to_all": 1.0}  # of a collective's whole tensor
+SHARE_SENT = {"all_gather": 3 / 4, "reduce_scatter": 3 / 4, "shift": 1.0, "all_to_all": 3 / 4}  # of the whole tensor
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -43,14 +45,13 @@ def test_a_rank_sends_the_planned_bytes_over_cp(kind: str, options: str) -> None
     world_size, changes = OPTIONS[options]
     base = LLAMA | {"num_query_groups": 4, "context_parallel_size": 4, "num_layers": 4, "device": "cpu"}
     plan = make_plan(world_size, base | KINDS[kind] | changes)
-    shares = SHARE_SENT | ({"all_to_all": 3 / 4} if kind == "a2a" else {})
     for rank in (0, world_size - 1):
         traffic = count_rank(plan, rank, read_for(plan), "cpu").traffic
         assert traffic is not None
         sent = dict.fromkeys(("cp", "cp_a2a", "cp_p2p"), 0.0)
         for (group, operation), num_bytes in traffic.bytes.items():
             if group in sent:
-                sent[group] += num_bytes * (1 / 2 if group == "cp_a2a" else shares[operation])
+                sent[group] += num_bytes * (1 / 2 if group == "cp_a2a" else SHARE_SENT[operation])
         planned = step_bytes(plan, plan.topology.coordinates(rank).pp_rank)
         assert sent == {group: planned.get(group, 0.0) for group in sent}
         assert sum(sent.values()) > 0
@@ -78,10 +79,11 @@ def test_llama3_8b_at_131072_tokens_sends_what_the_papers_formulas_say(
         vocab_size=128256,
     )
     shape = rank_shape(config, 1, False, 1)
-    attention = model_spec(resolve_model(config.model, 1), config.precision, (kind,)).layers[0].attention
-    assert attention is not None
-    found = [sum(sent.values()) for sent in attention.sent_bytes(shape)]
-    assert found == pytest.approx([forward, backward], rel=2e-3)
+    layer = model_spec(resolve_model(config.model, 1), config.precision, (kind,)).layers[0]
+    found = dict.fromkeys((Op.F, Op.I), 0.0)
+    for message in layer_trace(layer, shape).messages:
+        found[message.op] += sent_bytes(message, shape)
+    assert list(found.values()) == pytest.approx([forward, backward], rel=2e-3)
 
 
 @pytest.mark.parametrize("ranks", [{"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 2}])

@@ -338,14 +338,11 @@ def test_a_folder_that_is_no_run_is_refused_and_those_below_are_named(
 ) -> None:
     assert main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert (
-        f"{tmp_path} is not a run: it holds neither metrics.jsonl nor run.jsonl" in error
-        and f"there is {recorded}" in error
-    )
+    assert f"{tmp_path} is not a run" in error and f"there is {recorded}" in error
     assert main([str(tmp_path / "nothing")]) == 2
     assert "is not a folder" in capsys.readouterr().err
     assert main([str(recorded), "--output", str(tmp_path / "no" / "page.html")]) == 2
-    assert "cannot be written: No such file or directory; say where with --output FILE" in capsys.readouterr().err
+    assert "cannot be written: No such file or directory" in capsys.readouterr().err
 
 
 def test_the_chart_of_losses_is_a_drawing_of_its_own(

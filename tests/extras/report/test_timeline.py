@@ -1,9 +1,11 @@
 import json
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
 
-from megapipe.extras.report.timeline import LARGE, STYLES, WAITING, grid_text, svg
+from megapipe.extras.cli.plan import main as plan
+from megapipe.extras.report.timeline import LARGE, STYLES, WAITING, svg, timeline_text
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.costs import Costs
@@ -27,7 +29,7 @@ def count(timeline, ops):
 
 
 def test_the_text_of_a_1f1b_timeline_is_the_textbook_picture():
-    assert grid_text(simulate(build_schedule("1f1b", 3, 1, 4), Costs.equal(3, 1.0, 1.0, 1.0))).splitlines() == [
+    assert timeline_text(simulate(build_schedule("1f1b", 3, 1, 4), Costs.equal(3, 1.0, 1.0, 1.0))).splitlines() == [
         "rank 0 F0 F1 F2 .  .  .  .  B0 =  F3 B1 =  .  B2 =  .  B3 =",
         "rank 1 .  F0 F1 .  .  B0 =  F2 B1 =  F3 B2 =  .  B3 =  .  .",
         "rank 2 .  .  F0 B0 =  F1 B1 =  F2 B2 =  F3 B3 =  .  .  .  .",
@@ -36,7 +38,7 @@ def test_the_text_of_a_1f1b_timeline_is_the_textbook_picture():
 
 
 def test_chunks_are_marked_by_letters():
-    text = grid_text(simulate(build_schedule("interleaved", 2, 2, 2), Costs.equal(4)))
+    text = timeline_text(simulate(build_schedule("interleaved", 2, 2, 2), Costs.equal(4)))
     assert text.splitlines()[:2] == [
         "rank 0 F0a F1a F0b F1b .   B0b .   B1b B0a B1a",
         "rank 1 .   F0a F1a F0b B0b F1b B1b B0a B1a .",
@@ -51,7 +53,7 @@ def test_the_text_of_a_schedule_lists_its_actions():
 
 
 def test_a_long_timeline_is_scaled_to_the_columns():
-    lines = grid_text(simulate(build_schedule("1f1b", 8, 1, 500), Costs.equal(8)), max_columns=100).splitlines()
+    lines = timeline_text(simulate(build_schedule("1f1b", 8, 1, 500), Costs.equal(8)), max_columns=100).splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[-1].startswith("one cell: ")
     assert lines[-1] != "one cell: 1 s"
@@ -122,3 +124,12 @@ def test_a_large_schedule_is_drawn_as_few_paths_with_every_box():
     assert sum(path.get("d").count("M") for path in boxes) == count(timeline, COMPUTE_OPS) > LARGE
     assert len(boxes) == 4 * 32
     assert not list(root.iter(f"{SVG}title"))
+
+
+def test_the_schedule_of_a_configuration_is_drawn_with_all_its_microbatches(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.svg"
+    flags = "--world-size 4 --config quickstart --vocab-size 257 --num-virtual-stages-per-pipeline-rank 1".split()
+    assert plan([*flags, "--global-batch-size", "16", "--schedule-svg", str(path)]) == 0
+    names = {title.text.split(":")[0] for title in ET.parse(path).iter(f"{SVG}title")}
+    microbatches = {name.partition("F")[2] for name in names if "F" in name}
+    assert microbatches == {str(number) for number in range(len(microbatches))} and len(microbatches) > 1

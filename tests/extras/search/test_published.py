@@ -11,11 +11,12 @@ from megapipe.config.config import resolve_model
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.extras.search.layout import RECOMPUTES
-from megapipe.layers.model import layer_table, model_spec
+from megapipe.layers.model import model_spec
 from megapipe.layers.table import RankShape
 from megapipe.plan.hardware import TERA, Hardware, hardware_named
 from megapipe.plan.layer_time import OpSeconds, layer_seconds, ring_link
 from megapipe.plan.stacks import STACKS
+from megapipe.plan.traces import layer_trace
 from megapipe.schedule.action import Op
 from megapipe.topology import Topology
 from tests.extras.search.published import Row, published_runs
@@ -95,7 +96,7 @@ def test_activations_are_those_of_korthikanti_table_2(name: str) -> None:
     model = resolve_model(run.config.model, 8)
     for sliced, formula in ((False, 10 + 24 / 8), (True, 34 / 8)):
         shape = RankShape(1, model.seq_length, "fp16", 8, sliced, RECOMPUTES[1])
-        kept = layer_table(model_spec(model, PrecisionConfig()).layers[0], shape).kept_bytes
+        kept = layer_trace(model_spec(model, PrecisionConfig()).layers[0], shape).kept_bytes
         assert kept / (shape.tokens * model.hidden_size) == pytest.approx(formula - 2 / 8, rel=0.01)
 
 

@@ -8,8 +8,7 @@ import pytest
 
 from megapipe.config.config import Config
 from megapipe.config.parallel import SHARDED_PARAMS
-from megapipe.extras.cli.plan import as_configured
-from megapipe.extras.search.search import Candidate, search
+from megapipe.extras.search.search import Candidate, as_configured, search
 from megapipe.extras.search.search_report import fill_the_pipeline, oddities, reasons
 from megapipe.plan.hardware import GIB, hardware_named
 from tests.tiny import small_config

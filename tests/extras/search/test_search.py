@@ -185,7 +185,7 @@ def test_without_a_global_batch_or_a_fitting_model_a_remedy_is_given() -> None:
     with pytest.raises(ConfigError, match="must be a multiple of the data-parallel size"):
         search(small(global_batch_size=7, num_layers=1, num_attention_heads=1), 64, H100)
     three = small(num_distributed_optimizer_instances=3, use_distributed_optimizer=True)
-    with pytest.raises(ConfigError, match="which --num-distributed-optimizer-instances 3 divides"):
+    with pytest.raises(ConfigError, match="--num-distributed-optimizer-instances 3"):
         search(three, 4, H100, lambda layout: layout.instances == 3)
 
 
@@ -261,7 +261,7 @@ def test_the_cheapest_tokens_cost_what_their_accelerators_do() -> None:
 
 
 def test_an_objective_that_no_number_reaches_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no layout on up to 8 h100 fits and reaches 1,000,000,000,000,000 tokens/s"):
+    with pytest.raises(ConfigError, match=r"8 h100 .*1,000,000,000,000,000 tokens/s"):
         choose(WIDE, 8, TWO_A_NODE, Objective("gpus", tokens_per_second=1e15), is_plain)
 
 

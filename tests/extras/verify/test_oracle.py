@@ -41,10 +41,13 @@ FUNCTIONS = {  # of extensions: tests/test_extend.py
     "activation_is_gated",
     "attention_function",
     "attention_heads",
+    "mixer",
+    "mixer_matrices",
 }
 WITHOUT_EFFECT = {
     "make_vocab_size_divisible_by",
     "init_method_std",
+    "attention_options",  # of token mixers, which are built with them
     "attention_softmax_in_fp32",
     "moe_router_dtype",
     "moe_router_force_load_balancing",

@@ -173,7 +173,7 @@ def test_shards_that_are_not_gathered_are_found_as_weights(rank_pools: Pools) ->
     steps, report = rank_pools(2).run(compared, tiny_config(zero=True), "fp64", planted.shards_not_gathered)[0]
     assert all(not rank.gradients.wrong for rank in steps[0].ranks)
     assert not steps[0].passes
-    assert "DIFFERENT in step 1, first of all in the weight of embedding.word_embeddings.weight" in report
+    assert "DIFFERENT in step 1" in report and "weight of embedding.word_embeddings.weight" in report
 
 
 @pytest.mark.parametrize("mode", MODES)

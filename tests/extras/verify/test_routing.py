@@ -77,6 +77,6 @@ def test_a_layer_without_recorded_choices_is_refused() -> None:
     def silent(patch: pytest.MonkeyPatch, rank: int) -> None:
         patch.setattr("megapipe.extras.verify.compare.GridChoices._keep", lambda *arguments: None)
 
-    with pytest.raises(RuntimeError, match="the experts of 0 tokens were compared, not of all 256"):
+    with pytest.raises(RuntimeError, match=r"0 tokens .*256"):
         compared(0, 1, tiny_config(**EXPERTS), "fp64", silent)
     assert torch.is_grad_enabled()

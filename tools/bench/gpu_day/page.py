@@ -115,13 +115,51 @@ AREAS = (
 HEADER = ("part", "tested on a CPU by", "fake device", "tests for a GPU", "parts of `first_day.py`", "has run on a GPU")
 
 INTRODUCTION = """
-`python tools/bench/first_day.py` runs all parts ([gpu.md](gpu.md)) and records them in `docs/gpu_record.tsv`, from
-which `python tools/write_gpu_tested.py` writes this page. `launch/test.sh --gpu` runs the tests alone.
-
-A fake CUDA device runs whole optimizer steps of most kinds of configurations with shapes, dtypes and autograd but no
-values (`tests/fake_cuda`).
+`python tools/bench/first_day.py` runs all parts on a machine with GPUs and records them in `docs/gpu_record.tsv`,
+from which `python tools/write_gpu_tested.py` writes this page. `launch/test.sh --gpu` runs the tests alone. A fake
+CUDA device (`tests/fake_cuda`) runs whole optimizer steps of most kinds of configurations with shapes, dtypes and
+autograd but without values.
 """
-BENCHMARK = """## Benchmark of one GPU
+BENCHMARK = """## The first day
+
+`tools/bench/first_day.py --minutes N` runs the parts that fit into N minutes, the most valuable first. It needs no
+installation if `python3` has torch, numpy, safetensors, sentencepiece, PyYAML and pytest, and it changes no setting
+of the GPU. `--list` shows all parts and what each of them decides.
+
+| parts | what they run | GPUs |
+|---|---|---|
+| `facts`, `primitives` | compilers, libraries, limits; each kernel that plans rely on, and its rate | 1 |
+| `run-...` | twelve steps of a few layers at real sizes, beside the plan | 1 or 2 |
+| `nccl-...`, `grid-...`, `verify-8` | two to eight ranks that share one GPU, compared with one process | 1 |
+| `tests-...`, `grids...` | `tests/cuda` by file; ranks share GPUs | 1 |
+| `layer-...`, `train-...`, `bench-...` and others | speed, beside bars and peers | 1 |
+| `rank`, `memory` | planned bytes and those taken | 1 |
+| `calibrate` | a hardware file, its rates beside those of the planner | all |
+
+A part takes 10 to 90 seconds on an H100. A part that fails, hangs or is killed does not stop the others. The same
+command continues where the last one ended and comes to failed parts last. `--again PART` repeats a part, and
+`--device cpu` tries all of them without a GPU.
+
+After each part the folder `first_day` has a copy of the record, which `--merge FILE` adds to the record of another
+checkout. It also has a summary, and `first_day.tar.gz` with logs and figures but without host names, users, paths
+or addresses, which can be attached to an issue.
+
+## Measure one GPU
+
+`tools/bench/card.py` measures layers of Llama-3 8B in bf16 and fp8, whole training of Qwen2.5 0.5B and 1.5B,
+experts, latent attention, a ring of two ranks, optimizers, the memory of 12 configurations, and what CUDA graphs,
+compiled blocks, offload and the SM carve-out gain. Each figure is printed beside what the planner predicts and
+beside a peer, most of them in the same run. `--list` has the seconds of each part. With `--device cpu` tiny twins
+of all parts run, whose figures mean nothing.
+
+```bash
+python tools/bench/card.py --list
+python tools/bench/card.py layer-bf16 layer-peers train-0.5b --json figures.json
+```
+
+`tools/bench/bench_gpu.py` times forward and backward of megapipe in bf16 and fp8, in turn with large GEMMs on the
+same GPU, a plain Llama under torch.compile, and transformers' Llama. It prints FLOP/s, the fraction of the GEMM
+rate, measured and planned peak memory, and the time by kind of kernel.
 
 ```bash
 python tools/bench/bench_gpu.py --check                        # 8B-shaped layers, bf16 and fp8, sequence 4096 and 8192
@@ -129,15 +167,10 @@ python tools/bench/bench_gpu.py --shapes 125m 350m 1.3b --kernels
 python tools/bench/bench_gpu.py --fp8 e4m3 --fp8-recipe tensorwise --contenders megapipe megapipe-fp8
 ```
 
-The tool times forward and backward of megapipe in bf16 and fp8, in turn with large GEMMs on the same GPU, a plain
-Llama under torch.compile, and transformers' Llama. It prints FLOP/s, the fraction of the GEMM rate, measured and
-planned peak memory, and the time by kind of kernel.
-
 All contenders have the same weights and tokens. The tool stops if losses and gradient norms of two steps differ by
-more than 3 % between bf16 rows, or by 1 % (loss) and 5 % (norm) between fp8 and bf16.
-
-`--check` exits with 1 if a bar is missed: bf16 at 0.75 of the GEMM rate, at 1.15 times transformers, and not below
-torch.compile. fp8 at 1.25 times bf16 is a goal that does not fail.
+more than 3 % between bf16 rows, or by 1 % (loss) and 5 % (norm) between fp8 and bf16. `--check` exits with 1 if a
+bar is missed: bf16 at 0.75 of the GEMM rate, at 1.15 times transformers, and not below torch.compile. fp8 at 1.25
+times bf16 is a goal that does not fail.
 """
 
 
@@ -229,9 +262,9 @@ def sentences(record: Record, parts: Sequence[Part] = PARTS) -> Mapping[str, str
     counts = _counts(record, parts) if ran else ""
     link = "[gpu_tested.md](gpu_tested.md)"
     return {
-        "README.md": f"{counts.rstrip('.')} of [what has run on a GPU](docs/gpu_tested.md)"
+        "README.md": f"{counts} [This table](docs/gpu_tested.md) says which, and how the others were tested."
         if ran
-        else "**not yet run on a GPU**: see there",
+        else "**Nothing has run on a GPU yet**; [this table](docs/gpu_tested.md) says how each part was tested.",
         "docs/index.md": counts if ran else "nothing yet",
         "docs/gpu.md": f"{counts} {link} says which, and how the others were tested."
         if ran

@@ -1,15 +1,14 @@
-"""Ernie-4.5 (Ernie4_5_MoeForCausalLM): a softmax with biases in the choice of experts; rotary pairs are neighbouring
-channels.
+"""Ernie-4.5: with experts (Ernie4_5_MoeForCausalLM), a softmax with biases in their choice; and dense
+(Ernie4_5ForCausalLM). Rotary pairs are neighbouring channels.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import llama_relative
+from megapipe.extras.convert.family import ATTENTION_DROPOUT, llama_relative
 from megapipe.extras.convert.tables import (
     Layers,
     Rule,
@@ -44,7 +43,8 @@ def write_layers(layers: Layers) -> dict[str, Any]:
     return {FIRST: numbers[0], LAST: numbers[-1], STEP: step if (numbers[0] + 1) % step == 0 else 1}
 
 
-_FAMILY = llama_relative(
+NO_DROPOUT = unwritten(ATTENTION_DROPOUT)  # a key that this architecture does not have
+FAMILY = llama_relative(
     "Ernie4_5_MoeForCausalLM",
     fixed("use_bias", False, "the output layer has no bias here"),
     fixed("moe_norm_min", 1e-12, "the sum of the chosen scores has no lower bound here"),
@@ -59,10 +59,13 @@ _FAMILY = llama_relative(
         key("intermediate_size", "ffn_hidden_size", value_of=experts.dense_width),
         experts.EXPERT_WIDTH,
     ),
+    attention_dropout=NO_DROPOUT,
     qkv=separate_qkv_of_pairs,
     more_rows=(*experts.GLM_ROWS, *rows_of("ernie4_5_moe")),
 )
-ATTENTION_DROPOUT = ("attention_dropout",)  # a key that this architecture does not have
-FAMILY = replace(
-    _FAMILY, rules=tuple(unwritten(rule) if rule.keys == ATTENTION_DROPOUT else rule for rule in _FAMILY.rules)
+DENSE = llama_relative(
+    "Ernie4_5ForCausalLM",
+    key("use_bias", "add_bias_linear", False),
+    attention_dropout=NO_DROPOUT,
+    qkv=separate_qkv_of_pairs,
 )

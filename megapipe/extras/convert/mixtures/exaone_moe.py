@@ -1,4 +1,6 @@
-"""K-EXAONE (ExaoneMoeForCausalLM): rotary positions in layers with a window alone, experts of DeepSeek-V3."""
+"""EXAONE-4 (Exaone4ForCausalLM), with norms after attention and MLP, and K-EXAONE (ExaoneMoeForCausalLM), with experts
+of DeepSeek-V3: rotary positions in layers with a window alone.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import llama_relative
+from megapipe.extras.convert.family import NORMS_AFTER, llama_relative
 from megapipe.extras.convert.layer_types import (
     DEFAULT_WINDOW,
     FULL,
@@ -15,9 +17,11 @@ from megapipe.extras.convert.layer_types import (
     WINDOW,
     Types,
     every,
+    read_types,
+    types_of,
     windows_with_rope,
 )
-from megapipe.extras.convert.tables import Rule, Settings, fixed, unwritten
+from megapipe.extras.convert.tables import Layers, Rule, Settings, always, fixed, unwritten
 
 PATTERN = PATTERNS[0]  # every how many layers one has full attention, or letters L and G, after which the last is G
 
@@ -42,9 +46,30 @@ def read_windows(settings: Settings) -> dict[str, Any]:
     return WINDOWS.read(settings)
 
 
+def read_windows_or_none(settings: Settings) -> dict[str, Any]:
+    """Read windows and positions of EXAONE-4, where a null window gives rotary positions to all layers."""
+    if settings.get(WINDOW, DEFAULT_WINDOW) is not None:
+        return WINDOWS.read(settings)
+    read_types(settings, every(1), None)
+    return {"window_size": None}
+
+
+def write_windows_or_none(layers: Layers) -> dict[str, Any]:
+    no_window = SLIDING not in types_of(layers) and layers[0].position_embedding_type == "rope"
+    return WINDOWS.write(layers) | ({WINDOW: None} if no_window else {})
+
+
+NO_BIASES = unwritten(fixed("attention_bias", False, "linears of this architecture have no biases"))
+DENSE = llama_relative(
+    "Exaone4ForCausalLM",
+    NO_BIASES,
+    Rule(WINDOWS.keys, read_windows_or_none, write_windows_or_none),
+    always(norm_position="after"),
+    norms=NORMS_AFTER,
+)
 FAMILY = llama_relative(
     "ExaoneMoeForCausalLM",
-    unwritten(fixed("attention_bias", False, "linears of this architecture have no biases")),
+    NO_BIASES,
     Rule(WINDOWS.keys, read_windows, WINDOWS.write),
     *experts.sigmoid_router(experts.shared_experts(1, 1024, "num_shared_experts"), 2.5),
     experts.mlp_types(1),

@@ -1,6 +1,7 @@
-"""Granite with experts: Granite-3 (GraniteMoeForCausalLM), with shared experts (GraniteMoeSharedForCausalLM), and with
-windows, attention sinks and a rotary base for each layer (GraniteMoeSWAForCausalLM). They have factors on embeddings,
-attention logits, residual branches and output logits; the experts of a layer are two tensors.
+"""Granite: dense (GraniteForCausalLM), with experts (GraniteMoeForCausalLM), with shared experts
+(GraniteMoeSharedForCausalLM), and with windows, attention sinks and a rotary base for each layer
+(GraniteMoeSWAForCausalLM). They have factors on embeddings, attention logits, residual branches and output logits; the
+experts of a layer are two tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts
-from megapipe.extras.convert.family import llama_relative
+from megapipe.extras.convert.family import LLAMA_BIASES, llama_relative
 from megapipe.extras.convert.layer_types import (
     FULL,
     ROPE,
@@ -29,6 +30,7 @@ RULES = (
     key("residual_multiplier", "residual_scale", 1.0),
     key("logits_scaling", "logits_scaling", 1.0),
 )
+DENSE = llama_relative("GraniteForCausalLM", *RULES, LLAMA_BIASES)
 EXPERTS = experts.all_layers(("num_local_experts",), 2)
 ROWS = rows_of("granitemoe")
 FAMILY = llama_relative("GraniteMoeForCausalLM", *RULES, mlp=EXPERTS, more_rows=ROWS)

@@ -9,30 +9,35 @@ from typing import Any
 from megapipe.errors import ConfigError
 from megapipe.extras.convert import experts, tables
 from megapipe.extras.convert.family import llama_relative
-from megapipe.extras.convert.layer_types import FULL, ROPE, SLIDING, TYPES, by_type, regular_period, rope
+from megapipe.extras.convert.layer_types import (
+    FULL,
+    INTERVAL,
+    ROPE,
+    ROTATED,
+    SLIDING,
+    TYPES,
+    at_distance,
+    by_type,
+    rope,
+    rotated_layers,
+    write_rotated,
+)
 from megapipe.extras.convert.tables import Layers, Rule, Settings, always, fixed, key, unwritten
 
-ROTATED, INTERVAL, CHUNK, NORMS = "no_rope_layers", "no_rope_layer_interval", "attention_chunk_size", "use_qk_norm"
+CHUNK, NORMS = "attention_chunk_size", "use_qk_norm"
 GROWS, STEP, SCALE = "attn_temperature_tuning", "floor_scale", "attn_scale"
 MIXED, MIXED_STEP = "moe_layers", "interleave_moe_layer_step"
 POSITIONS = rope(5e5)
 
 
-def layer_types(rotated: list[Any]) -> list[str]:
+def layer_types(rotated: list[bool]) -> list[str]:
     """Return the types of layers with and without rotary positions."""
     return ["chunked_attention" if each else FULL for each in rotated]
 
 
-def every(name: str, marks: list[bool]) -> dict[str, Any]:
-    """Return the key of the distance of marked layers, if they are at one distance."""
-    period = regular_period(marks)
-    return {} if period is None else {name: period}
-
-
 def read_layers(settings: Settings) -> dict[str, Any]:
     """Read positions, chunks, norms of q and k, and the growth of queries."""
-    count, interval = int(settings["num_hidden_layers"]), settings.get(INTERVAL, 4)
-    rotated = settings.get(ROTATED) or [number % interval != 0 for number in range(1, count + 1)]
+    count, rotated = int(settings["num_hidden_layers"]), rotated_layers(settings)
     if len(rotated) != count or settings.get(TYPES) not in (None, layer_types(rotated)):
         rule = f"each of the {count} layers has rotary positions and chunks, or neither"
         raise ConfigError(f"{ROTATED} and {TYPES} cannot be expressed: {rule}")
@@ -46,12 +51,11 @@ def read_layers(settings: Settings) -> dict[str, Any]:
 
 
 def write_layers(layers: Layers) -> dict[str, Any]:
-    rotated = [int(layer.position_embedding_type == "rope") for layer in layers]
-    local = layers[rotated.index(1) if any(rotated) else 0]
-    keys = {ROTATED: rotated, TYPES: layer_types(rotated), CHUNK: local.window_size, NORMS: local.qk_l2_norm}
+    rotated = [layer.position_embedding_type == "rope" for layer in layers]
+    local = layers[rotated.index(True) if any(rotated) else 0]
+    keys = {TYPES: layer_types(rotated), CHUNK: local.window_size, NORMS: local.qk_l2_norm}
     scale = {SCALE: local.nope_query_scale, STEP: local.nope_query_scale_length} if local.nope_query_scale else {}
-    keys |= every(INTERVAL, [not each for each in rotated])
-    return POSITIONS.write((local,)) | keys | {GROWS: bool(scale)} | scale
+    return POSITIONS.write((local,)) | write_rotated(layers) | keys | {GROWS: bool(scale)} | scale
 
 
 def read_mixed(settings: Settings) -> dict[str, Any]:
@@ -63,7 +67,7 @@ def read_mixed(settings: Settings) -> dict[str, Any]:
 
 def write_mixed(layers: Layers) -> dict[str, Any]:
     marks = [layer.num_experts is not None for layer in layers]
-    return {MIXED: [number for number, mark in enumerate(marks) if mark]} | every(MIXED_STEP, marks)
+    return {MIXED: [number for number, mark in enumerate(marks) if mark]} | at_distance(MIXED_STEP, marks)
 
 
 FAMILY = llama_relative(
