@@ -26,7 +26,8 @@ def test_every_linear_multiplies_in_f_i_and_w(name: str) -> None:
         for each in layer_trace(layer, shape).products:
             if not each.again:
                 assert (each.name, each.op) not in of
-                of[each.name, each.op] = each
+                # --tp-comm-overlap cuts F, I and W into different numbers of chunks
+                of[each.name, each.op] = each._replace(times=1)
         names = [each for each, op in of if op is Op.F]
         weights = linear_weights(layer)
         assert sorted(names) == sorted(each.removesuffix(".weight").replace("mlp.router", "router") for each in weights)
