@@ -9,15 +9,19 @@ from dataclasses import replace
 
 import pytest
 
+from megapipe.errors import ConfigError
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import RankShape
 from megapipe.plan.expert_load import ExpertLoad
+from megapipe.plan.memory import all_rank_memory
+from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traces import embedding_trace, head_trace, layer_trace, split, traced_layer
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.parts import Part
 from megapipe.trace.layers import trace_layers, trace_parts
 from megapipe.trace.unit import Unit
+from tests.tiny import small_config
 from tests.trace import units
 
 ONE_LAYER = StageLayers(0, 1, False, False)
@@ -99,3 +103,10 @@ def test_norms_of_heads_keep_the_same_with_and_without_weights() -> None:
     ]
     plain = trace_layers((own,), shape).kept_bytes
     assert kept[0] == kept[1] > plain
+
+
+@pytest.mark.parametrize("size", [{"hidden_size": 10**13}, {"seq_length": 10**13}, {"ffn_hidden_size": 2**62}])
+def test_sizes_that_no_tensor_has_are_errors_of_the_configuration(size: dict[str, int]) -> None:
+    plan = resolve(small_config(**size), 1)
+    with pytest.raises(ConfigError, match=f"--{next(iter(size)).replace('_', '-')}"):
+        all_rank_memory(plan)
