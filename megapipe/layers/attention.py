@@ -94,13 +94,6 @@ class AttentionTable(Branch):
         place, part = shape.slice or SequenceSlice((shape.whole_seq,)), SequencePart(rank, self._ring(shape))
         return Visibility.of(place, shape.documents.attention_mask, part, **self.model.limits)
 
-    def slice_key_bytes(self, shape: RankShape) -> tuple[int, int]:
-        """Return the bytes of keys and values of all slices of a microbatch, and of their gradients, if any."""
-        if shape.slice is None:
-            return 0, 0
-        elements = self._exchanged_keys(shape) * shape.slice.seq // shape.slice.length
-        return elements * shape.element, elements * shape.wide
-
     def _has_mask(self, shape: RankShape) -> bool:
         """Return True if torch's kernel takes a mask, or attention is written out."""
         is_needed = self.visibility(shape).window is not None or self._is_written_out(shape)
@@ -128,35 +121,8 @@ class AttentionTable(Branch):
         """Return True if whole matrices of queries and keys are kept; blocks compute theirs again."""
         return self.is_explicit and not self._in_blocks(shape)
 
-    def _copies(self, shape: RankShape) -> int:
-        """Return the number of cp ranks that share a key/value head once heads are exchanged."""
-        return max(1, self._exchanged(shape) // self._groups(shape))
-
     def _heads(self, shape: RankShape) -> int:
         return self.model.num_attention_heads // shape.tp
-
-    def _groups(self, shape: RankShape) -> int:
-        return max(1, self.model.num_query_groups // shape.tp)
-
-    def _query(self, shape: RankShape) -> int:
-        """Return the elements of q."""
-        return shape.tokens * self._heads(shape) * self.model.kv_channels
-
-    def _key(self, shape: RankShape) -> int:
-        """Return the elements of k."""
-        return shape.tokens * self._groups(shape) * self.model.kv_channels
-
-    def _keys_and_values(self, shape: RankShape) -> int:
-        """Return the elements of k and v."""
-        return 2 * self._key(shape)
-
-    def _exchanged_keys(self, shape: RankShape) -> int:
-        """Return the elements of k and v during core attention, with the copies of heads that ranks share."""
-        return self._keys_and_values(shape) * self._copies(shape)
-
-    def _output(self, shape: RankShape) -> int:
-        """Return the elements of attention's output."""
-        return self._query(shape)
 
     def squares(self, shape: RankShape) -> int:
         """Return the elements of a matrix of all queries and keys."""

@@ -96,14 +96,6 @@ class LatentAttentionTable(AttentionTable):
         keys = seen.mean_keys if causal else float(seq_length)
         return 2.0 * keys * self.model.num_attention_heads * (self.model.kv_channels + self.model.v_head_dim)
 
-    def _output(self, shape: RankShape) -> int:
-        """Return the elements of attention's output, and of v, without padding."""
-        return shape.tokens * self._heads(shape) * self.model.v_head_dim
-
-    def _keys_and_values(self, shape: RankShape) -> int:
-        """Return the elements of k and v, without padding."""
-        return self._key(shape) + self._output(shape)
-
     def _in_blocks(self, shape: RankShape) -> bool:
         """Return True if attention is computed in blocks: also if values are narrower than keys."""
         is_narrow = has_narrow_values(self.model) and shape.attention_impl == "sdpa"

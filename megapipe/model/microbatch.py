@@ -104,9 +104,9 @@ class SliceKeys:
             self._gradients[layer] = torch.zeros_like(whole, dtype=at_least_fp32(whole.dtype))
         return self._gradients[layer][: len(keys)]
 
-    def with_gradients(self) -> list[Tensor]:
-        """Return all keys and values with their gradients, which are made if they are not there."""
-        return [tensor for layer, keys in self._keys.items() for tensor in (keys, self.gradients(layer, keys))]
+    def with_gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return all keys and values, and their gradients, which are made if they are not there."""
+        return list(self._keys.values()), [self.gradients(layer, keys) for layer, keys in self._keys.items()]
 
     def free(self, layer: int) -> None:
         """Free a layer's, after the backward of the first slice."""

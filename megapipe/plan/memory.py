@@ -61,7 +61,7 @@ from megapipe.plan.nccl_memory import nccl_bytes
 from megapipe.plan.part_memory import part_sizes
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import NOTHING, Whole, row_bytes
-from megapipe.plan.traces import head_trace, split
+from megapipe.plan.traces import head_trace, layer_trace, split, without_recompute
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lifetimes import MESSAGES, Held, Item, Unit, host_pieces, lifetimes
 from megapipe.schedule.partition import StageLayers
@@ -194,10 +194,11 @@ def slice_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape) -> Slice
     inside = {(stage, op): size for stage, of_ops in of_stages.items() for op, size in of_ops.items()}
     keys: dict[Held, dict[int, int]] = {Held.KEYS: {}, Held.KEY_GRADIENTS: {}}
     for stage, held in layers.items():
-        attentions = [layer.attention for layer in all_layers_of(model, held) if layer.attention is not None]
-        sizes = [attention.slice_key_bytes(shape) for attention in attentions]
-        for kind, of_layers in zip(keys, zip(*sizes, strict=True) if sizes else ((), ()), strict=True):
-            keys[kind][stage] = sum(of_layers)
+        traces = [
+            layer_trace(layer, without_recompute(shape), has_levels=False) for layer in all_layers_of(model, held)
+        ]
+        keys[Held.KEYS][stage] = sum(traced.slice_keys for traced in traces)
+        keys[Held.KEY_GRADIENTS][stage] = sum(traced.slice_key_gradients for traced in traces)
     return SliceBytes(
         {stage: sum(stage_bytes(model, shape, held).values()) for stage, held in layers.items()},
         {stage: deferred_bytes(model, shape, held) if Op.W in ops else 0 for stage, held in layers.items()},

@@ -11,7 +11,16 @@ from megapipe.config.layers import LayerConfig
 from megapipe.layers.table import Kept, total_bytes
 from megapipe.schedule.action import Op
 
-SIZES = ("masks", "rotary", "shared_masks", "shared_rotary", "fp8_weights", "waiting")
+SIZES = (
+    "masks",
+    "rotary",
+    "shared_masks",
+    "shared_rotary",
+    "fp8_weights",
+    "waiting",
+    "slice_keys",
+    "slice_key_gradients",
+)
 LEVELS = ("forward", "backward", "weights", "replayed")
 STAGE, OUTPUT_LAYER = "stage", "output_layer"  # the names of what no element makes, and of a linear
 
@@ -90,6 +99,8 @@ class Traced:
     shared_rotary: int = 0
     fp8_weights: int = 0  # copies of the weights in 8 bits
     waiting: int = 0  # from I to W
+    slice_keys: int = 0  # keys and values of all slices of a microbatch, and their gradients
+    slice_key_gradients: int = 0
     forward: tuple[int, ...] = ()
     backward: tuple[int, ...] = ()
     weights: tuple[int, ...] = ()

@@ -40,6 +40,12 @@ from megapipe.trace.traced import Traced, TracedLayer
 
 META = torch.device("meta")
 FP8_RECIPES = {None: "tensorwise", BLOCK: "blockwise", MICRO_BLOCK: "mxfp8"}  # by the elements that share a scale
+SHARED = {  # by microbatches or slices, with their labels
+    "shared_masks": "shared masks",
+    "shared_rotary": "shared rotary",
+    "slice_keys": "slice keys",
+    "slice_key_gradients": "slice key gradients",
+}
 DROPOUT_KEY = DropoutKey(0, 0, 0)  # any: there are no values
 
 
@@ -72,8 +78,11 @@ class Unit:
         """Run the unit once, after what all microbatches share has been made."""
         self.live = live = Recorder(STEP, AGAIN)
         with self._prepared() as microbatch:
-            shared = live.by_label["shared masks"], live.by_label["shared rotary"]
-            return self._run(StageRunner(self._forward, self.queue), microbatch, *shared)
+            shared: dict[str, Any] = {
+                name: live.by_label[label] for name, label in SHARED.items()
+            }  # before a slice frees its keys
+            traced = self._run(StageRunner(self._forward, self.queue), microbatch)
+        return replace(traced, **shared)
 
     def traced_parts(self) -> dict[Part, Traced]:
         """Run the layer in parts."""
@@ -141,9 +150,11 @@ class Unit:
         """Make the keys and values that the slices of a microbatch share, and their gradients, which others count."""
         with torch.no_grad():
             self._forward(self._hidden("keys"), microbatch)
-        self.live.name(keys.with_gradients(), "keys")
+        values, gradients = keys.with_gradients()
+        self.live.name(values, SHARED["slice_keys"])
+        self.live.name(gradients, SHARED["slice_key_gradients"])
 
-    def _run(self, runner: StageRunner, microbatch: Microbatch, shared_masks: int, shared_rotary: int) -> Traced:
+    def _run(self, runner: StageRunner, microbatch: Microbatch) -> Traced:
         live = self.live
         inputs = () if self.layers.has_embedding else (self._hidden(STEP),)
         start = live.level - sum(each.nbytes for each in inputs)
@@ -171,9 +182,20 @@ class Unit:
         else:
             runner.backward(0, (gradient,))
             backward, replayed = live.levels_over(level), tuple(live.replayed)
-        sizes = masks, rotary, shared_masks, shared_rotary, live.by_label["fp8 weights"], waiting
-        made = live.reads_weights, live.products, live.messages
-        return Traced(kept, *sizes, forward, backward, weights, replayed, *made)
+        return Traced(
+            kept,
+            masks,
+            rotary,
+            fp8_weights=live.by_label["fp8 weights"],
+            waiting=waiting,
+            forward=forward,
+            backward=backward,
+            weights=weights,
+            replayed=replayed,
+            reads_weights=live.reads_weights,
+            products=live.products,
+            messages=live.messages,
+        )
 
     def _forward(self, *inputs: Any) -> Any:
         """Run the stage; the contexts of its layers are counted apart."""
