@@ -340,7 +340,7 @@ class _Clock:
 
     def biases(self, part: MoETable) -> float:
         """Return the seconds that a stack's kernels for the biases of experts take, forward and backward."""
-        elements = part.model.add_bias_linear * part.imbalance * part.arrived_rows(self.shape) * part.model.hidden_size
+        elements = part.model.add_bias_linear * part.arrived_rows(self.shape) * part.model.hidden_size
         return self.hardware.stack.bias_bytes * elements / self.hardware.pointwise_bytes_per_second
 
     def attention(self, layer: LayerSpec, shape: RankShape, is_backward: bool = False) -> float:

@@ -25,6 +25,7 @@ from megapipe.plan.layer_costs import layer_flops
 from megapipe.plan.layer_time import OpSeconds, context_links, expert_links_of, ring_link
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import StepTime, optimizer_bytes, predict_step
+from megapipe.plan.traces import EXPERT_GROUPS
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.partition import StageLayers
 
@@ -109,8 +110,8 @@ def collective_seconds(launch: Launch, plan: RunPlan, hardware: Hardware) -> flo
     topology, kind = plan.topology, launch.group
     links = hardware.node, hardware.network
     ranks = len(topology.group_of(kind, 0))
-    if launch.name == "all_to_all" and kind == "ep":
-        return expert_links_of(topology, *links).exchange(launch.num_bytes)
+    if kind in EXPERT_GROUPS and launch.name != "all_reduce":
+        return expert_links_of(topology, *links).seconds(kind, launch.num_bytes, ranks)
     link, num_bytes = ring_link(topology, kind, *links), ring_bytes(launch.num_bytes, ranks)
     if launch.name == "shift":
         link, num_bytes = context_links(topology, *links).ring, launch.num_bytes

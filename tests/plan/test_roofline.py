@@ -32,6 +32,7 @@ from megapipe.plan.roofline import (
     Kind,
     Launch,
     achievable,
+    collective_seconds,
     described,
     launch_seconds,
     ranks_to_count,
@@ -46,11 +47,33 @@ TEXT = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
 # rows of the page: flags, kernels and collectives of a layer, its milliseconds, MFU of the step
 ROWS = re.findall(r"^\| `(--.*)` \| (\d+) \|(?: (\d+))? \| ([\d.]+) \| ([\d.]+%) \|$", TEXT, re.M)
 LLAMA_8B = ["--config", str(PAGE.parents[1] / "configs" / "llama3_8b.yaml"), "--global-batch-size", "4"]
+EXPERTS_OF_NODES = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 64 --micro-batch-size 1 "
+    "--global-batch-size 8 --bf16 --num-experts 8 --moe-router-topk 2 --tensor-model-parallel-size 2 "
+    "--sequence-parallel --expert-model-parallel-size 4 --expert-tensor-parallel-size 2 --disable-bias-linear "
+    "--moe-token-dispatcher-type flex --lr 1e-3 --train-iters 1"
+)
 MAIN, TP = "the default stream", f"{COMMUNICATOR}tp"
 
 
-def launch(queue: str = MAIN, kind: str = "", num_bytes: float = 0.0, **fields: Any) -> Launch:
-    return Launch(queue, "x", "a:b", 0, "part", "F", 0, 0, num_bytes, kind)._replace(**fields)
+def launch(queue: str = MAIN, kind: str = "", num_bytes: float = 0.0, name: str = "x", **fields: Any) -> Launch:
+    return Launch(queue, name, "a:b", 0, "part", "F", 0, 0, num_bytes, kind)._replace(**fields)
+
+
+def test_messages_of_experts_take_the_links_of_their_groups() -> None:
+    plan = plan_for(EXPERTS_OF_NODES.split(), 8, 4)
+    hardware = achievable(H100)
+
+    def seconds(group: str, name: str = "all_to_all") -> float:
+        return collective_seconds(launch(name=name, num_bytes=1e9, group=group), plan, hardware)
+
+    assert len(plan.topology.group_of("ep_nodes", 0)) == len(plan.topology.group_of("ep_places", 0)) == 2
+    for group, name, link in (
+        ("ep_nodes", "all_to_all", hardware.network),
+        ("ep_places", "all_to_all", hardware.node),
+        ("etp", "all_gather", hardware.node),
+    ):
+        assert seconds(group, name) == pytest.approx(0.5e9 / link.bytes_per_second + link.latency_seconds)
 
 
 def test_launches_take_what_their_bytes_and_flops_say() -> None:

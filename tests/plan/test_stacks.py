@@ -10,6 +10,7 @@ import pytest
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.command import main
 from megapipe.layers.table import AttentionWork
+from megapipe.plan.expert_load import ExpertLoad
 from megapipe.plan.hardware import HARDWARE, WITHOUT_MATRIX_UNITS, Hardware
 from megapipe.plan.layer_time import KERNELS, OpSeconds
 from megapipe.plan.report import TERMS, terms_text
@@ -89,19 +90,20 @@ def test_all_to_alls_under_other_kernels_make_launches_longer() -> None:
     assert stack.launch_seconds(4, True) == OVERLAP_LAUNCHES * stack.launch_seconds(4, False) == OVERLAP_LAUNCHES * 2.0
 
 
-def test_biases_of_experts_move_the_stacks_bytes() -> None:
+@pytest.mark.parametrize("imbalance", [1.0, 1.5])
+def test_biases_of_experts_move_the_stacks_bytes(imbalance: float) -> None:
     options = {"num_experts": 4, "expert_model_parallel_size": 2, "moe_router_topk": 2}
     found = []
     for has_bias in (True, False):
         config = small_config(dtype="bf16", attention_dropout=0.0, add_bias_linear=has_bias, **options)
-        plan = resolve(config, 2, 8)
+        plan = replace(resolve(config, 2, 8), expert_load=ExpertLoad(imbalance))
         seconds = [
             sum(each.forward["pointwise"] + each.inputs["pointwise"] for each in stage_seconds(plan, hardware))
             for hardware in (H100, replace(H100, stack=replace(H100.stack, bias_bytes=300.0)))
         ]
         found.append(seconds[1] - seconds[0])
     model = plan.config.model
-    elements = model.num_layers * 2 * plan.shape.own_tokens * model.hidden_size
+    elements = imbalance * model.num_layers * 2 * plan.shape.own_tokens * model.hidden_size
     assert found == pytest.approx([300.0 * elements / H100.pointwise_bytes_per_second, 0.0])
 
 
