@@ -17,7 +17,6 @@ from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.snapshot import read_checkpoint
 from megapipe.extras.dry_run.rank import STATE, count_rank
-from megapipe.layers.model import model_parameters
 from megapipe.plan.layer_costs import linear_weights, replayed_flops
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.report import plan_text
@@ -25,6 +24,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.traces import layer_trace
 from megapipe.registry import EXTENSIONS
 from megapipe.schedule.action import Op
+from megapipe.trace.parameters import model_parameters
 from tests.extras.dry_run.grids import make_plan, read_for
 from tests.extras.verify.grids import compared
 from tests.harness import run_ranks

@@ -1,4 +1,4 @@
-"""`make_plan` and `make_schedule`: what a run will do, and the order of a pipeline's work, without torch."""
+"""`make_plan` and `make_schedule`: what a run will do, and the order of a pipeline's work."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class InferenceRuntime:
         yield from self.held_states(key)
 
     def held_states(self, key: str = "weights") -> Iterator[tuple[bool, TensorBox]]:
-        """Yield the tensors of `layers.model.model_states` on this rank, as `held_weights` does parameters."""
+        """Yield the tensors of `trace.parameters.model_states` on this rank, as `held_weights` does parameters."""
         is_first = self.groups.replicas.rank == 0 and self.groups.tp.rank == 0
         for module in self.stages.values():
             for name, values in module.named_buffers():

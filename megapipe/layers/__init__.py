@@ -1,11 +1,11 @@
-"""What describes the layers of a model without torch: their parameters, and how attention and experts divide work.
+"""What describes the layers of a model without torch: their parts, and how attention and experts divide work.
 
-What a layer keeps, multiplies and sends is traced from its module (`trace`).
+Their parameters, and what they keep, multiply and send, are read from their modules (`trace`).
 
-- `model`:     `ModelSpec`: the parts of a model, one `LayerSpec` a transformer layer; its parameters in model order;
+- `model`:     `ModelSpec`: the parts of a model, one `LayerSpec` a transformer layer; the parameters of a stage;
                `rank_shape`: the shape that traces depend on, from a configuration
 - `branch`:    `Branch`: what every part of a layer says of itself; its norms are part of it
 - `attention`, `latent_attention`, `mixer`, `mlp`, `moe`, `ends`: the parts
-- `norm`, `linear`: what parts are made of, and what casts to 8 bits move
+- `linear`:    the layers in 8 bits, and what casts to 8 bits move
 - `table`:     `RankShape`: the microbatch and the options that a trace depends on; `Kept`, `AttentionWork`
 """

@@ -7,19 +7,15 @@ matrices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from megapipe.config.layers import is_explicit
-from megapipe.config.model import ATTENTIONS, NORMALIZATIONS, AttentionKind
+from megapipe.config.model import ATTENTIONS, AttentionKind
 from megapipe.layers.branch import Branch
-from megapipe.layers.linear import LinearTable, output_std
-from megapipe.layers.norm import NormTable
 from megapipe.layers.table import AttentionWork, RankShape
 from megapipe.sharding.sequence import SequencePart, SequenceSlice, Visibility
-from megapipe.sharding.spec import Fused, HeadChannels, Init, ParamSpec, QueryGroups
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,61 +23,19 @@ class AttentionTable(Branch):
     """The attention branch of one transformer layer, its norms included."""
 
     site = "has_attention"
-    norm_names = ("input_layernorm", "post_self_attn_layernorm")
     recompute_modules: ClassVar[tuple[str, ...]] = ("core_attn",)
 
     cp_comm_type: str = "p2p"  # how it reaches the keys of other cp ranks
-
-    @cached_property
-    def qk_norms(self) -> tuple[NormTable, ...]:
-        """The norms of q and of k; none without --qk-layernorm and --qk-l2-norm."""
-        model = self.model
-        if model.qk_l2_norm:
-            rms, size = NORMALIZATIONS["RMSNorm"], model.kv_channels
-            return tuple(NormTable(f"self_attention.{name}_l2norm", size, rms, False) for name in ("q", "k"))
-        if not model.qk_layernorm:
-            return ()
-        q = k = model.kv_channels
-        if model.qk_layernorm_scope == "projection":
-            q, k = model.num_attention_heads * q, model.num_query_groups * k
-        sizes = (("q", q), ("k", k))
-        return tuple(NormTable.of(model, f"self_attention.{name}_layernorm", size) for name, size in sizes)
 
     @cached_property
     def is_explicit(self) -> bool:
         return is_explicit(self.model)
 
     @property
-    def query_projections(self) -> int:
-        """2 where linear_qkv makes gates besides queries, else 1."""
-        return 2 if self.model.attention_output_gate else 1
-
-    @property
     def registered(self) -> AttentionKind | None:
         """The row of a kind of attention that an extension has added: its backward replays it from q, k and v."""
         kind = ATTENTIONS[self.model.attention_kind]
         return None if kind.function is None else kind
-
-    def own_parameters(self, prefix: str, layer: int, sequence_parallel: bool, etp: int) -> Iterator[ParamSpec]:
-        """Yield the parameters between the norms."""
-        model, hidden, name = self.model, self.model.hidden_size, f"{prefix}self_attention"
-        heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels
-        slicing = QueryGroups(heads, groups, channels, is_gated=model.attention_output_gate)
-        rows = (self.query_projections * heads + 2 * groups) * channels
-        has_bias, std = model.add_bias_linear, model.init_method_std
-        qkv = LinearTable(f"{name}.linear_qkv", rows, hidden, slicing, has_bias or model.add_qkv_bias, std)
-        projection = LinearTable(f"{name}.linear_proj", hidden, heads * channels, Fused(1), has_bias, output_std(model))
-        yield from qkv.parameters(layer, sequence_parallel)
-        if self.qk_norms and model.qk_layernorm_scope == "projection":  # cut over tp like the heads
-            for norm, count in zip(self.qk_norms, (heads, groups), strict=True):
-                yield norm.weight(prefix, layer, HeadChannels(count, channels))
-        elif model.qk_layernorm:
-            for norm in self.qk_norms:  # one weight for all heads, of which each tp rank sees its own
-                yield from norm.parameters(prefix, layer, partial_gradient=True)
-        if model.softmax_type == "learnable":
-            offset = f"{name}.softmax_offset"
-            yield ParamSpec(offset, (heads,), layer, Fused(0), Init("normal", std), weight_decay=False)
-        yield from projection.parameters(layer, sequence_parallel)
 
     def flops_per_token(self, seq_length: int, causal: bool) -> float:
         """Return the forward FLOPs of core attention, per token; a sliding window limits the causal count."""

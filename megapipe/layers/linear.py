@@ -1,4 +1,4 @@
-"""Linears of a part: their parameters, and what casts to 8 bits move.
+"""Linears in 8 bits: which layers have them, and what their casts move.
 
 megapipe's own fp8 linears find an operand's largest elements in one pass and cast the operand in another, with its
 transpose: a kernel each on CUDA or with --compile-pointwise, else a chain of them over a copy in fp32. Maxima of blocks
@@ -10,47 +10,13 @@ known and not counted.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.dtypes import MICRO_BLOCK
 from megapipe.layers.table import RankShape
-from megapipe.sharding.spec import Init, ParamSpec, Slicing
 
 WIDE = 4  # bytes of fp32
-
-
-def output_std(model: ModelConfig) -> float:
-    """Return the standard deviation of the initial weights of the last linear of each residual branch."""
-    return model.init_method_std / math.sqrt(2 * model.num_layers)
-
-
-@dataclass(frozen=True)
-class LinearTable:
-    """The parameters of one linear: weight [outputs, inputs], cut over tp as `slicing` says, and perhaps a bias."""
-
-    name: str
-    outputs: int
-    inputs: int
-    slicing: Slicing
-    has_bias: bool
-    std: float
-
-    def parameters(self, owner: int, sequence_parallel: bool) -> Iterator[ParamSpec]:
-        """Yield weight and bias.
-
-        A row-parallel bias is added after the sum over tp: each rank sees only the gradient of its tokens.
-        """
-        name, is_column = self.name, self.slicing.dim == 0
-        shape, init = (self.outputs, self.inputs), Init("normal", self.std)
-        yield ParamSpec(f"{name}.weight", shape, owner, self.slicing, init, matrix="outputs x inputs")
-        if self.has_bias and is_column:
-            yield ParamSpec(f"{name}.bias", (self.outputs,), owner, self.slicing, weight_decay=False)
-        elif self.has_bias:
-            is_partial = sequence_parallel
-            yield ParamSpec(f"{name}.bias", (self.outputs,), owner, weight_decay=False, partial_gradient=is_partial)
 
 
 @dataclass(frozen=True)

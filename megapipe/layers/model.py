@@ -1,14 +1,10 @@
-"""`ModelSpec`: the parts of a model, which need not be alike from layer to layer, and its parameters in model order;
-`rank_shape`: the options of a configuration that the tables of its layers depend on.
-
-Names are Megatron-Core's (`decoder.layers.3.self_attention.linear_qkv.weight`), linear weights are [out, in].
+"""`ModelSpec`: the parts of a model, which need not be alike from layer to layer; `stage_parameters`: those of a stage;
+`rank_shape`: the options of a configuration that traces of its layers depend on.
 """
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -17,7 +13,6 @@ from megapipe.config.layers import LayerConfig, layer_configs, why_masked
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.dtypes import FP8_BLOCKS
-from megapipe.errors import ConfigError
 from megapipe.layers.attention import AttentionTable
 from megapipe.layers.branch import Branch
 from megapipe.layers.ends import EmbeddingTable, HeadTable
@@ -30,8 +25,6 @@ from megapipe.layers.prediction import PredictionTable
 from megapipe.layers.table import WHOLE, CommChunks, Documents, RankShape
 from megapipe.sharding.spec import Owner, ParamSpec
 from megapipe.sharding.state_dtypes import state_dtypes
-
-NEAR_NAMES = 3  # names of parameters that a message gives
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,13 +99,11 @@ def model_spec(
     model: ResolvedModelConfig,
     precision: PrecisionConfig,
     cp_comm_type: tuple[str, ...] = ("p2p",),
-    freeze: tuple[str, ...] = (),
+    frozen: frozenset[str] = frozenset(),
 ) -> ModelSpec:
-    """Return the parts of a resolved model. cp_comm_type: one, or one for each layer. freeze: as for
-    `model_parameters`.
+    """Return the parts of a resolved model. cp_comm_type: one, or one for each layer. frozen: names of the parameters
+    that are not trained.
     """
-    parameters = model_parameters(model, False, 1, freeze) if freeze else ()
-    frozen = frozenset(spec.name for spec in parameters if not spec.trainable)
 
     def frozen_linears(prefix: str) -> frozenset[str]:
         return frozenset(name.split(".")[-2] for name in frozen if name.startswith(prefix) and name.endswith(".weight"))
@@ -147,68 +138,6 @@ def model_spec(
             (prediction, layer_spec(last, last_in_fp8, kinds[-1], frozen_linears(prediction.layer_prefix)))
             for prediction in predictions
         ),
-    )
-
-
-@cache
-def model_parameters(
-    model: ResolvedModelConfig, sequence_parallel: bool, etp: int = 1, freeze: tuple[str, ...] = ()
-) -> tuple[ParamSpec, ...]:
-    """Return all parameters of a resolved model. etp: ranks that share every expert. freeze: patterns of the names of
-    those that are not trained; raises ConfigError if one matches no name, or if all are frozen.
-
-    sequence_parallel: norms, row-parallel biases and position embeddings then see only a slice of the sequence, so
-    that their gradients are partial over tp (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
-    """
-    spec = model_spec(model, PrecisionConfig())
-
-    def of_layer(layer: LayerSpec, prefix: str, number: int) -> Iterator[ParamSpec]:
-        for part in layer.parts:
-            yield from part.parameters(prefix, number, sequence_parallel, etp)
-
-    found = list(spec.embedding.parameters(sequence_parallel))
-    for number, layer in enumerate(spec.layers):
-        found += of_layer(layer, f"decoder.layers.{number}.", number)
-    found += spec.head.parameters(sequence_parallel)
-    for prediction, layer in spec.predictions:
-        found += prediction.parameters_before(sequence_parallel)
-        own = of_layer(layer, prediction.layer_prefix, prediction.layer_number)
-        found += (replace(parameter, owner="head") for parameter in own)
-        found += prediction.norms[2].parameters(prediction.prefix, "head", sequence_parallel)
-    frozen = frozen_names([spec.name for spec in found], freeze)
-    return tuple(replace(spec, trainable=False) if spec.name in frozen else spec for spec in found)
-
-
-def frozen_names(names: Sequence[str], patterns: Iterable[str]) -> frozenset[str]:
-    """Return the names that a pattern of --freeze matches, such as `decoder.layers.0.*`. Raises ConfigError for a
-    pattern without a match, and if nothing is left to train.
-    """
-    frozen = set[str]()
-    for pattern in patterns:
-        matching = fnmatch.filter(names, pattern)
-        if not matching:
-            near = difflib.get_close_matches(pattern, names, NEAR_NAMES, 0.0)
-            raise ConfigError(
-                f"--freeze {pattern} matches no parameter of the model; give a name, such as {', '.join(near)}, or a "
-                "pattern of names"
-            )
-        frozen.update(matching)
-    if len(frozen) == len(names):
-        raise ConfigError(
-            f"--freeze {' '.join(patterns)} matches every parameter, so that nothing is trained; leave some out, or, "
-            "to evaluate only, give --skip-train without --freeze"
-        )
-    return frozenset(frozen)
-
-
-@cache
-def model_states(model: ResolvedModelConfig) -> tuple[ParamSpec, ...]:
-    """Return the fp32 tensors of a model that are saved with its parameters and have no gradient: biases of routers."""
-    spec = model_spec(model, PrecisionConfig())
-    layers = [(layer, f"decoder.layers.{number}.", number) for number, layer in enumerate(spec.layers)]
-    layers += [(layer, each.layer_prefix, each.layer_number) for each, layer in spec.predictions]
-    return tuple(
-        state for layer, prefix, number in layers for part in layer.parts for state in part.states(prefix, number)
     )
 
 

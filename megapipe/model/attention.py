@@ -45,12 +45,16 @@ from megapipe.model.registered import registered_attention
 from megapipe.model.ring_attention import BlockAttention
 from megapipe.model.segments import NOTHING, Element, Elements, Operator, Segment, again_if, linear_element
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
+from megapipe.sharding.spec import Fused, Init, ParamSpec, QueryGroups
 from megapipe.tensor_parallel.gemms import at_least_fp32
+from megapipe.tensor_parallel.parameter import declared
 from megapipe.tensor_parallel.random import keyed_dropout, keyed_mask
 
 
 class SelfAttention(nn.Module):
     """Self-attention: elements from [s, b, h] (a slice of s with sequence parallelism) to the same shape."""
+
+    declared_last = ("softmax_offset", "linear_proj")
 
     def __init__(self, layer: int, factory: LayerFactory) -> None:
         super().__init__()
@@ -61,20 +65,20 @@ class SelfAttention(nn.Module):
         self.groups = max(1, config.num_query_groups // tp.size)
         self.queries = config.num_attention_heads // tp.size // self.groups  # per group, on this rank
         self.core = CoreAttention(layer, factory, self.groups, self.queries, self.head_dim)
-        width = config.num_attention_heads * self.head_dim
+        heads, groups = config.num_attention_heads, config.num_query_groups
+        width = heads * self.head_dim
         queries = 2 if config.attention_output_gate else 1  # projections as wide as the queries
-        rows = queries * width + 2 * config.num_query_groups * self.head_dim
-        # > rows / tp where k and v are replicated
-        local_rows = self.groups * (queries * self.queries + 2) * self.head_dim
+        rows = queries * width + 2 * groups * self.head_dim
+        slicing = QueryGroups(heads, groups, self.head_dim, is_gated=config.attention_output_gate)
         qkv_bias = config.add_bias_linear or config.add_qkv_bias
-        self.linear_qkv = factory.linear("column", layer, config.hidden_size, rows, qkv_bias, local_rows)
-        self.linear_proj = factory.linear("row", layer, width, config.hidden_size, config.add_bias_linear)
+        self.linear_qkv = factory.linear("column", layer, config.hidden_size, rows, qkv_bias, slicing)
         if config.qk_layernorm:
-            self.q_layernorm = factory.qk_norm(self.groups * self.queries)
-            self.k_layernorm = factory.qk_norm(self.groups)
+            self.q_layernorm, self.k_layernorm = factory.qk_norm(heads), factory.qk_norm(groups)
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == "learnable":
-            self.softmax_offset = nn.Parameter(torch.empty(self.groups * self.queries, device="meta"))
+            offset = ParamSpec("", (heads,), 0, Fused(0), Init("normal", config.init_method_std), weight_decay=False)
+            self.softmax_offset = declared(offset, tp.rank, tp.size)
+        self.linear_proj = factory.linear("row", layer, width, config.hidden_size, config.add_bias_linear)
 
     def elements(self, norm: Elements = NOTHING) -> Iterator[Element]:
         """Yield the elements of the branch. norm: those before linear_qkv, which may be recomputed."""

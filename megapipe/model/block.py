@@ -45,12 +45,14 @@ class Block(nn.Module):
         attention: Iterator[Element] = iter(())
         mlp: Iterator[Element] = iter(())
         if factory.config.has_attention or factory.config.mixer is not None:
-            self.input_layernorm, self.post_self_attn_layernorm = factory.branch_norms()
+            self.input_layernorm, after = factory.branch_norms()
             self.self_attention = _mixer(factory.config)(layer, factory)
+            self.post_self_attn_layernorm = after
             attention = self.self_attention.elements(self._norm("input_layernorm"))
         if factory.config.has_mlp:
-            self.pre_mlp_layernorm, self.post_mlp_layernorm = factory.branch_norms()
+            self.pre_mlp_layernorm, after = factory.branch_norms()
             self.mlp = MLP(layer, factory) if factory.config.num_experts is None else MoE(layer, factory)
+            self.post_mlp_layernorm = after
             mlp = self.mlp.elements(self._norm("pre_mlp_layernorm"))
         end = [*self._norm("post_self_attn_layernorm"), self._sum("attention_output")]
         mlp_end = [*self._norm("post_mlp_layernorm"), self._sum("mlp_output")]

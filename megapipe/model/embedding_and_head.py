@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +16,43 @@ from megapipe.errors import DataError
 from megapipe.gpu.kernels import TORCH, Kernels, compiled
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.sharding.sequence import WHOLE_SEQUENCE, SequencePart
+from megapipe.sharding.spec import Fused, Init, ParamSpec
 from megapipe.tensor_parallel.cross_entropy import LossKernels, chunked_cross_entropy, vocab_parallel_cross_entropy
 from megapipe.tensor_parallel.embedding import VocabParallelEmbedding
 from megapipe.tensor_parallel.gemms import at_least_fp32, slice_length
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
+from megapipe.tensor_parallel.parameter import declared
 from megapipe.tensor_parallel.random import EMBEDDING_LAYER, DropoutKey, keyed_dropout
+
+
+def vocabulary_weight(config: ResolvedModelConfig) -> ParamSpec:
+    """Return the declaration of the weight of the word embedding, and of the output layer."""
+    return ParamSpec(
+        "",
+        (config.padded_vocab_size, config.hidden_size),
+        0,
+        Fused(0),
+        Init("normal", config.init_method_std),
+        decoupled_lr=True,
+        true_rows=config.vocab_size,
+    )
+
+
+def output_layer(
+    config: ResolvedModelConfig, tp: Group, sequence_parallel: bool, queue: WeightQueue, **options: Any
+) -> ColumnParallelLinear:
+    """Build the output layer over the padded vocabulary. options: of the linear."""
+    return ColumnParallelLinear(
+        config.hidden_size,
+        config.padded_vocab_size,
+        bias=False,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        queue=queue,
+        weight=vocabulary_weight(config),
+        **options,
+    )
 
 
 class Embedding(nn.Module):
@@ -44,11 +76,21 @@ class Embedding(nn.Module):
         self.dropout_rate, self.scale = config.hidden_dropout, config.embedding_scale
         self.dropout_rank = tp.rank if sequence_parallel else None
         self.word_embeddings = VocabParallelEmbedding(
-            config.padded_vocab_size, hidden_size, tp, sequence_parallel, true_vocab_size=config.vocab_size, queue=queue
+            config.padded_vocab_size,
+            hidden_size,
+            tp,
+            sequence_parallel,
+            true_vocab_size=config.vocab_size,
+            queue=queue,
+            weight=replace(vocabulary_weight(config), tied=config.has_embedding_at_both_ends),
         )
         self.position_embeddings: nn.Embedding | None = None  # replicated over tp
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = nn.Embedding(config.max_position_embeddings, hidden_size, device="meta")
+            shape, init = (config.max_position_embeddings, hidden_size), Init("normal", config.init_method_std)
+            self.position_embeddings = nn.Embedding(*shape, device="meta")
+            # with sequence parallelism each tp rank sees only the positions of its tokens
+            weight = ParamSpec("", shape, 0, init=init, partial_gradient=sequence_parallel)
+            self.position_embeddings.weight = declared(weight)
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         return self.embed(microbatch, microbatch.dropout_key, EMBEDDING_LAYER)

@@ -13,12 +13,14 @@ from torch.autograd.function import once_differentiable
 
 from megapipe.config.model import ACTIVATIONS as KINDS
 from megapipe.model.context import LayerContext
-from megapipe.model.layer_factory import LayerFactory
+from megapipe.model.layer_factory import LayerFactory, output_std
 from megapipe.model.mlp import formulas as activation_formulas
 from megapipe.model.routing import ROWS, SENT, Routing
 from megapipe.model.segments import Element, Elements, Operator, Remade, Segment, again_if, input_recompute, tensor_of
+from megapipe.sharding.spec import ExpertRows, Init, ParamSpec
 from megapipe.tensor_parallel.gemms import Gemms, RowGroups
 from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, QueuedGradient, WeightQueue, add_to_grad
+from megapipe.tensor_parallel.parameter import declared
 
 WEIGHTED = slice(-2, None)  # of a branch: weights and rows
 
@@ -57,16 +59,21 @@ class ExpertWeights(nn.Module):
             ]
         )
         gates = 2 if kind.is_gated else 1
-        rows = held * (config.expert_ffn_size // experts.etp.size)
-        self.weight1 = nn.Parameter(torch.empty(gates * rows, config.hidden_size, device="meta"))
-        self.weight2 = nn.Parameter(torch.empty(rows, config.hidden_size, device="meta"))
+        count, hidden, etp = config.num_experts, config.hidden_size, experts.etp
+        cut = experts.ep.rank * etp.size + etp.rank, experts.ep.size * etp.size
+        rows = count * config.expert_ffn_size
+        inner, outer = ExpertRows(count, gates, etp.size), ExpertRows(count, 1, etp.size)
+        first, last = Init("normal", config.init_method_std), Init("normal", output_std(config))
+        weight1 = ParamSpec("", (gates * rows, hidden), 0, inner, first, matrix="outputs x inputs")
+        weight2 = ParamSpec("", (rows, hidden), 0, outer, last, matrix="inputs x outputs")
+        self.weight1, self.weight2 = declared(weight1, *cut), declared(weight2, *cut)
         self.bias1: nn.Parameter | None = None
         self.bias2: nn.Parameter | None = None
-        channels = config.hidden_size // experts.etp.size
-        self.channels = slice(experts.etp.rank * channels, (experts.etp.rank + 1) * channels)  # of bias2 on this rank
-        if config.add_bias_linear:
-            self.bias1 = nn.Parameter(torch.empty(gates * rows, device="meta"))
-            self.bias2 = nn.Parameter(torch.empty(held * channels, device="meta"))
+        channels = hidden // etp.size
+        self.channels = slice(etp.rank * channels, (etp.rank + 1) * channels)  # of bias2 on this rank
+        if has_bias:
+            self.bias1 = declared(ParamSpec("", (gates * rows,), 0, inner, weight_decay=False), *cut)
+            self.bias2 = declared(ParamSpec("", (count * hidden,), 0, outer, weight_decay=False), *cut)
 
     def _first(self, context: LayerContext, routing: Routing, weights: Tensor, rows: Tensor) -> tuple[Any, ...]:
         """Return the routing, the weights, for a bias of the second linear twice, and the product of the first one."""

@@ -8,17 +8,14 @@ What it declares where it makes it (shapes, cuts, initial values) is all that pl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
 from megapipe.config.layers import LayerConfig
 from megapipe.gpu.kernels import TORCH
-from megapipe.layers.linear import LinearTable, output_std
 from megapipe.layers.mixer import Declared
 from megapipe.layers.table import WHOLE
 from megapipe.model.layer_factory import LayerFactory
@@ -26,12 +23,13 @@ from megapipe.model.registered import replayed
 from megapipe.model.segments import NOTHING, Element, Elements, Operator, again_if, linear_element
 from megapipe.sharding.spec import Fused, Init, ParamSpec, Replicated
 from megapipe.tensor_parallel.gradients import WeightQueue
+from megapipe.tensor_parallel.parameter import declarations, declared
 
 
 class Mixer(nn.Module):
     """A token mixer: elements from [s, b, h] (a slice of s with sequence parallelism) to the same shape.
 
-    A subclass makes linear_in and linear_out by `column` and `row`, its own parameters by `parameter`, all as
+    A subclass makes linear_in by `column`, then linear_out by `row`, and its own parameters by `parameter`, all as
     attributes, and defines mix(x, *own) -> the input of linear_out, [s, b, channels of this tp rank].
 
     x: linear_in's output, [s, b, rows of this rank], with the whole sequence. own: the module's own parameters, as this
@@ -52,24 +50,16 @@ class Mixer(nn.Module):
         config = factory.config
         self.layer, self._factory, self.recompute = layer, factory, factory.recompute
         self.kind, self.options, self.hidden_size = config.mixer, config.mixer_options, config.hidden_size
-        self._linears: dict[nn.Module, LinearTable] = {}
-        self._own: dict[nn.Parameter, ParamSpec] = {}
 
     def column(self, outputs: int, parts: int = 1) -> nn.Module:
         """Make linear_in: h -> outputs, cut over tp. parts: equal stacked tensors that are each cut: [a_r; b_r]."""
-        config = self._factory.config
-        std, bias = config.init_method_std, config.add_bias_linear
-        made = self._factory.linear("column", self.layer, self.hidden_size, outputs, bias)
-        self._linears[made] = LinearTable("", outputs, self.hidden_size, Fused(0, parts), bias, std)
-        return made
+        factory, bias = self._factory, self._factory.config.add_bias_linear
+        return factory.linear("column", self.layer, self.hidden_size, outputs, bias, Fused(0, parts))
 
     def row(self, inputs: int) -> nn.Module:
         """Make linear_out: inputs, cut over tp, -> h, summed over tp."""
-        config = self._factory.config
-        bias = config.add_bias_linear
-        made = self._factory.linear("row", self.layer, inputs, self.hidden_size, bias)
-        self._linears[made] = LinearTable("", self.hidden_size, inputs, Fused(1), bias, output_std(config))
-        return made
+        bias = self._factory.config.add_bias_linear
+        return self._factory.linear("row", self.layer, inputs, self.hidden_size, bias)
 
     def parameter(
         self,
@@ -87,10 +77,7 @@ class Mixer(nn.Module):
         deviation = self._factory.config.init_method_std if std is None else std
         values = Init(init, deviation if init == "normal" else 0.0)
         spec = ParamSpec("", shape, 0, slicing, values, weight_decay, partial_gradient=cut is None)
-        tp = self._factory.tp
-        made = nn.Parameter(torch.empty(spec.local_shape(tp.rank, tp.size), device="meta"))
-        self._own[made] = spec
-        return made
+        return declared(spec, self._factory.tp.rank, self._factory.tp.size)
 
     def elements(self, norm: Elements = NOTHING) -> Iterator[Element]:
         """Yield the elements of the branch. norm: those before linear_in, which may be recomputed."""
@@ -114,6 +101,4 @@ class Mixer(nn.Module):
 @cache
 def _declared(kind: type[Mixer], config: LayerConfig) -> Declared:
     made = kind(0, LayerFactory(config, Group.alone("tp"), False, frozenset(), WeightQueue(), TORCH, WHOLE))
-    linears = tuple(replace(made._linears[getattr(made, name)], name=name) for name in ("linear_in", "linear_out"))
-    own = tuple(replace(made._own[own], name=name) for name, own in made.named_parameters(recurse=False))
-    return Declared(linears, own, made.flops)
+    return Declared(tuple(declarations(made)), made.flops)

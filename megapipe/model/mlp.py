@@ -30,6 +30,7 @@ from megapipe.model.segments import (
     again_if,
     linear_element,
 )
+from megapipe.sharding.spec import Fused
 
 Activation = Callable[[Tensor], Tensor]
 Pointwise = Callable[..., Tensor]
@@ -49,8 +50,8 @@ class MLP(nn.Module):
         # relu saves only its output, which linear_fc2 saves too: recomputing it would free nothing
         self.recompute_activation = "activation" in recompute and not kind.keeps_output
         hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_bias_linear
-        rows = 2 * ffn if kind.is_gated else ffn
-        self.linear_fc1 = factory.linear("column", layer, hidden, rows, bias)
+        gates = 2 if kind.is_gated else 1
+        self.linear_fc1 = factory.linear("column", layer, hidden, gates * ffn, bias, Fused(0, gates))
         self.linear_fc2 = factory.linear("row", layer, ffn, hidden, bias)
 
     def elements(self, norm: Elements = NOTHING) -> Iterator[Element]:

@@ -45,6 +45,8 @@ from megapipe.model.segments import (
     run_branch,
     tensor_of,
 )
+from megapipe.sharding.spec import Init, ParamSpec
+from megapipe.tensor_parallel.parameter import declared
 
 
 class MoE(nn.Module):
@@ -66,7 +68,7 @@ class MoE(nn.Module):
         self.recompute = factory.recompute
         if has_shared and "shared_experts" in factory.recompute:
             self.recompute -= {"layernorm"}  # shared experts that run again keep the output of the norm before them
-        self.router = Router(model, tp, factory.experts.dp, factory.experts.cp)
+        self.router = Router(model, tp, factory.experts.dp, factory.experts.cp, factory.sequence_parallel)
         self.experts = ExpertWeights(layer, factory)
         self.dispatcher = dispatcher_of(model, factory.experts)
         self.places = Elements([Segment("places", Places(model), self._operands)])
@@ -134,6 +136,8 @@ class MoE(nn.Module):
 class SharedExperts(MLP):
     """An MLP that sees every token; its output is multiplied by sigmoid(x gate_weight^T) with a gate."""
 
+    declared_last = ("gate_weight",)
+
     def __init__(self, layer: int, factory: LayerFactory, width: int) -> None:
         recompute = factory.recompute & {"activation"}  # it receives the output of the norm before it
         if "shared_experts" in factory.recompute:
@@ -142,7 +146,9 @@ class SharedExperts(MLP):
         self.inner = Elements(self.elements())
         self.gate_weight: nn.Parameter | None = None
         if factory.config.moe_shared_expert_gate:
-            self.gate_weight = nn.Parameter(torch.empty(1, factory.config.hidden_size, device="meta"))
+            init, shape = Init("normal", factory.config.init_method_std), (1, factory.config.hidden_size)
+            gate = ParamSpec("", shape, 0, init=init, partial_gradient=factory.sequence_parallel)
+            self.gate_weight = declared(gate)
 
     def forward(self, x: Tensor | Remade, context: LayerContext) -> Tensor:
         """Return the result for x, [s, b, h] both."""

@@ -7,7 +7,7 @@ and 1 / deviation, RMSNorm: 1 / rms) in at least fp32. A zero-centred weight ("l
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,25 +16,37 @@ from torch import Tensor, nn
 
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
+from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.model import NORMALIZATIONS, ModelConfig
 from megapipe.model.registered import registered_norm
 from megapipe.model.segments import ALL, Element, Operator, Segment
+from megapipe.sharding.spec import HeadChannels, Init, ParamSpec
 from megapipe.tensor_parallel.gemms import at_least_fp32
+from megapipe.tensor_parallel.parameter import declared
 
 # (x, weight as it multiplies, bias or None for RMSNorm, epsilon) -> x's shape and dtype
 NormKernel = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 
 
 class Norm(nn.Module):
-    """The norm of the configuration: weight [size] and, for LayerNorm, bias [size]. kernel: replaces torch's."""
+    """The norm of the configuration: weight [size] and, for LayerNorm, bias [size]. kernel: replaces torch's.
 
-    def __init__(self, config: ModelConfig, size: int, kernel: NormKernel | None = None) -> None:
+    partial_gradient: each tp rank normalizes other tokens or heads. A zero-centred weight is stored as gamma - 1.
+    """
+
+    def __init__(
+        self, config: ModelConfig, size: int, kernel: NormKernel | None = None, partial_gradient: bool = False
+    ) -> None:
         super().__init__()
         self.kernel, self.name, self.kind = kernel, config.normalization, NORMALIZATIONS[config.normalization]
         self.epsilon = config.norm_epsilon
         self.zero_centered = config.layernorm_zero_centered_gamma
-        self.weight = nn.Parameter(torch.empty(size, device="meta"))
-        self.bias = nn.Parameter(torch.empty(size, device="meta")) if self.kind.has_bias else None
+        weight = norm_weight(config, size)
+        self.weight = declared(replace(weight, partial_gradient=partial_gradient))
+        self.bias: nn.Parameter | None = None
+        if self.kind.has_bias:
+            bias = ParamSpec("", (size,), 0, weight_decay=False, partial_gradient=partial_gradient)
+            self.bias = declared(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a new contiguous tensor of x's dtype. x: [..., size], any strides."""
@@ -77,6 +89,12 @@ class NormFunction:
         return F.layer_norm(x, x.shape[-1:], weight, bias, self.epsilon)
 
 
+def norm_weight(config: ModelConfig, size: int) -> ParamSpec:
+    """Return the declaration of a norm's weight."""
+    init = Init("zeros" if config.layernorm_zero_centered_gamma else "ones")
+    return ParamSpec("", (size,), 0, init=init, weight_decay=False)
+
+
 def norm_element(name: str, norm: nn.Module, at: slice = ALL) -> Element:
     """Return the element of a norm over the last dim: a segment, unless a library or an extension computes it."""
     if isinstance(norm, Norm) and norm.is_pure:
@@ -87,13 +105,16 @@ def norm_element(name: str, norm: nn.Module, at: slice = ALL) -> Element:
 class ProjectionNorm(nn.Module):
     """RMSNorm over all heads of q, or of k, together: [s, b, groups, heads, head_dim] of this tp rank -> the same.
 
-    local_size: channels of this rank. The sum of squares is a sum over tp; ranks that share heads count them all.
+    heads: of the model. The weight is cut like them. The sum of squares is a sum over tp; ranks that share heads count
+    them all.
     """
 
-    def __init__(self, config: ModelConfig, local_size: int, tp: Group) -> None:
+    def __init__(self, config: ResolvedModelConfig, heads: int, tp: Group) -> None:
         super().__init__()
         self.epsilon, self.zero_centered, self.tp = config.norm_epsilon, config.layernorm_zero_centered_gamma, tp
-        self.weight = nn.Parameter(torch.empty(local_size, device="meta"))
+        slicing = HeadChannels(heads, config.kv_channels)
+        weight = replace(norm_weight(config, heads * config.kv_channels), slicing=slicing)
+        self.weight = declared(weight, tp.rank, tp.size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return a new contiguous tensor of x's dtype. x may have any strides."""

@@ -19,8 +19,10 @@ from megapipe.dtypes import DTYPES
 from megapipe.layers.moe import expert_capacity, rows_of_capacity
 from megapipe.model.context import LayerContext, Unit
 from megapipe.model.segments import Elements, Segment, run_branch
+from megapipe.sharding.spec import Init, ParamSpec
 from megapipe.tensor_parallel.gemms import at_least_fp32
 from megapipe.tensor_parallel.gradients import InputRecompute
+from megapipe.tensor_parallel.parameter import declared
 
 OUTSIDE = LayerContext(None, None, False, None)  # of a router that is called on its own, not in training
 
@@ -40,7 +42,14 @@ class Router(nn.Module):
 
     expert_bias: Tensor | None
 
-    def __init__(self, model: LayerConfig, tp: Group, dp: Group | None = None, cp: Group | None = None) -> None:
+    def __init__(
+        self,
+        model: LayerConfig,
+        tp: Group,
+        dp: Group | None = None,
+        cp: Group | None = None,
+        sequence_parallel: bool = False,
+    ) -> None:
         super().__init__()
         assert model.num_experts is not None
         self.model, self.tp, self.num_experts = model, tp, model.num_experts
@@ -50,8 +59,12 @@ class Router(nn.Module):
         self.dtype = (
             None if model.moe_router_dtype is None else getattr(torch, DTYPES[model.moe_router_dtype].torch_name)
         )
-        self.weight = nn.Parameter(torch.empty(model.num_experts, model.hidden_size, device="meta"))
-        self.bias = nn.Parameter(torch.empty(model.num_experts, device="meta")) if model.add_bias_linear else None
+        init, is_partial = Init("normal", model.init_method_std), sequence_parallel
+        shape = (model.num_experts, model.hidden_size)
+        self.weight = declared(ParamSpec("", shape, 0, init=init, partial_gradient=is_partial))
+        self.bias: nn.Parameter | None = None
+        if model.add_bias_linear:
+            self.bias = declared(ParamSpec("", shape[:1], 0, weight_decay=False, partial_gradient=is_partial))
         bias = torch.zeros(model.num_experts) if model.moe_router_enable_expert_bias else None
         self.register_buffer("expert_bias", bias, persistent=False)
         self.measures = ("squares",) * bool(model.moe_z_loss_coeff) + ("counts", "sums") * bool(model.balance_losses)

@@ -1,6 +1,6 @@
 """`GPTStage`: the part of a GPT that one pipeline stage holds on one tp rank.
 
-What it keeps for the backward is counted by `trace`, and planned by the tables of `layers`.
+Each module declares its parameters where it makes them. What a stage keeps for the backward is counted by `trace`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megapipe.layers.table import WHOLE, CommChunks
 from megapipe.model.block import Block, Prediction, keeping
 from megapipe.model.context import ContextBuilder, LayerContext, SharedTables
 from megapipe.model.context_parallel import ContextParallel
-from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits, scaled
+from megapipe.model.embedding_and_head import Embedding, Loss, capped_logits, output_layer, scaled
 from megapipe.model.layer_factory import LayerFactory
 from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.model.moe import MoE
@@ -86,7 +86,7 @@ class GPTStage(nn.Module):
     the last, which then has the embedding too.
 
     Parameters have this rank's shapes, are on the meta device until materialised (by data_parallel's buffers), and
-    have the global Megatron names of `layers.model.model_parameters`. A tied head uses
+    have the global Megatron names of `trace.parameters.model_parameters`. A tied head uses
     embedding.word_embeddings.weight: the same Parameter where the stage has both ends; otherwise another of that
     name, a copy, or the first stage's own where that is on this rank.
     """
@@ -162,16 +162,8 @@ class GPTStage(nn.Module):
 
     def _add_head(self, queue: WeightQueue, chunks: CommChunks, kernels: Kernels) -> None:
         """Build the output layer, which uses the word embedding's parameter where the two are tied."""
-        head = ColumnParallelLinear(
-            self.config.hidden_size,
-            self.config.padded_vocab_size,
-            bias=False,
-            tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
-            queue=queue,
-            chunks=chunks,
-            sm_carveout=kernels.sm_carveout,
-        )
+        options = {"chunks": chunks, "sm_carveout": kernels.sm_carveout}
+        head = output_layer(self.config, self.tp, self.sequence_parallel, queue, **options)
         if self.config.untie_embeddings_and_output_weights:
             self.output_layer = head
         elif self.embedding is None:

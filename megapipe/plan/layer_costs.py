@@ -32,6 +32,7 @@ from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.partition import Partition, StageLayers
 from megapipe.sharding.sequence import SequenceSlice
+from megapipe.trace.parameters import layer_parameters
 
 FORMAT = "megapipe layer times"
 VERSION = 1
@@ -57,7 +58,7 @@ WITHOUT_EFFECT = (
 def linear_weights(layer: LayerSpec) -> dict[str, int]:
     """Return the weights of a layer's linears that a token goes through, by name: of experts those of k of them."""
     found, experts = {}, layer.experts
-    for spec in (spec for part in layer.parts for spec in part.parameters("", 0, False)):
+    for spec in layer_parameters(layer.config):
         if spec.matrix or spec.name == "mlp.router.weight":
             found[spec.name] = math.prod(spec.shape)
             if experts is not None and spec.name.startswith("mlp.experts."):

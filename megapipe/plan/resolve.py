@@ -26,7 +26,6 @@ from megapipe.config.rules.gpu import overlaps_by_default, with_compiled, with_o
 from megapipe.config.rules.training import with_implied
 from megapipe.config.training import OptimizerConfig
 from megapipe.data.build_datasets import DEFAULT_SPLIT
-from megapipe.layers.model import model_parameters
 from megapipe.plan.batch import BatchSchedule
 from megapipe.plan.cut import balanced_cut
 from megapipe.plan.run_plan import RunPlan
@@ -36,6 +35,7 @@ from megapipe.schedule.lower import default_receive_depth
 from megapipe.schedule.sharding import split_partition, split_placement, units_of
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.topology import Topology
+from megapipe.trace.parameters import model_parameters
 
 
 def resolve(config: Config, world_size: int, ranks_per_node: int | None = None) -> RunPlan:

@@ -15,7 +15,7 @@ from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, RecomputeConfig
 from megapipe.config.rules.context import slice_unit
 from megapipe.config.training import OPTIMIZERS
-from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape, stage_parameters
+from megapipe.layers.model import ModelSpec, model_spec, rank_shape, stage_parameters
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import group_sizes, layers_of, reads_weights_in_w
 from megapipe.plan.batch import BatchSchedule
@@ -49,6 +49,7 @@ from megapipe.sharding.sequence import SequenceSlice
 from megapipe.sharding.spec import ParamSpec
 from megapipe.sharding.state_dtypes import StateDtypes, state_dtypes
 from megapipe.topology import Topology
+from megapipe.trace.parameters import model_parameters
 
 SCHEDULES_CACHED = 512  # a search has some hundreds of plans, which share most of their schedules
 
@@ -132,7 +133,7 @@ _parameter_layout = lru_cache(maxsize=SCHEDULES_CACHED)(ParameterLayout)
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A resolved configuration on a grid of ranks, made by `plan.resolve.resolve`; nothing in it needs torch."""
+    """A resolved configuration on a grid of ranks, made by `plan.resolve.resolve`."""
 
     config: ResolvedConfig
     topology: Topology
@@ -150,8 +151,8 @@ class RunPlan:
     def model(self) -> ModelSpec:
         """The parts of the model."""
         config = self.config
-        freeze = config.optimizer.freeze
-        model = model_spec(config.model, config.precision, config.parallel.cp_comm_type, freeze)
+        frozen = frozenset(spec.name for spec in self.specs if not spec.trainable)
+        model = model_spec(config.model, config.precision, config.parallel.cp_comm_type, frozen)
         if self.expert_load == BALANCED:
             return model
         return with_load(model, self.expert_load.of(self.config.model, self.topology.ep))
@@ -245,9 +246,9 @@ class RunPlan:
     @property
     def active_parameters(self) -> int:
         """Parameters that a token goes through: all but those of the experts that did not choose it."""
-        layers = (*self.model.layers, *(layer for _, layer in self.model.predictions))
-        idle = sum(layer.experts.inactive_weights for layer in layers if layer.experts is not None)
-        return sum(spec.num_elements for spec in self.specs) - idle
+        count, topk = self.config.model.num_experts or 1, self.config.model.moe_router_topk
+        of_experts = sum(spec.num_elements for spec in self.specs if spec.is_expert)
+        return sum(spec.num_elements for spec in self.specs) - of_experts * (count - topk) // count
 
     def num_elements(self, stages: Iterable[int]) -> int:
         """Return the parameters of these stages on one rank, padding of the buffers included."""

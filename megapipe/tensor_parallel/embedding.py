@@ -13,8 +13,10 @@ from torch.nn import functional
 
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
+from megapipe.sharding.spec import Fused, ParamSpec
 from megapipe.tensor_parallel.gemms import SequenceGather, summed
 from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue, add_to_grad
+from megapipe.tensor_parallel.parameter import declared
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class VocabParallelEmbedding(nn.Module):
         *,
         true_vocab_size: int | None = None,
         queue: WeightQueue | None = None,
+        weight: ParamSpec | None = None,
     ) -> None:
+        """weight: how [padded_vocab, hidden] is initialized and updated."""
         super().__init__()
         self.tp = tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
@@ -86,7 +90,7 @@ class VocabParallelEmbedding(nn.Module):
         self.uses = 1  # calls for each microbatch
         self.true_vocab_size = padded_vocab if true_vocab_size is None else true_vocab_size
         self.vocabulary = VocabularySlice.of(padded_vocab, self.true_vocab_size, tp.rank, tp.size)
-        self.weight = nn.Parameter(torch.empty((self.vocabulary.num_rows, hidden), device="meta"))
+        self.weight = declared(weight or ParamSpec("", (padded_vocab, hidden), 0, Fused(0)), tp.rank, tp.size)
 
     def forward(self, tokens: Tensor) -> Tensor:
         check_ids(tokens, self.true_vocab_size, "token id")

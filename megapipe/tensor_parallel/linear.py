@@ -35,6 +35,7 @@ from megapipe.comm.collectives import Work, all_reduce, reduce_scatter
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
 from megapipe.layers.table import WHOLE, CommChunks
+from megapipe.sharding.spec import Fused, ParamSpec
 from megapipe.tensor_parallel.gemms import (
     PLAIN_GEMMS,
     Gemms,
@@ -48,6 +49,7 @@ from megapipe.tensor_parallel.gemms import (
     summed_product,
 )
 from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue, add_to_grad
+from megapipe.tensor_parallel.parameter import declared
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, weight and bias
 
@@ -56,8 +58,8 @@ class ParallelLinear(nn.Module):
     """A linear sharded over tp: weight, bias, their gradient slots, the weight queue, and the arithmetic of its GEMMs.
 
     Parameters are on the meta device until materialised. sequence_parallel is False in a group of one.
-    local_out_features: this rank's rows in a column-parallel linear where they are not out_features / tp (replicated
-    key/value heads). Raises ConfigError if tp does not divide the features that are sharded.
+    weight: how [out_features, in_features] is cut and initialized; by default it is cut evenly. Raises ConfigError if
+    tp does not divide the features that are sharded.
     """
 
     split: ClassVar[str]  # the features that are sharded: "input" or "output"
@@ -71,26 +73,30 @@ class ParallelLinear(nn.Module):
         tp: Group,
         sequence_parallel: bool,
         queue: WeightQueue | None = None,
-        local_out_features: int | None = None,
+        weight: ParamSpec | None = None,
         gemms: Gemms = PLAIN_GEMMS,
         chunks: CommChunks = WHOLE,
         sm_carveout: int = 0,
     ) -> None:
         """sm_carveout: SMs that GEMMs beside a collective over tp leave free."""
         super().__init__()
-        sizes = {"output": out_features, "input": in_features}  # in the order of the weight's dims
-        whole = sizes[self.split]
-        if local_out_features is not None:
-            if self.split != "output":
-                raise ValueError("local_out_features is for column-parallel linears; a row-parallel one keeps all rows")
-            sizes["output"] = local_out_features
-        elif whole % tp.size:
+        is_column = self.split == "output"
+        whole = out_features if is_column else in_features
+        if weight is None:
+            weight = ParamSpec("", (out_features, in_features), 0, Fused(0 if is_column else 1))
+        if isinstance(weight.slicing, Fused) and whole % tp.size:
             raise ConfigError(
                 f"tensor parallelism of {tp.size} does not divide the {whole} {self.split} features of a linear; use a "
                 "divisor of them"
             )
-        else:
-            sizes[self.split] = whole // tp.size
+        self.weight = declared(weight, tp.rank, tp.size)
+        self.bias: nn.Parameter | None = None
+        if bias and is_column:
+            own = ParamSpec("", (out_features,), 0, weight.slicing, weight_decay=False)
+            self.bias = declared(own, tp.rank, tp.size)
+        elif bias:  # added after the sum over tp: each rank sees only the gradient of its tokens
+            is_partial = sequence_parallel
+            self.bias = declared(ParamSpec("", (out_features,), 0, weight_decay=False, partial_gradient=is_partial))
         self.tp = tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.chunks = chunks if tp.size > 1 else WHOLE
@@ -99,8 +105,6 @@ class ParallelLinear(nn.Module):
         self.queue = WeightQueue() if queue is None else queue
         self.slots: dict[str, GradientSlot] = {}
         self.uses = 1  # calls for each microbatch
-        self.weight = nn.Parameter(torch.empty(tuple(sizes.values()), device="meta"))
-        self.bias = nn.Parameter(torch.empty(sizes["output"], device="meta")) if bias else None
 
     def forward(self, x: Tensor, recompute: InputRecompute | None = None) -> Tensor:
         """Return y. recompute: how the backward recomputes x, which is then not saved."""

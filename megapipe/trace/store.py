@@ -1,4 +1,4 @@
-"""`user_store`: traces that this user's earlier processes have made, in the user's cache folder.
+"""`user_store`: traces and declarations that this user's earlier processes have made, in the user's cache folder.
 
 A key is derived: of what is traced, of the sources of megapipe and of torch's version. Nothing is kept by hand, and
 removing the folder costs time only.

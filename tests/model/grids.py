@@ -19,13 +19,13 @@ from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.verify.conversion import replace_parameter
 from megapipe.gpu.kernels import TORCH, Kernels
-from megapipe.layers.model import model_parameters
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.spec import ParamSpec
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
+from megapipe.trace.parameters import model_parameters
 from tests import tiny
 from tests.extras.reference.tiny import draw_weights
 

@@ -22,7 +22,6 @@ from megapipe.errors import ConfigError
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.gpu.kernels import choose_kernels, describe_kernels
-from megapipe.layers.model import model_parameters
 from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes
 from megapipe.model.router import OUTSIDE, Choice, Router, balanced_choice
@@ -30,6 +29,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.tensor_parallel.gemms import PLAIN_GEMMS, RowGroups
 from megapipe.tensor_parallel.random import DropoutKey
+from megapipe.trace.parameters import model_parameters
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.model.grids import LLAMA, make_microbatch, make_stage, model_config

@@ -13,13 +13,13 @@ from megapipe.comm.groups import Group
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.verify.conversion import replace_parameter
-from megapipe.layers.model import model_parameters
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.spec import Init, ParamSpec
 from megapipe.tensor_parallel import random
 from megapipe.tensor_parallel.random import draw, draw_box_into
+from megapipe.trace.parameters import model_parameters
 from tests.model.grids import GPT2, LLAMA, local_slice, model_config
 
 SEED = 1234

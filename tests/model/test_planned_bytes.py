@@ -17,7 +17,7 @@ from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
-from megapipe.layers.model import ModelSpec, model_parameters, model_spec
+from megapipe.layers.model import ModelSpec, model_spec
 from megapipe.layers.table import Documents, RankShape
 from megapipe.model.context import LayerContext
 from megapipe.model.microbatch import Microbatch, StageLoss
@@ -25,6 +25,7 @@ from megapipe.plan.activations import deferred_bytes, replay_bytes, shared_bytes
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.random import DropoutKey
+from megapipe.trace.parameters import model_parameters
 from tests.harness import RankPool
 from tests.model.grids import BATCH, GPT2, LLAMA, NOPE, SEQ, make_microbatch, make_stage, model_config
 from tests.model.saved_bytes import SavedBytes

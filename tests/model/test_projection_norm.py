@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.comm.groups import Group
+from megapipe.config.config import resolve_model
 from megapipe.model.norm import ProjectionNorm
 from megapipe.sharding.spec import HeadChannels, ParamSpec
 from tests.harness import RankPool
@@ -28,10 +29,11 @@ def whole_tensors(heads: int) -> Results:
     return x, grad, weight
 
 
-def run(x: Tensor, grad: Tensor, weight: Tensor, tp: Group, zero_centered: bool) -> Results:
+def run(x: Tensor, grad: Tensor, weight: Tensor, heads: int, tp: Group, zero_centered: bool) -> Results:
     """Run the norm over the channels [s, b, n] of one rank, as heads [s, b, groups 1, heads, head_dim]."""
-    config = model_config(normalization="RMSNorm", layernorm_zero_centered_gamma=zero_centered)
-    norm = ProjectionNorm(config, weight.numel(), tp)
+    options = {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": zero_centered, "kv_channels": HEAD_DIM}
+    norm = ProjectionNorm(resolve_model(model_config(**options), 1), heads, tp)
+    assert norm.weight.shape == weight.shape
     norm.weight = torch.nn.Parameter(weight.clone())
     x = x.clone().requires_grad_()
     output = norm(x.unflatten(-1, (1, -1, HEAD_DIM)))
@@ -53,7 +55,7 @@ def one_rank(rank: int, world_size: int, heads: int, zero_centered: bool) -> Res
     part = 1.0 + interval.replicas.index(rank)
     grad = grad * part / sum(range(1, len(interval.replicas) + 1))
     tp = Group("tp", tuple(range(world_size)), rank, dist.group.WORLD)
-    output, *gradients = run(x, grad, weight, tp, zero_centered)
+    output, *gradients = run(x, grad, weight, heads, tp, zero_centered)
     for gradient in gradients:
         parts = [torch.empty_like(gradient) for _ in range(world_size)]
         dist.all_gather(parts, gradient.contiguous())
@@ -66,7 +68,7 @@ def one_rank(rank: int, world_size: int, heads: int, zero_centered: bool) -> Res
 def test_tp_ranks_equal_one_process(
     rank_pools: Callable[[int], RankPool], tp: int, heads: int, zero_centered: bool
 ) -> None:
-    expected = run(*whole_tensors(heads), Group.alone("tp"), zero_centered)
+    expected = run(*whole_tensors(heads), heads, Group.alone("tp"), zero_centered)
     spec = ParamSpec("weight", (heads * HEAD_DIM,), 0, HeadChannels(heads, HEAD_DIM))
     for rank, found in enumerate(rank_pools(tp).run(one_rank, heads, zero_centered)):
         for mine, whole in zip(found, expected, strict=True):
@@ -77,7 +79,7 @@ def test_tp_ranks_equal_one_process(
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["ones", "zero-centred"])
 def test_one_process_equals_the_formula(zero_centered: bool) -> None:
     x, grad, weight = whole_tensors(4)
-    found = run(x, grad, weight, Group.alone("tp"), zero_centered)
+    found = run(x, grad, weight, 4, Group.alone("tp"), zero_centered)
     x.requires_grad_()
     weight.requires_grad_()
     scale = weight + 1 if zero_centered else weight

@@ -11,7 +11,7 @@ from torch import Tensor
 from megapipe.comm.groups import Group
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
-from megapipe.layers.model import model_parameters, stage_parameters
+from megapipe.layers.model import stage_parameters
 from megapipe.model.attention import explicit_attention
 from megapipe.model.context import whole_mask
 from megapipe.model.microbatch import KVCache
@@ -20,6 +20,7 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.sequence import SequenceSlice, Visibility
 from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.random import DropoutKey
+from megapipe.trace.parameters import model_parameters
 from tests.model.grids import (
     GPT2,
     LLAMA,

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megapipe.comm.groups import Group
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.layers.model import model_parameters
 from megapipe.model.stage import GPTStage
 from megapipe.tensor_parallel.random import DropoutKey
+from megapipe.trace.parameters import model_parameters
 from tests.harness import RankPool
 from tests.model.grids import (
     GPT2,

@@ -8,9 +8,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.layers.model import model_parameters
 from megapipe.sharding.audit import audit_buffers
 from megapipe.sharding.buffers import ALIGNMENT, BufferKind, layout_buffers, shard_pieces
+from megapipe.trace.parameters import model_parameters
 from tests.sharding.test_slicing import resolved_model
 
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
-from megapipe.layers.model import model_parameters, stage_parameters
+from megapipe.layers.model import stage_parameters
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.sharding.boxes import Box, pieces
 from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
+from megapipe.trace.parameters import model_parameters
 
 
 def resolved_model(**changes: object) -> ModelConfig:

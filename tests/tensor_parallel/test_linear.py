@@ -17,9 +17,11 @@ import megapipe.tensor_parallel.linear as linear_module
 from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError
 from megapipe.layers.table import WHOLE, CommChunks
+from megapipe.sharding.spec import ParamSpec, QueryGroups
 from megapipe.tensor_parallel.gemms import Gemms
 from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megapipe.tensor_parallel.parameter import declarations
 from tests.harness import RankPool
 from tests.tensor_parallel.ranks import Storages, close, part, tp_group
 
@@ -376,13 +378,16 @@ def test_a_bias_gradient_is_summed_in_fp32() -> None:
     assert torch.equal(slot.main_grad, torch.full((3,), 4097.0))  # bf16 has no 4097
 
 
-def test_replicated_rows_set_the_local_size_of_a_column_parallel_linear_only() -> None:
+def test_each_rank_has_the_rows_that_the_declaration_of_the_weight_gives_it() -> None:
     tp = Group("tp", (0, 1, 2), 1, None, None)
-    layer = ColumnParallelLinear(8, 20, bias=True, tp=tp, sequence_parallel=False, local_out_features=8)
-    assert tuple(layer.weight.shape) == (8, 8)
-    assert tuple(layer.bias.shape) == (8,)
-    with pytest.raises(ValueError, match="is for column-parallel linears"):
-        RowParallelLinear(12, 20, bias=True, tp=tp, sequence_parallel=False, local_out_features=8)
+    weight = ParamSpec("", (10, 8), 0, QueryGroups(heads=3, groups=1, head_dim=2))  # shared k and v
+    layer = ColumnParallelLinear(8, 10, bias=True, tp=tp, sequence_parallel=False, weight=weight)
+    assert tuple(layer.weight.shape) == (6, 8)
+    assert tuple(layer.bias.shape) == (6,)
+    assert [(spec.name, spec.shape, spec.slicing) for spec in declarations(layer, "qkv.")] == [
+        ("qkv.weight", (10, 8), weight.slicing),
+        ("qkv.bias", (10,), weight.slicing),
+    ]
 
 
 @pytest.mark.parametrize("make", [ColumnParallelLinear, RowParallelLinear], ids=KINDS)

@@ -11,9 +11,9 @@ import torch
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups, build_process_groups
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
-from megapipe.layers.model import model_states
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
+from megapipe.trace.parameters import model_states
 from megapipe.train.step import ExpertReport, TrainStep
 from tests.harness import RankPool
 from tests.parity.test_experts import BIAS, FULL, MODEL, ZERO

@@ -46,7 +46,7 @@ def main(own: argparse.Namespace) -> None:
 
     What the flag does, what Megatron means by it, who reads it and the paper; with a configuration also its cost:
     memory of the fullest pipeline rank, predicted step time and expected bubble with the flag's other values, or why
-    they are refused. Default: --gpu h100, and the least world that the configuration runs on. Needs no torch.
+    they are refused. Default: --gpu h100, and the least world that the configuration runs on.
     """
     if not own.flags:
         raise ConfigError("no flag to explain; give one, such as --sequence-parallel")

@@ -15,8 +15,7 @@ loopback device.
   megapipe launch --dry-run --hosts node[01-16] --nproc-per-node 8 pretrain ...
 
 prints instead the command of each node, the host, GPU and grid position of each rank, and which groups span nodes with
-the bytes that they send in a step; it starts nothing and imports no torch. --hosts: names of the nodes, as SLURM writes
-them. docs/launch.md
+the bytes that they send in a step; it starts nothing. --hosts: names of the nodes, as SLURM writes them. docs/launch.md
 
   megapipe launch --slurm --nnodes 16 --nproc-per-node 8 pretrain ...
 

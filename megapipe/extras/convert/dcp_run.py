@@ -33,7 +33,7 @@ from megapipe.extras.convert.snapshot import (
 )
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.ends import WORD_EMBEDDING
-from megapipe.layers.model import model_parameters
+from megapipe.trace.parameters import model_parameters
 
 MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}  # our key -> torch.optim's
 STEP = "step"  # of torch's Adam, one tensor per parameter

@@ -45,8 +45,8 @@ from megapipe.extras.convert.special_tokens import exported_files, json_bytes
 from megapipe.extras.convert.tables import MappedTensor, check_kinds, map_tensors, unpadded
 from megapipe.input_files import MOST_BYTES, parse_json, regular
 from megapipe.layers.ends import WORD_EMBEDDING
-from megapipe.layers.model import model_states
 from megapipe.tokenizers.tokenizer import tokenizer_fingerprint
+from megapipe.trace.parameters import model_states
 from megapipe.train.loading import Weights
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"

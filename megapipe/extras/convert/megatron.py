@@ -25,9 +25,9 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.megatron_args import INTERLEAVED, LATENT, MegatronGrid, write_args
 from megapipe.extras.convert.snapshot import DTYPES, EXPERT_BIAS, LazyTensor, Snapshot, fresh_state, new_folder
 from megapipe.extras.convert.tables import Layout, Settings, latent_keys, latent_queries, unpadded
-from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.spec import ExpertRows, Fused, ParamSpec
+from megapipe.trace.parameters import model_parameters
 
 TRACKER, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
 MOMENTS = "exp_avg", "exp_avg_sq"

@@ -42,9 +42,9 @@ from megapipe.extras.convert.pickled import METADATA, StoredTensor, StoredValue,
 from megapipe.extras.convert.snapshot import EXPERT_BIAS, LazyTensor, Snapshot, check_nothing_left, one_step
 from megapipe.extras.convert.tables import Settings, unpadded
 from megapipe.layers.ends import WORD_EMBEDDING
-from megapipe.layers.model import model_parameters, model_states
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.spec import ExpertRows, ParamSpec
+from megapipe.trace.parameters import model_parameters, model_states
 
 if TYPE_CHECKING:
     from megapipe.comm.torch_checkpoint import LazyStack

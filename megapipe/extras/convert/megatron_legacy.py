@@ -44,9 +44,10 @@ from megapipe.extras.convert.pickled import load_pickled
 from megapipe.extras.convert.snapshot import DTYPES, EXPERT_BIAS, LazyTensor, Snapshot, check_nothing_left, one_step
 from megapipe.extras.convert.tables import Settings, unpadded
 from megapipe.layers.ends import WORD_EMBEDDING
-from megapipe.layers.model import model_parameters, model_states, stage_parameters
+from megapipe.layers.model import stage_parameters
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.spec import ExpertRows, ParamSpec
+from megapipe.trace.parameters import model_parameters, model_states
 
 MODEL_FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")

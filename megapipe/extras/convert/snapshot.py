@@ -40,9 +40,9 @@ from megapipe.config.yaml_file import to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.errors import CheckpointError, MegapipeError
 from megapipe.input_files import parse_json
-from megapipe.layers.model import model_states
 from megapipe.sharding.boxes import Box
 from megapipe.tokenizers.tokenizer import Fingerprint, build_tokenizer, tokenizer_fingerprint
+from megapipe.trace.parameters import model_states
 
 DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR_DTYPES.values()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

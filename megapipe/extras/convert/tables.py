@@ -25,8 +25,8 @@ from megapipe.config.layers import LayerConfig, idle_options, layer_configs
 from megapipe.config.model import ACTIVATIONS, ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.formatting import shortened
-from megapipe.layers.model import model_parameters, model_states
 from megapipe.sharding.spec import ParamSpec, QueryGroups
+from megapipe.trace.parameters import model_parameters, model_states
 
 Settings = Mapping[str, Any]  # config.json, or Megatron's args
 Layers = tuple[LayerConfig, ...]  # the model section as each layer has it

@@ -18,7 +18,7 @@ from megapipe.config.rules.gpu import with_compiled
 from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Context, Layout, keeps_all, with_dispatcher
-from megapipe.layers.model import ModelSpec, model_parameters, model_spec, rank_shape
+from megapipe.layers.model import ModelSpec, model_spec, rank_shape
 from megapipe.layers.table import ALL_REDUCE, Documents, RankShape
 from megapipe.plan.activations import layers_of, stage_bytes
 from megapipe.plan.cut import undominated
@@ -44,6 +44,7 @@ from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.spec import Owner
 from megapipe.sharding.state_dtypes import StateDtypes, state_dtypes
 from megapipe.topology import Topology
+from megapipe.trace.parameters import model_parameters
 
 Sizes = TypeVar("Sizes", bound=tuple[int | tuple[int, ...], ...])
 NEAR_MISS = 1.25  # layouts that need more than this times the usable memory are not reported

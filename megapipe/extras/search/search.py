@@ -25,7 +25,6 @@ from megapipe.errors import ConfigError
 from megapipe.extras.search.bounds import NEAR_MISS, Bound, Bounds
 from megapipe.extras.search.layout import Context, Group, Layout, Variant, groups, keeps_all
 from megapipe.formatting import bytes_text
-from megapipe.layers.model import model_parameters
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
 from megapipe.plan.expert_overlap import fill_seconds, hidden_seconds, least_of_rank
 from megapipe.plan.hardware import Hardware
@@ -35,6 +34,7 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import StepTime, most_exchanged, predict_step, stage_seconds, without_exchanges
 from megapipe.schedule.action import Op
 from megapipe.schedule.schedule import gc_paused
+from megapipe.trace.parameters import model_parameters
 
 OBJECTIVES = ("time", "gpus", "cost")
 SECONDS_OF_AN_HOUR = 3600.0

@@ -18,7 +18,6 @@ from megapipe.extras.search.layout import difference
 from megapipe.extras.search.search import Candidate, Found, Objective, predict_plan, without_recompute
 from megapipe.extras.search.spread import SPREAD
 from megapipe.formatting import bytes_text, text_table
-from megapipe.layers.model import model_parameters
 from megapipe.plan.expert_load import BALANCED
 from megapipe.plan.hardware import TERA, Hardware
 from megapipe.plan.layer_costs import recomputed_flops, step_flops
@@ -28,6 +27,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import row_bytes
 from megapipe.schedule.families import default_schedule
+from megapipe.trace.parameters import model_parameters
 
 BAR_WIDTH = 48
 MOST_BARS = 16

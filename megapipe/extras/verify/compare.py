@@ -23,11 +23,11 @@ from megapipe.comm.groups import Group
 from megapipe.config.config import Config, ResolvedConfig
 from megapipe.config.layers import expert_layers
 from megapipe.extras.reference.experts import MoE as PlainMoE
-from megapipe.layers.model import model_states
 from megapipe.model.context import Unit
 from megapipe.sharding.boxes import Box, Piece, pieces
 from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
 from megapipe.sharding.state_dtypes import state_dtypes
+from megapipe.trace.parameters import model_states
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,8 @@ def mixer_of(layer: LayerConfig) -> dict[str, Any]:
     if layer.mixer is None:
         return {"mixer": None}
     arguments = layer.hidden_size, layer.add_bias_linear, layer.mixer_options
-    parts = {each.name: getattr(each.slicing, "parts", 1) for each in layer.mixer_kind.module.declare(layer).linears}
+    linears = layer.mixer_kind.module.declare(layer).linears.items()
+    parts = {name: getattr(weight.slicing, "parts", 1) for name, weight in linears}
     return {"mixer": partial(layer.mixer_kind.reference, *arguments), "mixer_matrices": parts}
 
 

@@ -41,10 +41,10 @@ from megapipe.extras.verify.oracle import (
 )
 from megapipe.extras.verify.report import found_text, plan_text
 from megapipe.extras.verify.shrink import Shrunk, shrink
-from megapipe.layers.model import model_states
 from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
+from megapipe.trace.parameters import model_states
 from megapipe.train.facts import facts_of
 from megapipe.train.gpu_setup import check_deterministic, deterministic_algorithms
 from megapipe.train.state import Schedules

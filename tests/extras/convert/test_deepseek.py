@@ -21,7 +21,7 @@ from megapipe.extras.convert.families import FAMILIES
 from megapipe.extras.convert.megatron_args import MegatronGrid, write_args
 from megapipe.extras.convert.snapshot import write_checkpoint
 from megapipe.extras.convert.tables import unpadded
-from megapipe.layers.model import model_parameters, model_states
+from megapipe.trace.parameters import model_parameters, model_states
 from tests.extras.convert.models import CASES, draw_tokens, logits, make, save
 
 pytest.importorskip(

@@ -23,11 +23,11 @@ from megapipe.extras.convert.tables import map_tensors, unpadded
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.verify.conversion import replace_parameter
 from megapipe.extras.verify.oracle import reference_config
-from megapipe.layers.model import model_states
 from megapipe.model.microbatch import Microbatch
 from megapipe.model.stage import GPTStage
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.partition import StageLayers
+from megapipe.trace.parameters import model_states
 from tests.extras.convert.models import CASES, LENGTH, draw_tokens, in_fp64, make, save, without_casts
 from tests.extras.convert.models import gradients as of_stored_names
 

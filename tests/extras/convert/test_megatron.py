@@ -30,7 +30,7 @@ from megapipe.extras.convert.megatron_legacy import read_distributed, read_plain
 from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, read_checkpoint
 from megapipe.extras.convert.tables import meaning, unpadded
-from megapipe.layers.model import model_parameters
+from megapipe.trace.parameters import model_parameters
 from megapipe.train.state import Schedules, TrainingState
 from tests.extras.convert.test_refusals import folder as hugging_face_folder
 from tests.train import jobs

@@ -29,8 +29,8 @@ from megapipe.extras.convert.pickled import load_pickled, read_folder
 from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.ends import WORD_EMBEDDING
-from megapipe.layers.model import model_parameters
 from megapipe.sharding.boxes import Box
+from megapipe.trace.parameters import model_parameters
 from tests.extras.convert.test_megatron import in_memory
 from tests.train import jobs
 from tests.train.jobs import job

@@ -31,7 +31,7 @@ from megapipe.extras.convert.tables import (
     transposed,
     unpadded,
 )
-from megapipe.layers.model import model_parameters, model_states
+from megapipe.trace.parameters import model_parameters, model_states
 from tests.tiny import NOPE
 
 

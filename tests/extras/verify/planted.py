@@ -18,11 +18,12 @@ from megapipe.data_parallel.store import Sharing
 from megapipe.data_parallel.stores import Stores
 from megapipe.extras.verify import parity
 from megapipe.extras.verify.compare import gradient_pieces
-from megapipe.layers.norm import NormTable
 from megapipe.model import context_parallel, norm
 from megapipe.model.microbatch import SliceKeys
 from megapipe.pipeline.engine import Engine
+from megapipe.plan import resolve, run_plan
 from megapipe.sharding.spec import Interval, ParamSpec
+from megapipe.trace.parameters import model_parameters
 from megapipe.train.step import LossAverage, PendingLoss
 
 Plant = Callable[[pytest.MonkeyPatch, int], None]  # (patch, global rank)
@@ -52,12 +53,14 @@ def projection_norm_without_tp_sum(patch: pytest.MonkeyPatch, rank: int) -> None
 
 
 def _forget_partial_gradient(patch: pytest.MonkeyPatch, which: str) -> None:
-    make = NormTable.parameters
+    def planted(*arguments: Any) -> tuple[ParamSpec, ...]:
+        return tuple(
+            dataclasses.replace(spec, partial_gradient=spec.partial_gradient and f".{which}." not in spec.name)
+            for spec in model_parameters(*arguments)
+        )
 
-    def planted(self: NormTable, prefix: str, owner: Any, partial_gradient: bool) -> Any:
-        return make(self, prefix, owner, partial_gradient and not self.name.endswith(which))
-
-    patch.setattr(NormTable, "parameters", planted)
+    patch.setattr(resolve, "model_parameters", planted)
+    patch.setattr(run_plan, "model_parameters", planted)
 
 
 def key_value_head_without_sum(patch: pytest.MonkeyPatch, rank: int) -> None:
