@@ -13,7 +13,6 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.errors import ConfigError
 from megapipe.layers.table import RankShape
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.parts import Part
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from megapipe.trace.unit import Unit
 
 WHOLE = "whole"
-TOO_LARGE = "overflow", "Overflow", "must be tuple of ints", "too large"  # what torch and numpy say of such sizes
 Key = TypeVar("Key")
 
 
@@ -86,8 +84,8 @@ def _of_batch(
 @cache
 def _parts(layer: TracedLayer, shape: RankShape) -> dict[Part, Traced]:
     def run() -> dict[str, Any]:
-        parts = _run(lambda unit: unit.traced_parts(), layer.config, StageLayers(0, 1, False, False), (layer,), shape)
-        return {part.name: traced.as_data() for part, traced in parts.items()}
+        unit = _unit(layer.config, StageLayers(0, 1, False, False), (layer,), shape)
+        return {part.name: traced.as_data() for part, traced in unit.traced_parts().items()}
 
     found = user_store().data(("parts", layer, shape), run)
     return {Part[name]: Traced.of_data(data) for name, data in found.items()}
@@ -100,7 +98,7 @@ def _whole(
     """Return the trace of a whole unit. end: arguments of `Unit` for an end of the model."""
 
     def run() -> dict[str, Any]:
-        return _run(lambda unit: unit.traced(), model, stage, layers, shape, **end).as_data()
+        return _unit(model, stage, layers, shape, **end).traced().as_data()
 
     return {WHOLE: Traced.of_data(user_store().data((model, stage, layers, shape, sorted(end.items())), run))}
 
@@ -110,17 +108,7 @@ def _sorted(frozen: frozenset[str]) -> tuple[str, ...]:
     return tuple(sorted(frozen))
 
 
-def _run(trace: Callable[[Unit], Any], *arguments: Any, **end: Any) -> Any:
-    """Return trace(Unit(*arguments, **end)). Raises ConfigError for sizes that no tensor has."""
+def _unit(*arguments: Any, **end: Any) -> Unit:
     from megapipe.trace.unit import Unit
 
-    try:
-        return trace(Unit(*arguments, **end))
-    except (RuntimeError, TypeError, ValueError) as error:
-        if not any(word in str(error) for word in TOO_LARGE):
-            raise
-        said = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"one tensor of a microbatch or of the model would be larger than torch can count ({said}): check "
-            "--hidden-size, --ffn-hidden-size, --num-attention-heads, --seq-length and --micro-batch-size"
-        ) from error
+    return Unit(*arguments, **end)

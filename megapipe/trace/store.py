@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.environment import cache_folder
+from megapipe.errors import ConfigError
 from megapipe.registry import EXTENSIONS
 
+TOO_LARGE = "overflow", "Overflow", "must be tuple of ints", "too large"  # what torch and numpy say of such sizes
 UNUSED_DAYS = 30  # after which the traces of other sources are removed
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -34,19 +36,34 @@ class TraceStore:
     def data(self, traced: object, run: Callable[[], Any]) -> Any:
         """Return what `run` has returned for the same `traced` before, else what it returns now, which JSON can hold.
 
-        traced: its `repr` tells it from everything else. What a disk refuses to read or write is traced again.
+        traced: its `repr` tells it from everything else. What a disk refuses to read or write is traced again. Raises
+        ConfigError for sizes that no tensor has.
         """
         if self._folder is None or EXTENSIONS.loaded:  # whose functions may change
-            return run()
+            return _found(run)
         path = self._folder / f"{hashlib.sha256(repr(traced).encode()).hexdigest()[:32]}.json"
         with suppress(OSError, ValueError):
             return json.loads(path.read_bytes())
-        found = run()
+        found = _found(run)
         with suppress(OSError):
             written = path.with_suffix(f".{os.getpid()}")
             written.write_text(json.dumps(found), encoding="utf-8")
             written.replace(path)
         return found
+
+
+def _found(run: Callable[[], Any]) -> Any:
+    """Return run(). Raises ConfigError where a tensor would be larger than torch can count."""
+    try:
+        return run()
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not any(word in str(error) for word in TOO_LARGE):
+            raise
+        said = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"one tensor of a microbatch or of the model would be larger than torch can count ({said}): check "
+            "--hidden-size, --ffn-hidden-size, --num-attention-heads, --seq-length and --micro-batch-size"
+        ) from error
 
 
 @cache
