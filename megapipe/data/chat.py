@@ -20,9 +20,8 @@ import numpy as np
 from megapipe.data.dataset import Array
 from megapipe.data.index_cache import Arrays, IndexCache, file_stamp
 from megapipe.data.indexed_file import token_dtype
-from megapipe.data.text_source import MOST_DOCUMENT_BYTES, bounded_lines
 from megapipe.errors import DataError
-from megapipe.input_files import parse_json, regular
+from megapipe.input_files import MOST_DOCUMENT_BYTES, bounded_lines, parse_json, regular
 
 ROLES = ("system", "user", "assistant", "tool")
 MAY_BE_EMPTY = ("system", "tool")

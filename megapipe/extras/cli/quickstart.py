@@ -25,20 +25,20 @@ from megapipe.config.yaml_file import SUPPLIED
 from megapipe.data.build_datasets import parse_split, sequence_range
 from megapipe.data.dataset import unigram_entropy
 from megapipe.data.indexed_file import IndexedFile, token_dtype
-from megapipe.data.partial_output import PartialOutput, output_prefix
-from megapipe.data.preprocess import Progress, preprocess
-from megapipe.data.text_source import TEXT_KEY, corpus_documents, read_records, write_jsonl
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option, switch, write_file
 from megapipe.extras.cli.quickstart_chat import finetune_and_export, say
 from megapipe.extras.cli.report import write_report
+from megapipe.extras.preprocess.partial_output import PartialOutput, output_prefix
+from megapipe.extras.preprocess.preprocess import Progress, preprocess
+from megapipe.extras.preprocess.text_source import TEXT_KEY, corpus_documents, read_records, write_jsonl
+from megapipe.extras.preprocess.tokenizer_training import train_tokenizer
 from megapipe.extras.report.folder import read_run
 from megapipe.formatting import bytes_text, count_text
 from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.tokenizers.hugging_face import optional_package
 from megapipe.tokenizers.tokenizer import build_tokenizer, tokenizer_fingerprint
-from megapipe.tokenizers.training import train_tokenizer
 
 CPU_FLAGS = ("--config", str(SUPPLIED / "quickstart.yaml"))
 GPU_FLAGS = (*CPU_FLAGS, "--config", str(SUPPLIED / "quickstart_gpu.yaml"))
