@@ -1,4 +1,4 @@
-"""Timelines as Chrome trace JSON, to be opened in Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""A profile as Chrome trace JSON, to be opened in Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,31 +8,13 @@ from typing import Any
 
 from megapipe.profile.comparison import Comparison, compare
 from megapipe.profile.profile import Profile
-from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, SHARDING_OPS, Action, Op
+from megapipe.schedule.action import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Timeline
 
 Event = dict[str, Any]
 
-# threads of a rank, in the trace of a simulated timeline and in that of a profile
-TIMELINE_THREADS = ("compute", "messages", "reductions")
-PROFILE_THREADS = ("plan", "measured", "waits", "posting messages, reductions", "phases")
-PLAN, MEASURED, WAITS, MESSAGES, PHASES = range(len(PROFILE_THREADS))
-
-
-def chrome_trace(timeline: Timeline) -> str:
-    """Return a trace with one process per pp_rank and a thread each for computation, messages sent and reductions."""
-    events: list[Event] = []
-    for rank, row in enumerate(timeline.schedule.rows):
-        events += _names(rank, f"pp_rank {rank}", TIMELINE_THREADS)
-        for action, start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):
-            if action.op in RECV_OPS:  # drawn as its SEND, on the sender
-                continue
-            thread = "compute" if action.op in BUSY_OPS else "messages"
-            if action.op in {Op.REDUCE_GRAD, *SHARDING_OPS}:
-                thread = "reductions"
-            events.append(_event(timeline.schedule, rank, TIMELINE_THREADS.index(thread), action, start, end))
-    return _trace(events, {"schedule": str(timeline.schedule)})
+THREADS = ("plan", "measured", "waits", "posting messages, reductions", "phases")  # of a rank
+PLAN, MEASURED, WAITS, MESSAGES, PHASES = range(len(THREADS))
 
 
 def profile_trace(profile: Profile) -> str:
@@ -44,12 +26,12 @@ def profile_trace(profile: Profile) -> str:
     for pipeline in profile.pipelines:
         for pp_rank, rank in enumerate(pipeline.global_ranks):
             name = f"rank {rank}: pp {pp_rank}, tp {pipeline.tp_rank}, dp {pipeline.dp_rank}"
-            events += _names(rank, name, PROFILE_THREADS)
+            events += thread_names(rank, name, THREADS)
         for step in pipeline.steps:
             comparison = compare(profile, step)
             for pp_rank, rank in enumerate(pipeline.global_ranks):
                 events += _rank_events(comparison, pp_rank, rank)
-    return _trace(events, {"about": profile.about})
+    return trace_text(events, {"about": profile.about})
 
 
 def _rank_events(comparison: Comparison, pp_rank: int, rank: int) -> Iterator[Event]:
@@ -60,25 +42,27 @@ def _rank_events(comparison: Comparison, pp_rank: int, rank: int) -> Iterator[Ev
         start, end = origin + measured.starts[pp_rank][slot], origin + measured.ends[pp_rank][slot]
         compute_start = origin + measured.compute_starts[pp_rank][slot]
         if action.op in COMPUTE_OPS:
-            yield _event(
+            yield action_event(
                 schedule, rank, PLAN, action, origin + plan.starts[pp_rank][slot], origin + plan.ends[pp_rank][slot]
             )
-            yield _event(schedule, rank, MEASURED, action, compute_start, end)
+            yield action_event(schedule, rank, MEASURED, action, compute_start, end)
         elif action.op in SEND_OPS | RECV_OPS | {Op.REDUCE_GRAD, Op.UNSHARD, Op.UPDATE}:
-            yield _event(schedule, rank, MESSAGES, action, start, end)
+            yield action_event(schedule, rank, MESSAGES, action, start, end)
         if measured.message_waits[pp_rank][slot]:
-            yield _event(schedule, rank, WAITS, action, start, compute_start, "wait for the message of ")
+            yield action_event(schedule, rank, WAITS, action, start, compute_start, "wait for the message of ")
     for name, start_ns, end_ns in measured.step.rows[pp_rank].phases:
         label = f"step {measured.step.step}" if name == "step" else name
         times = {"ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}
         yield {"ph": "X", "pid": rank, "tid": PHASES, "name": label, "cat": "phase", **times}
 
 
-def _trace(events: list[Event], other: dict[str, Any]) -> str:
+def trace_text(events: list[Event], other: dict[str, Any]) -> str:
+    """Return the JSON of a trace. other: facts about it."""
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": other})
 
 
-def _names(pid: int, name: str, threads: Sequence[str]) -> list[Event]:
+def thread_names(pid: int, name: str, threads: Sequence[str]) -> list[Event]:
+    """Return the events that name a process and its threads and order them."""
     events: list[Event] = [
         {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}},
@@ -89,7 +73,9 @@ def _names(pid: int, name: str, threads: Sequence[str]) -> list[Event]:
     return events
 
 
-def _event(schedule: Schedule, pid: int, tid: int, action: Action, start: float, end: float, prefix: str = "") -> Event:
+def action_event(
+    schedule: Schedule, pid: int, tid: int, action: Action, start: float, end: float, prefix: str = ""
+) -> Event:
     """Return a complete event. start, end: seconds; a trace has microseconds."""
     numbers = {"stage": action.stage, "microbatch": action.microbatch}
     if schedule.num_slices > 1 and action.microbatch is not None:

@@ -19,10 +19,11 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Tracer
 from megapipe.extras.report.comparison import comparison_svg
+from megapipe.extras.report.profile import profiles_in, read_profile
 from megapipe.gpu.device_clock import EventClock
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.profile.comparison import profile_text, summarize
-from megapipe.profile.profile import RoundTrip, profiles_in, read_profile, reading, trace_path
+from megapipe.profile.profile import RoundTrip, reading, trace_path
 from megapipe.topology import Topology
 from megapipe.train import pipeline_profile
 from megapipe.train.journal import Journal

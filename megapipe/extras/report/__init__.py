@@ -1,6 +1,7 @@
 """HTML report of a run from the files in its folder, and drawings of schedules. Needs no torch and no network.
 
 - `folder`:     the records of a run: segments, steps, evaluations, notes, profile, configuration
+- `profile`:    reads profiles; `trace`: a simulated timeline as a Chrome trace
 - `page`:       the HTML report, with page.css and page.js inlined; several runs: a table for the terminal and a page
 - `charts`:     charts over steps and heat maps of experts' loads
 - `comparison`: plan and measurement of a step, drawn with comparison.css, and the report's section on them

@@ -15,7 +15,7 @@ from typing import Any
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.report.folder import METRICS, RUN, Run, read_run
 from megapipe.extras.report.page import page
-from megapipe.profile.profile import profiles_in
+from megapipe.extras.report.profile import profiles_in
 from megapipe.profile.trace import profile_trace
 
 ADDRESS = "127.0.0.1"
