@@ -25,9 +25,7 @@ from megapipe.extras.report.drawing import (
     table_row,
     text,
 )
-from megapipe.extras.report.timeline import LARGE, STYLES, fill, legend
-from megapipe.formatting import milliseconds
-from megapipe.profile.comparison import (
+from megapipe.extras.report.profile_summary import (
     PHASES,
     Comparison,
     StageKey,
@@ -37,6 +35,8 @@ from megapipe.profile.comparison import (
     oversubscription_text,
     summarize,
 )
+from megapipe.extras.report.timeline import LARGE, STYLES, fill, legend
+from megapipe.formatting import milliseconds
 from megapipe.profile.profile import Profile, trace_path
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 
