@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from megapipe.config.files import TOKENIZER_TYPES
 from megapipe.data.indexed_file import bin_path, idx_path, token_dtype
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option, switch
@@ -37,7 +38,7 @@ from megapipe.extras.preprocess.text_source import (
 )
 from megapipe.extras.preprocess.tokenizer_training import train_tokenizer as train
 from megapipe.input_files import MOST_DOCUMENT_BYTES
-from megapipe.tokenizers.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, described, tokenizer_fingerprint
+from megapipe.tokenizers.tokenizer import Tokenizer, build_tokenizer, described, tokenizer_fingerprint
 
 TEXT_OPTIONS = (
     "text",
@@ -71,7 +72,7 @@ PREPROCESS_OPTIONS = (
     ),
     option("--max-document-bytes", "a document of more text is a bad record", default=MOST_DOCUMENT_BYTES, at_least=1),
     "tokenizer",
-    option("--tokenizer-type", f"one of {', '.join(TOKENIZERS)}", required=True),
+    option("--tokenizer-type", f"one of {', '.join(TOKENIZER_TYPES)}", required=True),
     option("--tokenizer-model", "SentencePiece model, tokenizer.json, or a folder with one of them"),
     option("--vocab-size", "for NullTokenizer", type=int),
     option("--vocab-file", "for GPT2BPETokenizer: vocabulary (JSON)"),

@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config, fields_by_key
 from megapipe.config.load import load_config
 from megapipe.config.yaml_file import SUPPLIED
 from megapipe.data.build_datasets import parse_split, sequence_range
-from megapipe.data.dataset import unigram_entropy
 from megapipe.data.indexed_file import IndexedFile, token_dtype
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, DataError
 from megapipe.extras.cli.frame import command, option, switch, write_file
 from megapipe.extras.cli.quickstart_chat import finetune_and_export, say
 from megapipe.extras.cli.report import write_report
@@ -314,3 +314,13 @@ def pretrain_arguments(
         end = min(start + 2, total)
         words += ["--profile-pipeline", "--profile-step-start", str(start), "--profile-step-end", str(end)]
     return words
+
+
+def unigram_entropy(tokens: NDArray[np.integer]) -> float:
+    """Return the entropy of token frequencies in nats: the loss of a model that knows only these. Raises DataError."""
+    counts = np.bincount(tokens.reshape(-1).astype(np.int64))
+    counts = counts[counts > 0]
+    if not len(counts):
+        raise DataError("the entropy of an empty array of tokens is undefined")
+    frequencies = counts / counts.sum()
+    return float(-(frequencies * np.log(frequencies)).sum())
