@@ -6,11 +6,12 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 MOST_BYTES = 1 << 26  # of a file with settings
+MOST_DOCUMENT_BYTES = 1 << 28  # of text; a compressed file of kilobytes can hold a line of gigabytes
 NOT_REGULAR = "it is a pipe or a device, and not a regular file, which can be read again"
 
 
@@ -27,6 +28,16 @@ def regular(path: str | Path, most_bytes: int | None = None) -> Path:
     if most_bytes is not None and found.st_size > most_bytes:
         raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, more than {most_bytes:,}", str(path))
     return Path(path)
+
+
+def bounded_lines(file: IO[bytes], most_bytes: int = MOST_DOCUMENT_BYTES) -> Iterator[tuple[bytes, int]]:
+    """Yield each line with its size; of one that is longer, the first `most_bytes` + 1 bytes."""
+    while line := file.readline(most_bytes + 1):
+        size, part = len(line), line
+        while size > most_bytes and part and not part.endswith(b"\n"):
+            part = file.readline(1 << 20)
+            size += len(part)
+        yield line, size
 
 
 def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:

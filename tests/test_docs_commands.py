@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.tokenizers.training import train_tokenizer
+from megapipe.extras.preprocess.tokenizer_training import train_tokenizer
 from tests.docs_commands import REPOSITORY, Command, Training, commands_of, pages, plan_run, table, training_of
 
 BLOCKS = re.DOTALL | re.MULTILINE

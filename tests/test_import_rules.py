@@ -45,7 +45,7 @@ LIVE_STATE = {
     "Environment",
 }
 STATE_WITH_A_REASON = {
-    "changes _work of megapipe.data.preprocess": (
+    "changes _work of megapipe.extras.preprocess.preprocess": (
         "a worker process of multiprocessing has no other place for what its initializer made"
     ),
 }

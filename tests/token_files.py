@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from megapipe.data.indexed_file import Tokenizer, publish, write_index
+from megapipe.data.indexed_file import Tokenizer
+from megapipe.extras.preprocess.indexed_writer import publish, write_index
 
 
 class IndexedWriter:

@@ -14,8 +14,9 @@ from megapipe.environment import Environment, read_environment
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.extras.cli.frame import end_at_once, end_with_launcher, guarded, teller
 from megapipe.extras.cli.pretrain import run_job
+from megapipe.extras.report.observer import ReportingObserver
 from megapipe.monitor.signals import outlive_output
-from megapipe.train.metrics import EvaluationMetrics, Observer, StepSummary, TrainingResult
+from megapipe.train.metrics import EvaluationMetrics, StepSummary, TrainingResult
 
 
 class Callback:
@@ -98,7 +99,7 @@ class Trainer:
         return self._observer.taken()
 
 
-class _Callbacks(Observer):
+class _Callbacks(ReportingObserver):
     """Calls a Trainer's callbacks."""
 
     def __init__(self, trainer: Trainer, callbacks: tuple[Callback, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Token files, samples drawn from them, preprocessing of text. No torch; formats and sample order are Megatron's.
+"""Token files and samples drawn from them. No torch; formats and sample order are Megatron's.
 
 - `build_datasets`  `DatasetRequest` (the data flags) -> train, valid and test datasets
 - `loader`          dataset and number of consumed samples -> microbatches of a dp rank
@@ -6,7 +6,5 @@
 - `dataset`         the interface of datasets; synthetic samples for --mock-data; `SkippedSamples`
 - `gpt_dataset`     samples of one token file: epochs, document order, sample order
 - `blend`           several datasets mixed by weight; `index_cache`: shuffled indices kept on disk
-- `indexed_file`    token files `PREFIX.bin` and `PREFIX.idx`: reading, writing, merging; `fingerprint`: files compared
-- `text_source`     documents from JSON lines, plain text, directory trees, pipes; `tables`: parquet, Arrow, zstd
-- `preprocess`      text -> token files, in several threads or processes; `partial_output`: its progress
+- `indexed_file`    token files `PREFIX.bin` and `PREFIX.idx`: reading; `fingerprint`: files compared
 """

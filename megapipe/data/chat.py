@@ -1,7 +1,7 @@
 """Chat data: JSON lines with conversations, checked, and their tokens kept in the index cache.
 
 A line is {"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "completion": "..."}, which is a
-message of the user and the answer; all lines of a run have one of the two forms. Other keys of a line are not read.
+message of the user and the answer. Other keys of a line are not read.
 An answer with "weight": 0 (as in OpenAI's files) or "train": false is read and not trained.
 """
 
@@ -20,13 +20,11 @@ import numpy as np
 from megapipe.data.dataset import Array
 from megapipe.data.index_cache import Arrays, IndexCache, file_stamp
 from megapipe.data.indexed_file import token_dtype
-from megapipe.data.text_source import MOST_DOCUMENT_BYTES, bounded_lines
 from megapipe.errors import DataError
-from megapipe.input_files import parse_json, regular
+from megapipe.input_files import MOST_DOCUMENT_BYTES, bounded_lines, parse_json, regular
 
 ROLES = ("system", "user", "assistant", "tool")
 MAY_BE_EMPTY = ("system", "tool")
-MESSAGES, PROMPT = "messages", "prompt and completion"
 # keys of other forms -> the way to convert them
 OTHER_FORMS = {
     "conversations": "rename it to messages, with from -> role (human -> user, gpt -> assistant) and value -> content",
@@ -87,7 +85,6 @@ class ChatFile:
     """The tokens of all conversations of a file, one after the other."""
 
     path: str
-    form: str  # MESSAGES or PROMPT
     tokens: Array  # [total]
     trained: Array  # [total] bool: the loss counts where the token is the label
     starts: Array  # [num_chats + 1] int64: first token of each conversation, and the end of the last
@@ -107,10 +104,9 @@ def open_chats(path: str, encoder: ChatEncoder, cache: IndexCache) -> ChatFile:
         source = file_stamp(path)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; --sft takes files of JSON lines") from None
-    arrays = cache.arrays("chats", {"source": source, "encoder": encoder.key}, lambda: _encode(path, encoder))
-    form, *counts = (int(number) for number in arrays["facts"])
+    arrays = cache.arrays("conversations", {"source": source, "encoder": encoder.key}, lambda: _encode(path, encoder))
     flat = {name: arrays[name] for name in ("tokens", "trained", "starts", "first_trained")}
-    return ChatFile(path, (MESSAGES, PROMPT)[form], **flat, counts=tuple(counts))
+    return ChatFile(path, **flat, counts=tuple(map(int, arrays["counts"])))
 
 
 def _encode(path: str, encoder: ChatEncoder) -> Arrays:
@@ -118,16 +114,13 @@ def _encode(path: str, encoder: ChatEncoder) -> Arrays:
     tokens: list[Array] = []
     trained: list[Array] = []
     first: list[int] = []
-    counts, form = dict.fromkeys(NOTES, 0), ""
+    counts = dict.fromkeys(NOTES, 0)
     if os.path.getsize(path) > SAID_BYTES:
         print(f"tokenizing {path}: its tokens are kept in the index cache", flush=True)
     chats = read_chats(path)
     while batch := list(islice(chats, BATCH)):
         rendered = []
         for chat in batch:
-            form = form or chat.form
-            if chat.form != form:
-                raise DataError(f"{chat.origin} has {chat.form}, but the lines before have {form}; use one form")
             counts[WEIGHTLESS] += len(chat.untrained)
             counts[REPEATED] += chat.has_repeated_roles
             try:
@@ -149,7 +142,7 @@ def _encode(path: str, encoder: ChatEncoder) -> Arrays:
         "trained": np.concatenate(trained),
         "starts": np.concatenate([np.zeros(1, dtype=np.int64), ends]),
         "first_trained": np.array(first, dtype=np.int64),
-        "facts": np.array([form == PROMPT, *counts.values()], dtype=np.int64),
+        "counts": np.array(list(counts.values()), dtype=np.int64),
     }
 
 
@@ -158,7 +151,6 @@ class Chat:
     """One conversation of a file."""
 
     origin: str  # 'FILE line N'
-    form: str
     messages: list[Message]
     untrained: tuple[int, ...]  # numbers of the answers without loss
 
@@ -197,10 +189,10 @@ def _chat(line: bytes, origin: str) -> Chat:
         rule = "a weight is that of a message, and a template's other inputs belong into the system message"
         raise DataError(f"{origin} has {unread}, which --sft does not support; {rule}")
     if "messages" in content:
-        return Chat(origin, MESSAGES, *_checked(content["messages"], origin))
+        return Chat(origin, *_checked(content["messages"], origin))
     if "prompt" in content and "completion" in content:
         pair = [("user", content["prompt"]), ("assistant", content["completion"])]
-        return Chat(origin, PROMPT, *_checked([{"role": role, "content": text} for role, text in pair], origin))
+        return Chat(origin, *_checked([{"role": role, "content": text} for role, text in pair], origin))
     way = next((f"{key}: {text}" for key, text in OTHER_FORMS.items() if key in content), "see docs/finetuning.md")
     keys = ", ".join(map(str, list(content)[:4])) or "nothing"
     raise DataError(f"{origin} holds {keys}; expected messages, or prompt and completion ({way})")

@@ -225,10 +225,6 @@ def build_chat_datasets(request: DatasetRequest, encoder: ChatEncoder) -> tuple[
         for name in names:
             if name not in files:
                 files[name] = open_chats(name, encoder, IndexCache.at(data.data_cache_path, name))
-                first_file = next(iter(files.values()))
-                if files[name].form != first_file.form:
-                    forms = f"{first_file.path} has {first_file.form}, but {name} has {files[name].form}"
-                    raise DataError(f"{forms}; use one form in all files")
 
         def build(name: str, count: int | None, part: int = part, part_range: Any = part_range) -> ChatDataset:
             file = files[name]

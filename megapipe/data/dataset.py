@@ -9,8 +9,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megapipe.errors import DataError
-
 Array = NDArray[Any]
 TokenArray = NDArray[np.int64]
 
@@ -61,16 +59,6 @@ class SyntheticDataset:
         steps = np.where(jumps, random.integers(0, used, length), 1)  # a jump adds a random offset, any other step 1
         sample: TokenArray = self.cycle[np.cumsum(steps) % used]
         return sample
-
-
-def unigram_entropy(tokens: NDArray[np.integer]) -> float:
-    """Return the entropy of token frequencies in nats: the loss of a model that knows only these. Raises DataError."""
-    counts = np.bincount(tokens.reshape(-1).astype(np.int64))
-    counts = counts[counts > 0]
-    if not len(counts):
-        raise DataError("the entropy of an empty array of tokens is undefined")
-    frequencies = counts / counts.sum()
-    return float(-(frequencies * np.log(frequencies)).sum())
 
 
 @dataclass(frozen=True)

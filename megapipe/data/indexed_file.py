@@ -21,7 +21,6 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from megapipe.data.dataset import Array
-from megapipe.errors import ConfigError, DataError
+from megapipe.errors import DataError
 from megapipe.input_files import MOST_BYTES, regular
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -43,7 +42,6 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 Tokenizer = dict[str, Any]  # the fingerprint of one, see tokenizers/tokenizer.py
 CHECK_BLOCK = 1 << 18  # sequences checked at a time, so that a check needs no second copy of a huge index
 LENGTH, OFFSET = np.dtype("<i4"), np.dtype("<i8")
-RAW_BYTES = 1 << 24  # copied at a time
 
 
 def bin_path(prefix: str | Path) -> Path:
@@ -140,7 +138,7 @@ class IndexedFile:
         """Return tokens and byte offset of a sequence. Raises DataError if they cannot be read."""
         at, count = HEADER.size, len(self)
         values = (
-            np.frombuffer(_read(self._idx_file, dtype.itemsize, first + dtype.itemsize * sequence), dtype)[0]
+            np.frombuffer(read_bytes(self._idx_file, dtype.itemsize, first + dtype.itemsize * sequence), dtype)[0]
             for dtype, first in ((LENGTH, at), (OFFSET, at + LENGTH.itemsize * count))
         )
         length, offset = map(int, values)
@@ -163,20 +161,11 @@ class IndexedFile:
                 f"sequence {sequence} at byte {offset} is outside of {bin_path(self.prefix)} ({self.num_bytes} bytes)"
             )
             raise DataError(f"{found}: {idx_path(self.prefix).name} is damaged; copy or preprocess it again")
-        return np.frombuffer(_read(self._bin_file, count * self.dtype.itemsize, offset), self.dtype)
+        return np.frombuffer(read_bytes(self._bin_file, count * self.dtype.itemsize, offset), self.dtype)
 
     def is_contiguous(self) -> bool:
         """Return True if `.bin` holds the sequences in order without gaps, as our writer leaves it."""
-        return bool(np.array_equal(self.offsets, _contiguous_offsets(self.lengths, self.dtype)))
-
-    def raw(self) -> Iterator[bytes]:
-        """Yield the bytes of all sequences, in order and in blocks."""
-        if not self.is_contiguous():
-            yield from (self.read(sequence).tobytes() for sequence in range(len(self)))
-            return
-        end = self.num_tokens * self.dtype.itemsize
-        for begin in range(0, end, RAW_BYTES):
-            yield _read(self._bin_file, min(RAW_BYTES, end - begin), begin)
+        return bool(np.array_equal(self.offsets, contiguous_offsets(self.lengths, self.dtype)))
 
     def has_tokens(self, first: int, last: int) -> bool:
         """Return True if any of the sequences first .. last - 1 has a token. Reads up to the first that has."""
@@ -236,7 +225,7 @@ class IndexedFile:
         if end == bin_bytes and not is_in_order:  # sequences may follow one another without gaps in another order
             filled = np.flatnonzero(self.lengths)
             order = filled[np.argsort(self.offsets[filled])]
-            contiguous = _contiguous_offsets(self.lengths[order], self.dtype)
+            contiguous = contiguous_offsets(self.lengths[order], self.dtype)
             is_in_order = bool(np.array_equal(self.offsets[order], contiguous))
         if end != bin_bytes or not is_in_order:
             found = f"its {end // item} tokens of {item} bytes ({self.dtype}) do not fill {bin_path(self.prefix).name}"
@@ -266,7 +255,7 @@ def _map(path: Path, prefix: str) -> mmap.mmap | bytes:
             raise DataError(f"cannot read token file {path}: {error.strerror}") from None
 
 
-def _read(file: FileIO, num_bytes: int, offset: int) -> bytes:
+def read_bytes(file: FileIO, num_bytes: int, offset: int) -> bytes:
     """Return bytes of a file, by reads that threads may share. Raises DataError, with its name, for fewer."""
     found = []
     try:
@@ -299,58 +288,10 @@ def sampled_checksum(path: Path, count: int, block_bytes: int) -> int:
         raise DataError(f"cannot read token file {path}: {error.strerror}") from None
 
 
-def _contiguous_offsets(lengths: Array, dtype: np.dtype[Any]) -> Array:
+def contiguous_offsets(lengths: Array, dtype: np.dtype[Any]) -> Array:
     """Return the first byte of each sequence, [S] int64, if there are no gaps."""
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     return np.concatenate([np.zeros(min(1, len(ends)), np.int64), ends[:-1]])
-
-
-def index_bytes(num_documents: int) -> int:
-    """Return the size of an `.idx` with one sequence per document."""
-    return HEADER.size + 12 * num_documents + 8 * (num_documents + 1)
-
-
-def write_index(
-    path: Path, dtype: np.dtype[Any], lengths: Array, documents: Array | None = None, modes: bytes = b""
-) -> None:
-    """Write the `.idx` of sequences that follow one another and sync it. documents: None for one sequence each.
-
-    Works in blocks, so that the arrays may be mapped files of any size.
-    """
-    num_starts = len(lengths) + 1 if documents is None else len(documents)
-    with open(path, "wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), num_starts))
-        blocks = [slice(begin, begin + CHECK_BLOCK) for begin in range(0, max(len(lengths), num_starts), CHECK_BLOCK)]
-        for block in blocks:
-            file.write(lengths[block].astype("<i4").tobytes())
-        end = 0
-        for block in blocks:
-            file.write((end + _contiguous_offsets(lengths[block], dtype)).astype("<i8").tobytes())
-            end += int(lengths[block].sum(dtype=np.int64)) * dtype.itemsize
-        for block in blocks:
-            starts = np.arange(block.start, min(block.stop, num_starts)) if documents is None else documents[block]
-            file.write(starts.astype("<i8").tobytes())
-        file.write(modes)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def publish(partial_bin: Path, partial_idx: Path, prefix: str, tokenizer: Tokenizer | None = None) -> None:
-    """Give a pair of files on disk its names. The part that was done before a crash is left out.
-
-    The old index is removed first and the new one comes last, so that no index ever meets a foreign `.bin`, nor the
-    name of a foreign tokenizer.
-    """
-    if partial_bin.exists():
-        idx_path(prefix).unlink(missing_ok=True)
-        if tokenizer is None:
-            tokenizer_path(prefix).unlink(missing_ok=True)
-        else:
-            replace_json(tokenizer_path(prefix), Path(f"{partial_bin}.tokenizer"), tokenizer, indent=1)
-        os.replace(partial_bin, bin_path(prefix))
-    if partial_idx.exists():
-        os.replace(partial_idx, idx_path(prefix))
-    sync_folder(bin_path(prefix).parent)
 
 
 def replace_json(path: Path, partial: Path, content: Any, indent: int | None = None) -> None:
@@ -360,78 +301,3 @@ def replace_json(path: Path, partial: Path, content: Any, indent: int | None = N
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names of new files survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedFile:
-    """Write the documents of all prefixes, in order, to `output_prefix`, after checking all, and return the new file.
-
-    Under the final names there is at any time the old pair, no index, or the new pair; never a partial one.
-    Raises DataError for damaged files or different dtypes, ConfigError if there are no inputs or the output is one.
-    """
-    if not prefixes:
-        raise ConfigError("nothing to merge: name at least one file prefix")
-    target = bin_path(output_prefix)
-    for prefix in prefixes:
-        if target.exists() and bin_path(prefix).exists() and target.samefile(bin_path(prefix)):
-            raise ConfigError(f"the output {output_prefix} is one of the files to merge; choose another name")
-    files = [IndexedFile(prefix) for prefix in prefixes]
-    tokenizer = _common_tokenizer(prefixes)
-    for file in files[1:]:
-        if file.dtype != files[0].dtype:
-            rule = "only token files of one dtype can be merged"
-            raise DataError(f"{file.prefix} holds {file.dtype}, but the files before it {files[0].dtype}: {rule}")
-        if (file.modes is None) != (files[0].modes is None):
-            kind = "multimodal" if file.modes is not None else "not multimodal"
-            raise DataError(f"{file.prefix} is {kind}, unlike the files before it")
-    partial_bin, partial_idx = (Path(f"{path}.partial-{os.getpid()}") for path in (target, idx_path(output_prefix)))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial_bin, "wb", buffering=1 << 20) as output:
-            for file in files:
-                output.writelines(file.raw())
-            output.flush()
-            os.fsync(output.fileno())
-        firsts = np.cumsum([0, *map(len, files)])  # of each file, among all sequences
-        documents = [file.documents[1:] + first for file, first in zip(files, firsts, strict=False)]
-        modes = b"".join(file.modes.tobytes() for file in files if file.modes is not None)
-        lengths = np.concatenate([file.lengths for file in files])
-        write_index(partial_idx, files[0].dtype, lengths, np.concatenate([[0], *documents]), modes)
-        publish(partial_bin, partial_idx, output_prefix, tokenizer)
-    except OSError as error:
-        raise DataError(f"cannot write token files {output_prefix}.bin/.idx: {error.strerror}") from None
-    finally:
-        partial_bin.unlink(missing_ok=True)
-        partial_idx.unlink(missing_ok=True)
-    return IndexedFile(output_prefix)
-
-
-def _common_tokenizer(prefixes: Sequence[str]) -> Tokenizer | None:
-    """Return the tokenizer of all these files, None if that of one is not known. Raises DataError if two differ."""
-    made = [made_with(prefix) for prefix in prefixes]
-    known = [(prefix, found) for prefix, found in zip(prefixes, made, strict=True) if found is not None]
-    for prefix, found in known[1:]:
-        first, other = ({**one, "source": None} for one in (known[0][1], found))
-        if first != other:
-            names = [f"{at} with {one['type']} of {one['source']}" for at, one in (known[0], (prefix, found))]
-            raise DataError(f"the files were made with different tokenizers, {' and '.join(names)}; merge each alone")
-    return None if len(known) < len(made) else made[0]
-
-
-def prefixes_in(folder: str | Path) -> list[str]:
-    """Return the prefixes of all token files in a folder, sorted. Raises ConfigError if it is no folder or has none."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ConfigError(f"--input {folder} is not a directory")
-    prefixes = sorted(str(path)[: -len(".idx")] for path in folder.glob("*.idx"))
-    if not prefixes:
-        raise ConfigError(f"--input {folder} holds no .idx file")
-    return prefixes

@@ -166,13 +166,7 @@ class Stores:
         stores = self._in_shards(stage)
         if stores and stage not in self._whole:
             raise RuntimeError(f"stage {stage} computes, but its weights are not gathered: its row lacks an UNSHARD")
-        if not any(store.gathering for store in stores):
-            return
-        start = 0 if self._tracer is None else self._tracer.now()
-        for store in stores:
-            store.wait()
-        if self._tracer is not None:
-            self._tracer.event(f"parameters of stage {stage}", "wait", start, self._tracer.now())
+        self.wait(stage, [(store, bucket) for store in stores for bucket in reversed(store.layout.buckets)])
 
     def reshard(self, stage: int) -> None:
         """Free the weights of a stage (RESHARD). Raises RuntimeError if they are not gathered."""

@@ -16,7 +16,7 @@ from megapipe.config.training import NEWTON_SCHULZ, OPTIMIZERS, OptimizerConfig,
 from megapipe.errors import ConfigError
 from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Shard
-from megapipe.optimizer.update_rule import UpdateRule
+from megapipe.optimizer.update_rule import Rule, UpdateRule
 from megapipe.sharding.matrices import OwnedMatrix, muon_scale, share_out
 
 EPS = 1e-7  # least norm that a matrix is divided by: a matrix of zeros stays zero
@@ -90,7 +90,7 @@ class _Grid:
         return slices, parts
 
 
-class Muon:
+class Muon(Rule):
     """The rule of --optimizer muon, or of an extension over whole matrices.
 
     The momentum is a running mean of the clipped gradient. Each matrix of momentum (with muon_nesterov: of its mean
@@ -102,7 +102,6 @@ class Muon:
     def __init__(
         self, config: OptimizerConfig, shards: Sequence[Shard], groups: ProcessGroups, device: torch.device
     ) -> None:
-        self.num_steps = 0
         self._config, self._device = config, device
         self._kind, self._options = OPTIMIZERS[config.optimizer], rule_options(config)
         self._momentum = self._options["momentum"] if self._kind.direction is not None else config.muon_momentum

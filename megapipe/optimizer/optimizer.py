@@ -21,7 +21,7 @@ from megapipe.optimizer.muon import Muon
 from megapipe.optimizer.registered import RegisteredRule
 from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Shard
-from megapipe.optimizer.update_rule import AdamLibrary, CompiledAdam, NarrowAdam, UpdateRule
+from megapipe.optimizer.update_rule import AdamLibrary, CompiledAdam, NarrowAdam, Rule, UpdateRule
 from megapipe.sharding.boxes import Piece
 from megapipe.sharding.state_dtypes import MASTER, state_dtypes
 
@@ -85,7 +85,7 @@ class Optimizer:
             for store in buffers.trained
             for bucket in store.layout.buckets
         ]
-        self.rule: UpdateRule | NarrowAdam | CompiledAdam | Muon | RegisteredRule
+        self.rule: Rule
         if OPTIMIZERS[config.optimizer].update is not None:
             self.rule = RegisteredRule(config, self.shards)
         elif dtypes.is_narrow:
@@ -121,10 +121,9 @@ class Optimizer:
         message of the norm.
         """
         self._stores.finish_weights()
-        square, *others = self._sum_gradients(count_zero_gradients, beside)
-        num_zeros = int(others.pop(0)) if count_zero_gradients else None
+        raw_norm, num_zeros, others = self._sum_gradients(count_zero_gradients, beside)
         factor = (gradient_factor(others) if callable(gradient_factor) else gradient_factor) / self.scaler.scale
-        norm = factor * math.sqrt(square)
+        norm = factor * raw_norm
         coefficient, skipped = clip_coefficient(norm, self._clip_grad), not math.isfinite(norm)
         report = StepReport(norm, coefficient, skipped, self.scaler.scale, num_zeros, tuple(others))
         if not skipped:
@@ -144,10 +143,8 @@ class Optimizer:
     @torch.no_grad()
     def last_update(self, count_zero_gradients: bool, beside: Tensor) -> StepReport:
         """Return the report of the gradients that the last `update` left; called by all ranks. beside: as in `step`."""
-        square, *others = self._sum_gradients(count_zero_gradients, beside)
-        num_zeros = int(others.pop(0)) if count_zero_gradients else None
-        norm = self._raw_factor * math.sqrt(square)
-        return StepReport(norm, 1.0, False, self.scaler.scale, num_zeros, tuple(others))
+        raw_norm, num_zeros, others = self._sum_gradients(count_zero_gradients, beside)
+        return StepReport(self._raw_factor * raw_norm, 1.0, False, self.scaler.scale, num_zeros, tuple(others))
 
     @torch.no_grad()
     def masters_to_parameters(self) -> None:
@@ -233,14 +230,18 @@ class Optimizer:
         self.rule.set_num_steps(int(state["num_steps"]))
         self.scaler.load_state(state["loss_scaler"])
 
-    def _sum_gradients(self, count_zero_gradients: bool, beside: Tensor | None) -> list[float]:
-        """Sum the squares of all raw gradients over the model, the number of zeros among them, and what is beside."""
+    def _sum_gradients(
+        self, count_zero_gradients: bool, beside: Tensor | None
+    ) -> tuple[float, int | None, list[float]]:
+        """Return the norm of all raw gradients of the model, the number of zeros among them, and the sums beside."""
         merged = (shard.gradient[low:high] for shard in self.shards for low, high in shard.merged_ranges)
         values = [sum_of_squares(merged, self._device)]
         if count_zero_gradients:
             exact = (shard.gradient[low:high] for shard in self.shards for low, high in shard.exact_ranges)
             values.append(count_zeros(exact, self._device))
-        return sums_over_world(values, self._groups.world, beside)
+        square, *others = sums_over_world(values, self._groups.world, beside)
+        num_zeros = int(others.pop(0)) if count_zero_gradients else None
+        return math.sqrt(square), num_zeros, others
 
     def _update(self, factor: float, rates: Rates) -> None:
         if self._on_host:

@@ -16,23 +16,19 @@ from megapipe.config.training import OPTIMIZERS, OptimizerConfig, UpdateKind, Up
 from megapipe.errors import ConfigError
 from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Shard
+from megapipe.optimizer.update_rule import Rule
 from megapipe.sharding.state_dtypes import MASTER
 
 TRIED = 64  # elements of the trial
 
 
-class RegisteredRule:
+class RegisteredRule(Rule):
     """The rule of --optimizer over shards. Raises ConfigError if a trial shows that the rule cannot be used so."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[Shard]) -> None:
-        self.num_steps = 0
         self._kind, self._options = OPTIMIZERS[config.optimizer], rule_options(config)
         self._chunks = [(shard, chunk) for shard in shards for chunk in shard.chunks()]
         try_rule(config.optimizer, self._kind, self._options)
-
-    def set_num_steps(self, num_steps: int) -> None:
-        """Continue as after num_steps updates."""
-        self.num_steps = num_steps
 
     def step(self, factor: float, rates: Rates) -> None:
         """Update the master weights with gradient x factor; the gradients hold the product afterwards."""
@@ -42,9 +38,7 @@ class RegisteredRule:
             part, spec = slice(chunk.start, chunk.stop), chunk.spec
             gradient = shard.updated_from[part].mul_(factor)
             states = {name: shard.states[name].detach()[part] for name in self._kind.states}
-            lr = rates.decoupled_lr if spec.decoupled_lr and rates.decoupled_lr is not None else rates.lr
-            decay = rates.weight_decay if spec.weight_decay else 0.0
-            step = UpdateStep(self.num_steps, lr, decay, self._options)
+            step = UpdateStep(self.num_steps, *rates.of(spec.weight_decay, spec.decoupled_lr), self._options)
             self._kind.update(shard.states[MASTER].detach()[part], gradient, states, step)
 
 

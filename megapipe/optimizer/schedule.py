@@ -43,6 +43,11 @@ class Rates:
     weight_decay: float
     decoupled_lr: float | None = None
 
+    def of(self, decays: bool, is_decoupled: bool) -> tuple[float, float]:
+        """Return learning rate and weight decay of parameters: whether they decay and have the decoupled rate."""
+        lr = self.decoupled_lr if is_decoupled and self.decoupled_lr is not None else self.lr
+        return lr, self.weight_decay if decays else 0.0
+
 
 @dataclass(frozen=True)
 class LrSchedule:

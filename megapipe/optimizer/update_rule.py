@@ -28,7 +28,21 @@ class AdamLibrary(Protocol):
     def adam(self, groups: Iterable[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer: ...
 
 
-class UpdateRule:
+class Rule:
+    """The update rule of --optimizer. num_steps: its updates, the t of Adam's bias correction."""
+
+    num_steps = 0
+
+    def set_num_steps(self, num_steps: int) -> None:
+        """Continue as after num_steps updates."""
+        self.num_steps = num_steps
+
+    def step(self, factor: float, rates: Rates) -> None:
+        """Update the master weights with gradient x factor; the gradients hold the product afterwards."""
+        raise NotImplementedError
+
+
+class UpdateRule(Rule):
     """The rule of --optimizer over views of flat tensors, with one parameter group for each kind of run.
 
     AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) decouples the weight decay; SGD adds it to the gradient.
@@ -37,7 +51,6 @@ class UpdateRule:
     """
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[Shard], library: AdamLibrary | None = None) -> None:
-        self.num_steps = 0
         self._runs: list[tuple[Tensor, Shard, UpdateRange]] = []  # with the run's master weights
         kinds: dict[tuple[bool, bool], list[Tensor]] = {}  # (weight_decay, decoupled_lr) -> master weights of its runs
         for shard in shards:
@@ -76,7 +89,6 @@ class UpdateRule:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device if self._fused else None)
 
     def set_num_steps(self, num_steps: int) -> None:
-        """Continue as after num_steps updates, the t of Adam's bias correction."""
         self.num_steps = num_steps
         if self._optimizer is not None:
             for state in self._optimizer.state.values():  # torch's Adam counts steps by parameter
@@ -91,11 +103,8 @@ class UpdateRule:
         self.num_steps += 1
         if self._optimizer is None:
             return
-        decoupled_lr = rates.lr if rates.decoupled_lr is None else rates.decoupled_lr
         for group in self._optimizer.param_groups:
-            decayed, decoupled = group["kind"]
-            group["lr"] = decoupled_lr if decoupled else rates.lr
-            group["weight_decay"] = rates.weight_decay if decayed else 0.0
+            group["lr"], group["weight_decay"] = rates.of(*group["kind"])
         gradients = [shard.updated_from[run.start : run.stop] for _, shard, run in self._runs]
         divisor = None
         if factor != 1.0:
@@ -110,7 +119,7 @@ class UpdateRule:
         self._optimizer.step()
 
 
-class CompiledAdam:
+class CompiledAdam(Rule):
     """AdamW over fp32 state as one compiled pass over each run, which writes the parameters in their dtype as well.
 
     torch's fused kernel also writes the gradients that it scales, and the parameters take another pass: 42 bytes for
@@ -120,13 +129,8 @@ class CompiledAdam:
     def __init__(
         self, config: OptimizerConfig, shards: Sequence[Shard], compiler: Callable[[Callable[..., Any]], Any]
     ) -> None:
-        self.num_steps = 0
         self._config, self._kernel = config, compiler(adamw_pass)
         self._runs = [(shard, run) for shard in shards for run in shard.runs]
-
-    def set_num_steps(self, num_steps: int) -> None:
-        """Continue as after num_steps updates, the t of Adam's bias correction."""
-        self.num_steps = num_steps
 
     def step(self, factor: float, rates: Rates) -> None:
         """Update the master weights, and parameters that are copies of them, with gradient x factor."""
@@ -136,8 +140,8 @@ class CompiledAdam:
         for shard, run in self._runs:
             # with the padding, which stays zero: kernels for any number of rows of a known size are as fast as for one
             part = slice(run.start, run.start + -(-(run.stop - run.start) // ALIGNMENT) * ALIGNMENT)
-            lr = rates.decoupled_lr if run.decoupled_lr and rates.decoupled_lr is not None else rates.lr
-            decay = 1 - lr * (rates.weight_decay if run.weight_decay else 0.0)
+            lr, weight_decay = rates.of(run.weight_decay, run.decoupled_lr)
+            decay = 1 - lr * weight_decay
             # tensors on the host: as numbers each new value would compile the pass again
             scalars = (torch.tensor(value) for value in (factor, decay, lr / first, 1 / math.sqrt(second)))
             flat = [*(shard.states[name] for name in (MASTER, "exp_avg", "exp_avg_sq")), shard.updated_from]
@@ -171,7 +175,7 @@ def adamw_pass(
     return master.copy_(updated), exp_avg.copy_(first), exp_avg_sq.copy_(second)
 
 
-class NarrowAdam:
+class NarrowAdam(Rule):
     """AdamW over shards whose gradients or moments are narrow, chunk by chunk: read in fp32, update with torch's fused
     kernel, write.
 
@@ -179,13 +183,8 @@ class NarrowAdam:
     """
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[Shard]) -> None:
-        self.num_steps = 0
         self._config = config
         self._chunks = [(shard, chunk) for shard in shards for chunk in shard.chunks()]
-
-    def set_num_steps(self, num_steps: int) -> None:
-        """Continue as after num_steps updates, the t of Adam's bias correction."""
-        self.num_steps = num_steps
 
     def step(self, factor: float, rates: Rates) -> None:
         """Update the master weights with gradient x factor; the gradients hold the product afterwards, rounded."""
@@ -202,7 +201,7 @@ class NarrowAdam:
         wide = {name: values.to(torch.float32) for name, values in stored.items()}
         gradient = wide["gradient"]
         spec, config = chunk.spec, self._config
-        lr = rates.decoupled_lr if spec.decoupled_lr and rates.decoupled_lr is not None else rates.lr
+        lr, weight_decay = rates.of(spec.weight_decay, spec.decoupled_lr)
         torch._fused_adamw_(
             [wide[MASTER]],
             [gradient],
@@ -213,7 +212,7 @@ class NarrowAdam:
             lr=lr,
             beta1=config.adam_beta1,
             beta2=config.adam_beta2,
-            weight_decay=rates.weight_decay if spec.weight_decay else 0.0,
+            weight_decay=weight_decay,
             eps=config.adam_eps,
             amsgrad=False,
             maximize=False,

@@ -1,4 +1,4 @@
-"""The profile of --profile-pipeline: how it is built from a tracer's events, and its JSON file, read without torch.
+"""The profile of --profile-pipeline: how it is built from a tracer's events, and its JSON file.
 
     {"format": "megapipe pipeline profile", "version": 1,
      "about": {...},                    the run: schedule, grid, device, versions, date
@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megapipe.errors import DataError, MegapipeError
 from megapipe.monitor.roster import replace_file
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lower import without_pairs
-from megapipe.schedule.placement import Placement
-from megapipe.schedule.schedule import Schedule, from_csv, to_csv
+from megapipe.schedule.schedule import Schedule, to_csv
 
 
 class RoundTrip(NamedTuple):
@@ -86,7 +84,6 @@ class Clock:
 
 
 FORMAT, VERSION = "megapipe pipeline profile", 1
-FILE_PATTERN = "pipeline_profile_*.json"
 
 Event = tuple[str, str, int, int]  # comm.trace.Event: name, kind, start_ns, end_ns
 
@@ -163,11 +160,6 @@ def trace_path(path: Path) -> Path:
     return path.with_name(path.name.replace("pipeline_profile_", "pipeline_trace_", 1))
 
 
-def profiles_in(folder: Path) -> list[Path]:
-    """Return the profiles of a run, by step."""
-    return sorted(folder.glob(FILE_PATTERN))
-
-
 def schedule_as_run(schedule: Schedule, row: Sequence[Action]) -> Schedule:
     """Return the schedule without OVERLAP if the engine that ran `row` ran the halves of a pair one after the other."""
     if Op.OVERLAP not in schedule.ops or any(action.op is Op.OVERLAP for action in row):
@@ -218,26 +210,6 @@ def write_profile(profile: Profile, path: Path) -> None:
     replace_file(path, json.dumps(to_json(profile), separators=(",", ":")).encode())
 
 
-def read_profile(path: Path) -> Profile:
-    """Read a profile. Raises DataError for a file that cannot be read, is not a profile, or has another version."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found.get("format") != FORMAT:
-            raise DataError(f"{path} is not a pipeline profile: its format is {found.get('format')!r}, not {FORMAT!r}")
-        if found.get("version") != VERSION:
-            raise DataError(
-                f"{path} has version {found.get('version')!r} of the profile format; "
-                f"this megapipe reads version {VERSION}"
-            )
-        return from_json(found)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    except MegapipeError as error:
-        raise DataError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from None
-
-
 def to_json(profile: Profile) -> dict[str, Any]:
     """Return the JSON form described at the top of this file."""
     schedules = {}
@@ -253,36 +225,3 @@ def to_json(profile: Profile) -> dict[str, Any]:
         "clocks": [asdict(clock) for clock in profile.clocks],
         "pipelines": [asdict(pipeline) for pipeline in profile.pipelines],
     }
-
-
-def from_json(found: dict[str, Any]) -> Profile:
-    """Return the profile of a JSON form. Raises ValueError if its rows do not match its schedules."""
-    schedules = {}
-    for key, entry in found["schedules"].items():
-        placement = Placement(*(_as_tuples(entry[each.name]) for each in fields(Placement)))
-        schedules[int(key)] = from_csv("\n".join(entry["rows"]), entry["name"], placement, int(key))
-    pipelines = []
-    for entry in found["pipelines"]:
-        steps = []
-        for step in entry["steps"]:
-            values = [[_as_tuples(row[each.name]) for each in fields(MeasuredRow)] for row in step["rows"]]
-            lengths = [set(map(len, times)) for *times, _phases in values]
-            expected = [len(row) for row in schedules[step["num_microbatches"]].rows]
-            if lengths != [{length} for length in expected]:
-                raise ValueError(f"step {step['step']} has rows of {lengths} actions, its schedule {expected}")
-            rows = tuple(MeasuredRow(*row) for row in values)
-            steps.append(MeasuredStep(step["step"], step["num_microbatches"], rows))
-        pipelines.append(PipelineSteps(entry["tp_rank"], entry["dp_rank"], tuple(entry["global_ranks"]), tuple(steps)))
-    return Profile(
-        found["about"],
-        schedules,
-        found["messages"]["bytes"],
-        tuple(LinkTime(**link | {"pp_ranks": tuple(link["pp_ranks"])}) for link in found["messages"]["links"]),
-        tuple(ClockOffset(**clock) for clock in found["clocks"]),
-        tuple(pipelines),
-    )
-
-
-def _as_tuples(value: Any) -> Any:
-    """Return JSON with tuples in place of lists."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

@@ -90,13 +90,8 @@ def cast_blocks(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, margin
     """
     made: list[Tensor] = []
     for matrix in (x,) * rows + (x.t(),) * columns:
-        count, size = matrix.shape
-        wide = matrix.new_zeros(count, blocks_of(size) * BLOCK, dtype=torch.float32)
-        wide[:, :size].copy_(matrix)
-        blocks = wide.unflatten(1, (-1, BLOCK))
-        scales = block_scale(_amax(blocks, -1), dtype, margin)
-        blocks.mul_(scales.unsqueeze(-1))
-        made += [wide.to(dtype), scales.reciprocal().t().contiguous()]
+        values, inverse = _scaled(matrix, dtype, margin, BLOCK)
+        made += [values, inverse.t().contiguous()]
     return tuple(made)
 
 
@@ -106,14 +101,22 @@ def cast_micro(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, margin:
     """
     made: list[Tensor] = []
     for matrix in (x,) * rows + (x.mT,) * columns:
-        size = matrix.shape[-1]
-        wide = matrix.new_zeros(*matrix.shape[:-1], blocks_of(size, MICRO_BLOCK) * MICRO_BLOCK, dtype=torch.float32)
-        wide[..., :size].copy_(matrix)
-        blocks = wide.unflatten(-1, (-1, MICRO_BLOCK))
-        scales = block_scale(_amax(blocks, -1), dtype, margin)
-        blocks.mul_(scales.unsqueeze(-1))
-        made += [wide.to(dtype), scales.reciprocal().view(torch.int32).bitwise_right_shift(23).to(torch.uint8)]
+        values, inverse = _scaled(matrix, dtype, margin, MICRO_BLOCK)
+        made += [values, inverse.view(torch.int32).bitwise_right_shift(23).to(torch.uint8)]
     return tuple(made)
+
+
+def _scaled(matrix: Tensor, dtype: torch.dtype, margin: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return a matrix [..., rows, k] with a scale for each 1 x block: values, where zeros fill k, and inverse scales
+    [..., rows, k / block] in fp32.
+    """
+    size = matrix.shape[-1]
+    wide = matrix.new_zeros(*matrix.shape[:-1], blocks_of(size, block) * block, dtype=torch.float32)
+    wide[..., :size].copy_(matrix)
+    blocks = wide.unflatten(-1, (-1, block))
+    scales = block_scale(_amax(blocks, -1), dtype, margin)
+    blocks.mul_(scales.unsqueeze(-1))
+    return wide.to(dtype), scales.reciprocal()
 
 
 def cast_squares(x: Tensor, dtype: torch.dtype, margin: int) -> tuple[Tensor, ...]:

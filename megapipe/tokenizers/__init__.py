@@ -3,7 +3,6 @@
 - `tokenizer`      the interface of all tokenizers, two that need no files, `--tokenizer-type NAME` -> a tokenizer
 - `hugging_face`   `tokenizer.json`, and GPT-2's vocabulary and merges
 - `sentencepiece`  SentencePiece models: three ways to read one
-- `training`       text -> a folder with a tokenizer.json, special tokens and a chat template
 - `chat`           chat templates: a conversation -> its tokens, and which of them are trained
 - `rendering`      a template in a separate process, with limits of time and memory
 

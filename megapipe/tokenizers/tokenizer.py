@@ -121,9 +121,6 @@ FROM_MODEL = {
 }
 
 
-TOKENIZERS = TOKENIZER_TYPES  # for commands that take --tokenizer-type
-
-
 def checked(tokenizer: Any, name: str) -> Tokenizer:
     """Return the tokenizer of an extension, with what it may leave out. Raises ConfigError.
 

@@ -64,7 +64,7 @@ class Training:
         self.runtime, self.data, self.state = runtime, data, state
         self._config, self._training, self._schedules = runtime.plan.config, runtime.plan.config.training, schedules
         self._saving, self._journal, self._observer = saving, journal, observer
-        self._profiling = Profiling(runtime, journal)
+        self._profiling = Profiling(runtime, journal, observer)
         self._step = train_step(runtime, self._config.logging.log_num_zeros_in_grad, self._profiling.timers)
         self._guard = Guard(runtime, state, data.train, saving, journal, stop, observer)
         self._files = DataCheck(runtime, data.files, journal.say)

@@ -21,6 +21,7 @@ from megapipe.config.config import Config
 from megapipe.config.files import LOGGERS
 from megapipe.errors import ConfigError
 from megapipe.formatting import clock_text
+from megapipe.profile.profile import Profile
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk that may have room again is no wrong flag
 WANDB_TIMEOUT_SECONDS = 20.0  # an unreachable server otherwise blocks for 100 s
@@ -363,6 +364,10 @@ class Observer:
 
     def on_evaluation(self, metrics: EvaluationMetrics) -> None:
         """Called after every evaluation."""
+
+    def on_profile(self, profile: Profile) -> tuple[str, str]:
+        """Called on rank 0 with the steps of --profile-pipeline. Returns a text for the log, and a Chrome trace."""
+        return "", "[]"
 
     def on_save(self, folder: Path) -> None:
         """Called when a checkpoint is complete, with --async-save some steps after its own."""

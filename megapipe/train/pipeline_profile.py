@@ -18,7 +18,6 @@ from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Event
 from megapipe.gpu.device_clock import EventClock
 from megapipe.monitor.process import available_cores, boot_id
-from megapipe.profile.comparison import profile_text, summarize
 from megapipe.profile.profile import (
     Clock,
     ClockOffset,
@@ -35,8 +34,8 @@ from megapipe.profile.profile import (
     trace_path,
     write_profile,
 )
-from megapipe.profile.trace import profile_trace
 from megapipe.train.journal import Journal, run_folder
+from megapipe.train.metrics import Observer
 
 MOST_RANKS = 64  # recorded: of a larger world the first pipelines, as many as a viewer can show
 ROUND_TRIPS = 16
@@ -55,15 +54,19 @@ class RecordedStep(NamedTuple):
 class PipelineProfiler:
     """A recorder of the steps [profile_step_start, profile_step_end) on every rank, with --profile-pipeline.
 
-    Rank 0 writes the profile and its trace. On a GPU actions begin and end at events in its streams, read when a step
-    is over, so no step synchronizes. now: this rank's clock.
+    Rank 0 writes the profile, and the trace that the observer makes of it. On a GPU actions begin and end at events in
+    its streams, read when a step is over, so no step synchronizes. now: this rank's clock.
     """
 
     def __init__(
-        self, runtime: TrainingRuntime, journal: Journal, now: Callable[[], int] = time.perf_counter_ns
+        self,
+        runtime: TrainingRuntime,
+        journal: Journal,
+        observer: Observer,
+        now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         logging = runtime.plan.config.logging
-        self._runtime, self._say, self._now = runtime, journal.say, now
+        self._runtime, self._say, self._observer, self._now = runtime, journal.say, observer, now
         self._active = logging.profile_pipeline
         self._start, self._end = logging.profile_step_start, logging.profile_step_end
         topology = runtime.plan.topology
@@ -130,10 +133,10 @@ class PipelineProfiler:
         profile = self._profile(recorded, links, clocks)
         steps = [step.step for step in profile.pipelines[0].steps]
         path = run_folder(self._runtime.plan.config) / profile_name(steps[0], steps[-1])
-        text = profile_text(profile, summarize(profile))
+        text, trace = self._observer.on_profile(profile)
         try:
             write_profile(profile, path)
-            trace_path(path).write_text(profile_trace(profile), encoding="utf-8")
+            trace_path(path).write_text(trace, encoding="utf-8")
         except OSError as error:  # training is worth more than its profile
             self._say(f"{text}\n  could not be written to {path}: {error.strerror}")
             return

@@ -21,6 +21,7 @@ from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.step_time import expected_bubble
 from megapipe.schedule.action import BUSY_OPS, stage_action
 from megapipe.train.journal import Journal
+from megapipe.train.metrics import Observer
 from megapipe.train.pipeline_profile import NOT_REACHED, PipelineProfiler
 from megapipe.train.stragglers import StragglerLog
 
@@ -31,12 +32,12 @@ class Profiling:
     Called alike on every rank; evaluation and saving are not counted (`restart`).
     """
 
-    def __init__(self, runtime: TrainingRuntime, journal: Journal) -> None:
+    def __init__(self, runtime: TrainingRuntime, journal: Journal, observer: Observer) -> None:
         plan, device, level = runtime.plan, runtime.device, runtime.plan.config.logging.timing_log_level
         self.timers = Timers(level, device, runtime.tracer, runtime.heartbeat, runtime.marks)
         self._runtime = runtime
         self._trace = TorchTrace(runtime)
-        self._pipeline = PipelineProfiler(runtime, journal)
+        self._pipeline = PipelineProfiler(runtime, journal, observer)
         self.stragglers = StragglerLog(runtime, journal)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name, plan.config.precision.dtype)

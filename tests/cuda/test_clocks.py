@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megapipe.extras.calibrate.rates import Stopwatch
+from megapipe.extras.report.profile import profiles_in, read_profile
 from megapipe.gpu.device_clock import EventClock
-from megapipe.profile.profile import profiles_in, read_profile
 from tests.cuda.test_training import CARD, SHARED, WORDS
 from tests.launch.scripts import launch
 from tests.train.jobs import job

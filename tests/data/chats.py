@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megapipe.data.chat import MESSAGES, NOTES, ChatFile, Message
+from megapipe.data.chat import NOTES, ChatFile, Message
 from megapipe.data.dataset import Array
 
 
@@ -21,9 +21,7 @@ def random_chats(lengths: Sequence[int], vocab_size: int = 50, seed: int = 0) ->
     trained[starts[:-1]] = False
     first = [int(np.flatnonzero(trained[a:b])[0]) for a, b in itertools.pairwise(starts)]
     tokens = random.integers(0, vocab_size, starts[-1]).astype(np.uint16)
-    return ChatFile(
-        "chats.jsonl", MESSAGES, tokens, trained, starts, np.array(first, dtype=np.int64), (0,) * len(NOTES)
-    )
+    return ChatFile("chats.jsonl", tokens, trained, starts, np.array(first, dtype=np.int64), (0,) * len(NOTES))
 
 
 @dataclass

@@ -55,7 +55,6 @@ BAD = {
     "surrogate": (turn("user", "\ud800"), "message 1: content holds half of a surrogate pair"),
     "no answer": ({"messages": [{"role": "user", "content": "a"}]}, "has no message of the assistant"),
     "empty completion": ({"prompt": "a", "completion": ""}, "message 2: the content of the assistant is empty"),
-    "two forms": ({"prompt": "a", "completion": "b"}, "has prompt and completion, but the lines before have messages"),
 }
 
 
@@ -89,6 +88,14 @@ def test_tokens_and_the_trained_ones_are_kept(tmp_path: Path, line: dict[str, An
     assert bytes(found.tokens.astype("u1")) == b"uhiayes" * 3
     assert found.trained.tolist() == [False, False, False, False, True, True, True] * 3
     assert found.first_trained.tolist() == [4, 4, 4]
+
+
+def test_a_file_may_mix_the_two_forms(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    lines = [GOOD, {"prompt": "hi", "completion": "yes"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = open_chats(str(path), ByteEncoder(), IndexCache.at(None, str(path)))
+    assert bytes(found.tokens.astype("u1")) == b"uhiayes" * 2
 
 
 def opened(path: Path, *messages: dict[str, Any]) -> Any:

@@ -119,15 +119,9 @@ def test_conversations_without_a_trained_token_are_counted_and_refused_if_all_ar
         ChatDataset(file, (0, 1), **options)
 
 
-def write(path: Path, count: int, form: str = "messages") -> str:
-    answers = [f"answer {number}" for number in range(count)]
-    if form == "messages":
-        lines = [
-            {"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": text}]}
-            for text in answers
-        ]
-    else:
-        lines = [{"prompt": "ask", "completion": text} for text in answers]
+def write(path: Path, count: int) -> str:
+    answers = ({"role": "assistant", "content": f"answer {number}"} for number in range(count))
+    lines = [{"messages": [{"role": "user", "content": "ask"}, answer]} for answer in answers]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
@@ -164,13 +158,6 @@ def test_files_are_blended_by_weight(tmp_path: Path) -> None:
     assert Counter(found.train.dataset_index[:40].tolist()) == {0: 30, 1: 10}  # type: ignore[attr-defined]
     found, _ = build_chat_datasets(request((40, 0, 0), train_data_path=(one, other)), ByteEncoder())
     assert sum(read(found.train).values()) == 44  # one epoch of each
-
-
-def test_files_of_different_forms_are_refused(tmp_path: Path) -> None:
-    one, other = write(tmp_path / "a.jsonl", 2), write(tmp_path / "b.jsonl", 2, "prompt")
-    for paths in ({"train_data_path": (one, other)}, {"train_data_path": (one,), "valid_data_path": (other,)}):
-        with pytest.raises(DataError, match=r"a\.jsonl .*messages.*b\.jsonl .*prompt and completion"):
-            build_chat_datasets(request(**paths), ByteEncoder())
 
 
 def test_the_fingerprint_tells_other_data_and_another_order() -> None:

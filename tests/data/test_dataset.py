@@ -1,23 +1,10 @@
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
-from megapipe.data.dataset import SyntheticDataset, unigram_entropy
-from megapipe.errors import DataError
-
-
-def test_entropy_of_tokens_equals_the_formula():
-    assert unigram_entropy(np.arange(8, dtype=np.uint16)) == pytest.approx(math.log(8))
-    assert unigram_entropy(np.array([1, 1, 1, 7])) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
-    assert unigram_entropy(np.zeros(5, dtype=np.int64)) == 0.0
-
-
-def test_entropy_of_an_empty_array_is_an_error():
-    with pytest.raises(DataError, match="empty array"):
-        unigram_entropy(np.zeros(0, dtype=np.int64))
+from megapipe.data.dataset import SyntheticDataset
+from megapipe.extras.cli.quickstart import unigram_entropy
 
 
 def test_samples_depend_on_seed_part_and_index_only():

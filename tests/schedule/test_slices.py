@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.extras.cli.schedule import main
 from megapipe.extras.report.timeline import svg, timeline_text
-from megapipe.profile.trace import chrome_trace
+from megapipe.extras.report.trace import chrome_trace
 from megapipe.schedule.action import Action, Op, parse_slice
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered, build_schedule

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megapipe.data.indexed_file import IndexedFile, made_with, merge, tokenizer_path
+from megapipe.data.indexed_file import IndexedFile, made_with, tokenizer_path
 from megapipe.errors import DataError
 from megapipe.extras.cli.data import preprocess
 from megapipe.extras.cli.inference import evaluate, generate
+from megapipe.extras.preprocess.merge import merge
 from megapipe.tokenizers.hugging_face import HuggingFaceTokenizer
 from megapipe.tokenizers.tokenizer import ByteTokenizer, NullTokenizer, described, is_same, tokenizer_fingerprint
 from tests.token_files import IndexedWriter

@@ -232,8 +232,8 @@ def test_every_type_has_its_name(bpe_folder):
 
 def test_the_package_imports_neither_torch_nor_optional_packages():
     code = (
-        "import sys, megapipe.tokenizers.tokenizer, megapipe.tokenizers.sentencepiece, megapipe.data.preprocess, "
-        "megapipe.data.build_datasets, "
+        "import sys, megapipe.tokenizers.tokenizer, megapipe.tokenizers.sentencepiece, "
+        "megapipe.extras.preprocess.preprocess, megapipe.data.build_datasets, "
         "megapipe.data.loader; print([m for m in ('torch', 'transformers', 'tokenizers') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

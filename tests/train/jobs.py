@@ -18,6 +18,7 @@ from megapipe.config.load import load_config
 from megapipe.environment import RANKS_PER_GPU, read_environment
 from megapipe.extras.cli.pretrain import main
 from megapipe.extras.convert.snapshot import read_checkpoint
+from megapipe.extras.report.observer import ReportingObserver
 from megapipe.plan.resolve import resolve
 from megapipe.train import run as run_module
 from megapipe.train.run import pretrain
@@ -61,7 +62,7 @@ def job_on_rank(
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
-            pretrain(plan, environment, loaded.text(plan.config))
+            pretrain(plan, environment, loaded.text(plan.config), observer=ReportingObserver())
         except Exception as error:
             return said.getvalue(), type(error).__name__, str(error)
     return said.getvalue(), "", None

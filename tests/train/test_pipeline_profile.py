@@ -19,13 +19,15 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.comm.timing import round_trips
 from megapipe.comm.trace import Tracer
 from megapipe.extras.report.comparison import comparison_svg
+from megapipe.extras.report.profile import profiles_in, read_profile
+from megapipe.extras.report.profile_summary import profile_text, summarize
 from megapipe.gpu.device_clock import EventClock
 from megapipe.optimizer.optimizer import Optimizer
-from megapipe.profile.comparison import profile_text, summarize
-from megapipe.profile.profile import RoundTrip, profiles_in, read_profile, reading, trace_path
+from megapipe.profile.profile import RoundTrip, reading, trace_path
 from megapipe.topology import Topology
 from megapipe.train import pipeline_profile
 from megapipe.train.journal import Journal
+from megapipe.train.metrics import Observer
 from megapipe.train.pipeline_profile import PipelineProfiler
 from tests.harness import RankPool
 from tests.pipeline.fake_device import FakeDevice
@@ -162,7 +164,7 @@ def test_on_a_gpu_a_step_has_the_times_of_events_and_costs_no_wait(monkeypatch: 
     tracer = Tracer()
     runtime = runtime_of(tiny(profile_pipeline=True, profile_step_start=0, profile_step_end=2), 0, 1, tracer=tracer)
     runtime.device = torch.device("cuda")
-    profiler = PipelineProfiler(runtime, Journal(None))
+    profiler = PipelineProfiler(runtime, Journal(None), Observer())
     profiler.before(0)
     profiler.before(0)  # a time-triggered save cancelled the profiled step
     truth = []

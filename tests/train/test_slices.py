@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.profile.comparison import compare
-from megapipe.profile.profile import profiles_in, read_profile
+from megapipe.extras.report.profile import profiles_in, read_profile
+from megapipe.extras.report.profile_summary import compare
 from tests.harness import RankPool
 from tests.train.jobs import job_on_rank, lines_of
 

@@ -14,14 +14,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megapipe.data import indexed_file
-from megapipe.data.partial_output import PartialOutput, output_prefix, require_space
-from megapipe.data.preprocess import Progress
-from megapipe.data.preprocess import preprocess as tokenize
-from megapipe.data.text_source import (
+from megapipe.config.files import TOKENIZER_TYPES
+from megapipe.data.indexed_file import bin_path, idx_path, token_dtype
+from megapipe.errors import ConfigError
+from megapipe.extras.cli.frame import command, option, switch
+from megapipe.extras.preprocess.merge import merge as merge_files
+from megapipe.extras.preprocess.merge import prefixes_in
+from megapipe.extras.preprocess.partial_output import PartialOutput, output_prefix, require_space
+from megapipe.extras.preprocess.preprocess import Progress
+from megapipe.extras.preprocess.preprocess import preprocess as tokenize
+from megapipe.extras.preprocess.text_source import (
     DOCUMENT_UNITS,
     FORMATS,
-    MOST_DOCUMENT_BYTES,
     STDIN_PATH,
     TEXT_KEY,
     Problem,
@@ -32,10 +36,9 @@ from megapipe.data.text_source import (
     is_regular,
     read_records,
 )
-from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import command, option, switch
-from megapipe.tokenizers.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, described, tokenizer_fingerprint
-from megapipe.tokenizers.training import train_tokenizer as train
+from megapipe.extras.preprocess.tokenizer_training import train_tokenizer as train
+from megapipe.input_files import MOST_DOCUMENT_BYTES
+from megapipe.tokenizers.tokenizer import Tokenizer, build_tokenizer, described, tokenizer_fingerprint
 
 TEXT_OPTIONS = (
     "text",
@@ -69,7 +72,7 @@ PREPROCESS_OPTIONS = (
     ),
     option("--max-document-bytes", "a document of more text is a bad record", default=MOST_DOCUMENT_BYTES, at_least=1),
     "tokenizer",
-    option("--tokenizer-type", f"one of {', '.join(TOKENIZERS)}", required=True),
+    option("--tokenizer-type", f"one of {', '.join(TOKENIZER_TYPES)}", required=True),
     option("--tokenizer-model", "SentencePiece model, tokenizer.json, or a folder with one of them"),
     option("--vocab-size", "for NullTokenizer", type=int),
     option("--vocab-file", "for GPT2BPETokenizer: vocabulary (JSON)"),
@@ -250,7 +253,7 @@ def _open_output(own: argparse.Namespace, files: Sequence[Path], unit: str, toke
     else:
         name = "standard input" if pipe == STDIN_PATH else str(pipe)
         print(f"note: {name} can be read only once: an interrupted run begins again", file=sys.stderr)
-    dtype = indexed_file.token_dtype(tokenizer.vocab_size)
+    dtype = token_dtype(tokenizer.vocab_size)
     return PartialOutput(own.output_prefix, own.json_keys, dtype, description, overwrite=own.overwrite, tokenizer=made)
 
 
@@ -260,17 +263,15 @@ def merge(own: argparse.Namespace) -> None:
 
     megapipe merge --input data/part1 data/part2 --output-prefix data/all
     """
-    prefixes = [
-        prefix for name in own.input for prefix in (indexed_file.prefixes_in(name) if Path(name).is_dir() else [name])
-    ]
-    for path in (indexed_file.bin_path(own.output_prefix), indexed_file.idx_path(own.output_prefix)):
+    prefixes = [prefix for name in own.input for prefix in (prefixes_in(name) if Path(name).is_dir() else [name])]
+    for path in (bin_path(own.output_prefix), idx_path(own.output_prefix)):
         if path.exists() and not own.overwrite:
             raise ConfigError(f"{path} exists: choose another --output-prefix, or replace it with --overwrite")
-    pairs = [make(prefix) for prefix in prefixes for make in (indexed_file.bin_path, indexed_file.idx_path)]
+    pairs = [make(prefix) for prefix in prefixes for make in (bin_path, idx_path)]
     folder = Path(own.output_prefix).absolute().parent
     folder.mkdir(parents=True, exist_ok=True)
     require_space(folder, sum(path.stat().st_size for path in pairs if path.exists()), "the merged file")
-    merged = indexed_file.merge(prefixes, own.output_prefix)
+    merged = merge_files(prefixes, own.output_prefix)
     print(
         f"wrote {own.output_prefix}.bin/.idx: {merged.num_documents:,} documents, {merged.num_tokens:,} tokens as "
         f"{merged.dtype}"

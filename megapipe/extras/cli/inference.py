@@ -35,11 +35,11 @@ from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import DEVICES, TrainingConfig
 from megapipe.data.indexed_file import IndexedFile, bin_path, idx_path, made_with
-from megapipe.data.text_source import TEXT_KEY, find_files, read_records
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, ConfigError, DataError
 from megapipe.extras.cli.frame import command, option, switch, write_file
+from megapipe.extras.preprocess.text_source import TEXT_KEY, find_files, read_records
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.chat import ChatTokenizer

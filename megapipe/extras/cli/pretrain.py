@@ -99,9 +99,10 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
         from megapipe.extras.verify.parity import verify
 
         return verify(plan, environment, requests.verify_grid)
+    from megapipe.extras.report.observer import ReportingObserver
     from megapipe.train.run import pretrain
 
-    text = loaded.text(plan.config)
+    text, observer = loaded.text(plan.config), observer or ReportingObserver()
     return pretrain(plan, environment, text, print_samples, loaded.remarks, weights, observer)
 
 

@@ -17,28 +17,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config, fields_by_key
 from megapipe.config.load import load_config
 from megapipe.config.yaml_file import SUPPLIED
 from megapipe.data.build_datasets import parse_split, sequence_range
-from megapipe.data.dataset import unigram_entropy
 from megapipe.data.indexed_file import IndexedFile, token_dtype
-from megapipe.data.partial_output import PartialOutput, output_prefix
-from megapipe.data.preprocess import Progress, preprocess
-from megapipe.data.text_source import TEXT_KEY, corpus_documents, read_records, write_jsonl
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, DataError
 from megapipe.extras.cli.frame import command, option, switch, write_file
 from megapipe.extras.cli.quickstart_chat import finetune_and_export, say
 from megapipe.extras.cli.report import write_report
+from megapipe.extras.preprocess.partial_output import PartialOutput, output_prefix
+from megapipe.extras.preprocess.preprocess import Progress, preprocess
+from megapipe.extras.preprocess.text_source import TEXT_KEY, corpus_documents, read_records, write_jsonl
+from megapipe.extras.preprocess.tokenizer_training import train_tokenizer
 from megapipe.extras.report.folder import read_run
 from megapipe.formatting import bytes_text, count_text
 from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.tokenizers.hugging_face import optional_package
 from megapipe.tokenizers.tokenizer import build_tokenizer, tokenizer_fingerprint
-from megapipe.tokenizers.training import train_tokenizer
 
 CPU_FLAGS = ("--config", str(SUPPLIED / "quickstart.yaml"))
 GPU_FLAGS = (*CPU_FLAGS, "--config", str(SUPPLIED / "quickstart_gpu.yaml"))
@@ -314,3 +314,13 @@ def pretrain_arguments(
         end = min(start + 2, total)
         words += ["--profile-pipeline", "--profile-step-start", str(start), "--profile-step-end", str(end)]
     return words
+
+
+def unigram_entropy(tokens: NDArray[np.integer]) -> float:
+    """Return the entropy of token frequencies in nats: the loss of a model that knows only these. Raises DataError."""
+    counts = np.bincount(tokens.reshape(-1).astype(np.int64))
+    counts = counts[counts > 0]
+    if not len(counts):
+        raise DataError("the entropy of an empty array of tokens is undefined")
+    frequencies = counts / counts.sum()
+    return float(-(frequencies * np.log(frequencies)).sum())

@@ -16,9 +16,9 @@ from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.live import ADDRESS, ReportServer
 from megapipe.extras.report.page import compare_page, compare_text, named, page
+from megapipe.extras.report.profile_summary import summarize
 from megapipe.monitor.diagnosis import doing, summary, table, waits_for
 from megapipe.monitor.roster import newest_run, read_folder
-from megapipe.profile.comparison import summarize
 
 FILE_NAME = "report.html"
 PORT = 8020

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import NamedTuple
 
 from megapipe.extras.report.drawing import (
@@ -24,16 +25,18 @@ from megapipe.extras.report.drawing import (
     table_row,
     text,
 )
-from megapipe.extras.report.timeline import LARGE, STYLES, fill, legend
-from megapipe.formatting import milliseconds
-from megapipe.profile.comparison import (
+from megapipe.extras.report.profile_summary import (
     PHASES,
     Comparison,
+    StageKey,
     Summary,
     clocks_text,
+    op_samples,
     oversubscription_text,
     summarize,
 )
+from megapipe.extras.report.timeline import LARGE, STYLES, fill, legend
+from megapipe.formatting import milliseconds
 from megapipe.profile.profile import Profile, trace_path
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 
@@ -283,7 +286,7 @@ def _table(summary: Summary) -> str:
 
 def _stages(summary: Summary) -> str:
     """Return a table of the mean and standard deviation of each op, one row per stage."""
-    times = {(each.stage, each.op): each for each in summary.op_times}
+    times = {(each.stage, each.op): each for each in op_times(summary.comparisons)}
     ops = [op for op in OPS if any(op is other for _, other in times)]
     stages = list(dict.fromkeys(stage for stage, _ in times))
     placement = summary.typical.measured.schedule.placement
@@ -309,3 +312,22 @@ def _stages(summary: Summary) -> str:
         "without waits.</p>"
     )
     return table_html(rows, "ops") + rest + foot
+
+
+class OpTime(NamedTuple):
+    """Time of an op of a stage: mean and standard deviation over microbatches and steps."""
+
+    stage: str  # "2", or "1+6" for an overlapped pair
+    op: Op
+    mean_seconds: float
+    deviation_seconds: float
+
+
+def op_times(comparisons: Sequence[Comparison]) -> list[OpTime]:
+    """Return the times of all ops, sorted by stage."""
+    samples: dict[tuple[StageKey, Op], list[float]] = {}
+    for comparison in comparisons:
+        for key, values in op_samples(comparison.measured).items():
+            samples.setdefault(key, []).extend(values)
+    ordered = sorted(samples.items(), key=lambda item: (item[0][0], item[0][1].value))
+    return [OpTime("+".join(map(str, stages)), op, fmean(values), pstdev(values)) for (stages, op), values in ordered]

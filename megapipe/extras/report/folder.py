@@ -23,7 +23,8 @@ from megapipe.config.fields import value_text
 from megapipe.config.flags import default_text
 from megapipe.config.load import from_yaml
 from megapipe.errors import CheckpointError, ConfigError, DataError
-from megapipe.profile.profile import Profile, profiles_in, read_profile
+from megapipe.extras.report.profile import profiles_in, read_profile
+from megapipe.profile.profile import Profile
 
 METRICS, RUN = "metrics.jsonl", "run.jsonl"
 Record = dict[str, Any]

@@ -15,8 +15,8 @@ from typing import Any
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.report.folder import METRICS, RUN, Run, read_run
 from megapipe.extras.report.page import page
-from megapipe.profile.profile import profiles_in
-from megapipe.profile.trace import profile_trace
+from megapipe.extras.report.profile import profiles_in
+from megapipe.extras.report.trace import profile_trace
 
 ADDRESS = "127.0.0.1"
 NAMES = (ADDRESS, "localhost")  # by which a browser may ask: other names are those of other sites (DNS rebinding)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megapipe.comm.bootstrap import choose_backend
 from megapipe.config.load import load_config
-from megapipe.errors import ConfigError
+from megapipe.errors import ConfigError, DataError
 from megapipe.extras.cli import quickstart
 from megapipe.extras.cli.quickstart import (
     Prepared,
@@ -18,6 +20,7 @@ from megapipe.extras.cli.quickstart import (
     choose_grid,
     prepare,
     pretrain_arguments,
+    unigram_entropy,
 )
 from megapipe.plan.resolve import resolve
 from tests.launch.scripts import REPOSITORY
@@ -221,3 +224,14 @@ def test_two_steps_are_profiled_within_the_run(done: int, steps: int, span: tupl
     assert config.logging.profile_pipeline
     assert (config.logging.profile_step_start, config.logging.profile_step_end) == span
     assert done <= span[0] < span[1] <= done + steps
+
+
+def test_entropy_of_tokens_equals_the_formula():
+    assert unigram_entropy(np.arange(8, dtype=np.uint16)) == pytest.approx(math.log(8))
+    assert unigram_entropy(np.array([1, 1, 1, 7])) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
+    assert unigram_entropy(np.zeros(5, dtype=np.int64)) == 0.0
+
+
+def test_entropy_of_an_empty_array_is_an_error():
+    with pytest.raises(DataError, match="empty array"):
+        unigram_entropy(np.zeros(0, dtype=np.int64))

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megapipe.extras.convert.snapshot import read_checkpoint, write_checkpoint
-from megapipe.tokenizers.training import train_tokenizer
+from megapipe.extras.preprocess.tokenizer_training import train_tokenizer
 from tests.train.jobs import job
 
 ANSWERS = {"What comes after one?": "Two.", "What comes after two?": "Three comes next.", "Who are you?": "A model."}

@@ -21,7 +21,7 @@ import pytest
 
 from megapipe.extras.cli.report import main
 from megapipe.extras.report.live import ReportServer
-from megapipe.profile.profile import profiles_in
+from megapipe.extras.report.profile import profiles_in
 from tests.extras.report.test_page import RECORDED, Checked, edited
 
 

@@ -34,13 +34,14 @@ from megapipe.extras.report.charts import (
     loss_svg,
     thinned,
 )
-from megapipe.extras.report.comparison import comparison_svg
+from megapipe.extras.report.comparison import comparison_svg, op_times
 from megapipe.extras.report.folder import changed_settings, read_run
 from megapipe.extras.report.page import page
+from megapipe.extras.report.profile import profiles_in, read_profile
+from megapipe.extras.report.profile_summary import summarize
 from megapipe.formatting import bytes_text
 from megapipe.plan.expert_load import expected_load
-from megapipe.profile.comparison import summarize
-from megapipe.profile.profile import profile_name, profiles_in, read_profile, write_profile
+from megapipe.profile.profile import profile_name, write_profile
 from tests.profile.synthetic import lowered, profile_of, step_of
 
 RECORDED = Path(__file__).resolve().parents[2] / "fixtures" / "report" / "interleaved"
@@ -137,7 +138,7 @@ def test_the_profile_is_shown_with_its_sums(recorded: Path) -> None:
     summary = summarize(read_profile(profiles_in(recorded)[0]))
     for row in summary.table:
         assert row.planned in text and row.measured in text
-    for time in summary.op_times:
+    for time in op_times(summary.comparisons):
         assert f"{time.mean_seconds * 1e3:,.2f}" in text
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megapipe.extras.cli.plan import main as plan
 from megapipe.extras.report.timeline import LARGE, STYLES, WAITING, svg, timeline_text
-from megapipe.profile.trace import chrome_trace
+from megapipe.extras.report.trace import chrome_trace
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import build_lowered, build_schedule

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megapipe.profile.comparison import Idle, compare, profile_text, summarize
+from megapipe.extras.report.profile_summary import Idle, compare, profile_text, summarize
 from megapipe.schedule.action import Action, Op
 from tests.profile.synthetic import even, lowered, profile_of, step_of
 

@@ -27,18 +27,10 @@ from typing import IO, Any
 import numpy as np
 
 from megapipe.data.dataset import Array
-from megapipe.data.indexed_file import (
-    Tokenizer,
-    bin_path,
-    idx_path,
-    index_bytes,
-    publish,
-    replace_json,
-    sync_folder,
-    write_index,
-)
-from megapipe.data.text_source import Position, Problem
+from megapipe.data.indexed_file import Tokenizer, bin_path, idx_path, replace_json
 from megapipe.errors import ConfigError, DataError
+from megapipe.extras.preprocess.indexed_writer import index_bytes, publish, sync_folder, write_index
+from megapipe.extras.preprocess.text_source import Position, Problem
 
 Description = Mapping[str, Any]  # of inputs and settings: what to call each -> JSON
 

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from megapipe.data.text_source import (
+from megapipe.errors import ConfigError, DataError
+from megapipe.extras.preprocess.text_source import (
     Problem,
     Record,
     corpus_documents,
@@ -23,7 +24,6 @@ from megapipe.data.text_source import (
     read_records,
     write_jsonl,
 )
-from megapipe.errors import ConfigError, DataError
 
 
 def texts(files, unit="file", keys=("text",)):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.errors import DataError
-from megapipe.profile.profile import profile_name, profiles_in, read_profile, trace_path, write_profile
+from megapipe.extras.report.profile import profiles_in, read_profile
+from megapipe.profile.profile import profile_name, trace_path, write_profile
 from tests.profile.synthetic import lowered, profile_of, step_of
 
 

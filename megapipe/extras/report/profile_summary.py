@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from operator import add
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import NamedTuple
 
 from megapipe.formatting import milliseconds, range_text
@@ -125,28 +125,9 @@ def compare(profile: Profile, step: MeasuredStep) -> Comparison:
     measured = MeasuredTimeline(profile.schedules[step.num_microbatches], step)
     schedule = measured.schedule
     messages = message_costs(schedule, profile.links)
-    means = {key: fmean(values) for key, values in _samples(measured).items()}
+    means = {key: fmean(values) for key, values in op_samples(measured).items()}
     costs = replace(_costs(schedule, means, messages), slice_shares=_slice_shares(measured))
     return Comparison(measured, simulate(schedule, costs))
-
-
-class OpTime(NamedTuple):
-    """Time of an op of a stage: mean and standard deviation over microbatches and steps."""
-
-    stage: str  # "2", or "1+6" for an overlapped pair
-    op: Op
-    mean_seconds: float
-    deviation_seconds: float
-
-
-def op_times(comparisons: Sequence[Comparison]) -> list[OpTime]:
-    """Return the times of all ops, sorted by stage."""
-    samples: dict[tuple[StageKey, Op], list[float]] = {}
-    for comparison in comparisons:
-        for key, values in _samples(comparison.measured).items():
-            samples.setdefault(key, []).extend(values)
-    ordered = sorted(samples.items(), key=lambda item: (item[0][0], item[0][1].value))
-    return [OpTime("+".join(map(str, stages)), op, fmean(values), pstdev(values)) for (stages, op), values in ordered]
 
 
 def message_costs(schedule: Schedule, links: Sequence[LinkTime]) -> Costs:
@@ -165,8 +146,8 @@ def message_costs(schedule: Schedule, links: Sequence[LinkTime]) -> Costs:
     return Costs(transfer, latency)
 
 
-def _samples(measured: MeasuredTimeline) -> dict[tuple[StageKey, Op], list[float]]:
-    """Return the seconds of every computation of the step."""
+def op_samples(measured: MeasuredTimeline) -> dict[tuple[StageKey, Op], list[float]]:
+    """Return the seconds of every computation of the step, by its stages and op."""
     samples: dict[tuple[StageKey, Op], list[float]] = {}
     for row, owns in zip(measured.schedule.rows, measured.own_seconds, strict=True):
         halves = _halves(row)
@@ -228,7 +209,6 @@ class Summary:
     measured_share: Idle
     work_seconds: float  # mean of the ranks
     phases: dict[str, float]  # of the rank where a phase took longest
-    op_times: tuple[OpTime, ...]
     all_shares: tuple[float, ...]  # the measured share, with a barrier, of every recorded pipeline
 
     @property
@@ -280,7 +260,6 @@ def summarize(profile: Profile) -> Summary:
         measured_share=Idle(_share(measured.barrier, work), _share(measured.chained, measured_work)),
         work_seconds=work,
         phases=_phases(pipeline),
-        op_times=tuple(op_times(comparisons)),
         all_shares=tuple(all_shares),
     )
 

@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple, cast
 
-from megapipe.data.tables import Cells, DamagedFile, ZstdFile, read_rows
 from megapipe.errors import ConfigError, DataError
+from megapipe.extras.preprocess.tables import Cells, DamagedFile, ZstdFile, read_rows
+from megapipe.input_files import MOST_DOCUMENT_BYTES, bounded_lines
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".zstd")
@@ -32,7 +33,6 @@ FORMATS = ("jsonl", "text", "parquet", "arrow")
 DOCUMENT_UNITS = ("file", "line", "blank-line")
 TEXT_KEY = "text"
 STDIN, STDIN_PATH = "-", Path("/dev/stdin")
-MOST_DOCUMENT_BYTES = 1 << 28  # of text; a compressed file of kilobytes can hold a line of gigabytes
 GUESS_BYTES = 1 << 20  # read of a text file to find its document unit
 LINES_PER_PARAGRAPH = 50  # on average, in a text whose blank lines are taken for separators
 
@@ -313,16 +313,6 @@ def read_records(
 def _rows(path: Path, kind: str, keys: Sequence[str], begin: Position) -> Iterator[Record]:
     for row, cells in read_rows(path, kind == "parquet", keys, begin.number):
         yield Record(str(path), row + 1, b"", False, 0, Position(begin.file, 0, row + 1), cells)
-
-
-def bounded_lines(file: IO[bytes], most_bytes: int = MOST_DOCUMENT_BYTES) -> Iterator[tuple[bytes, int]]:
-    """Yield each line with its size; of one that is longer, the first `most_bytes` + 1 bytes."""
-    while line := file.readline(most_bytes + 1):
-        size, part = len(line), line
-        while size > most_bytes and part and not part.endswith(b"\n"):
-            part = file.readline(1 << 20)
-            size += len(part)
-        yield line, size
 
 
 def _lines(path: Path, is_json: bool, document_unit: str, begin: Position, most_bytes: int) -> Iterator[Record]:

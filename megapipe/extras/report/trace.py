@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megapipe.profile.comparison import Comparison, compare
+from megapipe.extras.report.profile_summary import Comparison, compare
 from megapipe.profile.profile import Profile
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, RECV_OPS, SEND_OPS, SHARDING_OPS, Action, Op
 from megapipe.schedule.schedule import Schedule

@@ -12,15 +12,15 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from megapipe.data import preprocess as module
 from megapipe.data.indexed_file import IndexedFile
-from megapipe.data.partial_output import PartialOutput
-from megapipe.data.text_source import read_records
 from megapipe.errors import ConfigError, DataError
 from megapipe.extras.cli.data import merge as merge_command
 from megapipe.extras.cli.data import preprocess as preprocess_command
+from megapipe.extras.preprocess import preprocess as module
+from megapipe.extras.preprocess.partial_output import PartialOutput
+from megapipe.extras.preprocess.text_source import read_records
 from tests.data.fixtures import write_file
-from tests.data.test_preprocess import Batched
+from tests.extras.preprocess.test_preprocess import Batched
 
 NAMES = ("out_text_document.bin", "out_text_document.idx", "out_title_document.bin", "out_title_document.idx")
 KEYS = ("text", "title")
@@ -244,7 +244,7 @@ def test_standard_input_is_json_lines_that_cannot_be_gone_on_with(command, tmp_p
     read, write = os.pipe()
     os.write(write, b'{"text": "a"}\n' * 5 + b"{")
     os.close(write)
-    monkeypatch.setattr("megapipe.data.text_source.STDIN_PATH", Path(f"/dev/fd/{read}"))
+    monkeypatch.setattr("megapipe.extras.preprocess.text_source.STDIN_PATH", Path(f"/dev/fd/{read}"))
     code, text = command("-", "--skip-bad", "1")
     os.close(read)
     assert (code, num_documents()) == (0, 5)

@@ -26,10 +26,10 @@ import numpy as np
 
 from megapipe.data.dataset import Array
 from megapipe.data.indexed_file import token_dtype
-from megapipe.data.partial_output import PartialOutput
-from megapipe.data.text_source import Position, Problem, Record
 from megapipe.environment import set_tokenizer_threads
 from megapipe.errors import ConfigError, DataError, MegapipeError
+from megapipe.extras.preprocess.partial_output import PartialOutput
+from megapipe.extras.preprocess.text_source import Position, Problem, Record
 
 BATCH_BYTES = 1 << 18  # text per task: large compared with the cost of a message, small compared with a corpus
 THREAD_BATCH_BYTES = 1 << 18  # the same, for each thread of a library that tokenizes a batch in threads

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
+from megapipe.extras.preprocess.tokenizer_training import SPECIAL_TOKENS, train_tokenizer
 from megapipe.tokenizers.chat import FORMATS, ChatTokenizer
 from megapipe.tokenizers.hugging_face import HuggingFaceTokenizer
-from megapipe.tokenizers.training import SPECIAL_TOKENS, train_tokenizer
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
 CODE = [(STDLIB / name).read_text("utf-8") for name in ("argparse.py", "dataclasses.py", "ast.py", "typing.py")]

@@ -14,16 +14,16 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.processors import TemplateProcessing
 
-from megapipe.data import preprocess as module
 from megapipe.data.indexed_file import IndexedFile
-from megapipe.data.partial_output import PartialOutput
-from megapipe.data.preprocess import Counts, Progress, preprocess
-from megapipe.data.text_source import Position, Record, read_records
 from megapipe.errors import ConfigError, DataError
+from megapipe.extras.preprocess import preprocess as module
+from megapipe.extras.preprocess.partial_output import PartialOutput
+from megapipe.extras.preprocess.preprocess import Counts, Progress, preprocess
+from megapipe.extras.preprocess.text_source import Position, Record, read_records
 from megapipe.tokenizers.tokenizer import FROM_MODEL, ByteTokenizer, NullTokenizer, build_tokenizer
 from tests.tokenizers.sentencepiece_models import train_sentencepiece
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 TOOL = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py")]
 MERGE_TOOL = [sys.executable, str(REPOSITORY / "tools" / "merge_datasets.py")]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
