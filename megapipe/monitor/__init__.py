@@ -1,6 +1,6 @@
 """The activity of every rank, and the rank that is missing when a run hangs.
 
-Torch-free; `comm` and `pipeline` write, `train` and `megapipe status` read.
+Torch-free; `comm` and `pipeline` write, `train` and `megapipe status` (`extras/report`) read.
 
 - `heartbeat`: what one rank does now, as fixed-size bytes in shared memory; the waits of a step by cause
 - `process`:   what the kernel knows of a process of this host

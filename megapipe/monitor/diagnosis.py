@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megapipe.formatting import duration_text, seconds_text, text_table
+from megapipe.formatting import seconds_text
 from megapipe.monitor.heartbeat import Record, Wait
 from megapipe.monitor.roster import LEFT, Roster, Sighting
 
@@ -118,8 +118,8 @@ def doing(record: Record) -> str:
     return ", ".join(part for part in (action, phase) if part)
 
 
-def _waiting(record: Record, missing: Sequence[int]) -> str:
-    """Return what a rank waits for, "" if for nothing. missing: those of its group."""
+def wait_text(record: Record, missing: Sequence[int]) -> str:
+    """Return what a rank waits for, "" if for nothing. missing: ranks of its group that it waits for."""
     if record.wait is Wait.RECEIVE:
         return f"for the {record.what} from rank {record.peer}"
     if record.wait is Wait.SEND:
@@ -145,7 +145,7 @@ def report_text(
     for rank in waiting[:MOST_WAITS]:
         sighting = sightings[rank]
         assert sighting.record is not None
-        waits = _waiting(sighting.record, diagnosis.edges[rank])
+        waits = wait_text(sighting.record, diagnosis.edges[rank])
         where = f", {what}," if (what := doing(sighting.record)) else ""
         lines.append(f"  {sighting.member}{where} waits {sighting.age_seconds:.1f} s {waits}")
     if len(waiting) > MOST_WAITS:
@@ -200,43 +200,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 6 else [*names[:5], f"... ({len(names)} in all)"])
-
-
-def summary(name: str, sightings: Sequence[Sighting]) -> str:
-    """Return the line above the table of `megapipe status`."""
-    counts = {
-        "alive": sum(s.process is not None and not s.process.has_ended and not s.has_left for s in sightings),
-        "stopped": sum(s.is_stopped for s in sightings),
-        "gone": sum(s.is_gone for s in sightings),
-        "left": sum(s.has_left for s in sightings),
-        "on other hosts": sum(s.process is None and not s.has_left for s in sightings),
-    }
-    listed = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    return f"{name}: {len(sightings)} rank{'s' if len(sightings) > 1 else ''}, {listed}"
-
-
-def table(sightings: Sequence[Sighting], edges: Mapping[int, Sequence[int]]) -> list[str]:
-    """Return the table of `megapipe status`, one line per rank.
-
-    computes: seconds of the last whole step in which the rank neither waited nor read data. for: how long it does this.
-    """
-    rows = [("rank", "where", "step", "computes", "for", "does")]
-    for sighting in sightings:
-        member, record, snapshot = sighting.member, sighting.record, sighting.snapshot
-        if record is None or snapshot is None:
-            unknown = f"nothing is known of it (process {member.pid} on {member.host})"
-            rows.append((str(member.rank), member.place, "", "", "", unknown))
-            continue
-        waits = _waiting(record, edges.get(member.rank, ()))
-        parts = (doing(record), f"waits {waits}" if waits else "")
-        does = ", ".join(part for part in parts if part) or "between phases"
-        if sighting.is_gone or sighting.is_stopped:
-            does += f"; {sighting.process}"
-        measured = f"{snapshot.computing_ns / 1e9:.2f} of {snapshot.elapsed_ns / 1e9:.2f} s"
-        computes = measured if snapshot.elapsed_ns else ""
-        step = str(record.step) if record.step >= 0 else ""
-        rows.append((str(member.rank), member.place, step, computes, duration_text(sighting.age_seconds), does))
-    return list(text_table(rows, left=(1, 5), indent=0))
 
 
 # A rank, link or group is slow if it takes more than so many times as long

@@ -9,5 +9,6 @@
 - `schedules`:  all schedules side by side: time and memory of the same model on the same ranks
 - `timeline`:   a simulated timeline, of stages or of parts of layers, as SVG or text
 - `grid`:       the grid of a plan's ranks, and context parallelism
+- `status`:     the ranks of a run and what they do now, for `megapipe status`
 - `drawing`:    the elements of which all of them are made
 """
