@@ -115,8 +115,6 @@ def why_not_grouped(config: Config) -> str | None:
         if dtype != "bf16" or major not in FUSED_GROUPS or torch.version.hip is not None:
             here = f"{dtype} on {major}.{minor}"
             return f"torch has one kernel for bf16 on compute capability 9 and 10 alone, not for {here}"
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        return f"torch {torch.__version__} has no grouped GEMM"
     if dtype == "fp64":
         return "torch has no grouped GEMM in fp64"
     etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
