@@ -41,7 +41,7 @@ def sums_of_a_step(rank: int, world_size: int, changes: dict[str, Any]) -> tuple
     for number in range(2):
         tracer.events.clear()
         results.append(step.run(step_microbatches(runtime, rows, number), Rates(1e-2, 0.0)))
-        runtime.finish_parameters()
+        runtime.stores.finish_weights()
     result = results[-1]
     assert result.update.num_zeros is not None
     found = Counter(event.name for event in tracer.events if event.kind == "collective" and "all_reduce" in event.name)

@@ -169,7 +169,7 @@ def run_steps(
         batch = runtime.microbatches(count, partial(read, dp_rank), number)
         step.run(batch, RATES)
         del batch
-    runtime.finish_parameters()
+    runtime.stores.finish_weights()
 
 
 @dataclass(frozen=True)
