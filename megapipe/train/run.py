@@ -60,41 +60,31 @@ from megapipe.version import __version__
 AfterTraining = Callable[[TrainingRuntime, RunData, Journal], None]
 
 
-def pretrain(
-    plan: RunPlan,
-    environment: Environment,
-    config_text: str,
-    after_training: AfterTraining | None = None,
-    remarks: Sequence[str] = (),
-    weights: Weights | None = None,
-    observer: Observer | None = None,
-) -> int:
-    """Train as planned on this rank and return the exit code. The ranks' groups are still open then.
+class Job(NamedTuple):
+    """What `pretrain` is to do on this rank.
 
     config_text: the configuration as YAML that loads again, saved with every checkpoint. after_training: called on
     every rank after a run that reached its end. remarks: on the configuration, for the record of the run.
     weights: those of --load, if that is not a checkpoint of a run. observer: follows the run.
     """
-    job = _Job(plan, environment, config_text, after_training, remarks, weights, observer or Observer())
-    # the lock comes before signals are caught, so that one ends the wait for it
-    with deterministic_algorithms(plan.config), save_lock(plan.config, environment) as lock:
-        _run(job, lock)
-    return 0
-
-
-class _Job(NamedTuple):
-    """The arguments of `pretrain`."""
 
     plan: RunPlan
     environment: Environment
     config_text: str
-    after_training: AfterTraining | None
-    remarks: Sequence[str]
-    weights: Weights | None
-    observer: Observer
+    after_training: AfterTraining | None = None
+    remarks: Sequence[str] = ()
+    weights: Weights | None = None
+    observer: Observer | None = None
 
 
-def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
+def pretrain(job: Job) -> None:
+    """Train as planned on this rank. The ranks' groups are still open afterwards."""
+    # the lock comes before signals are caught, so that one ends the wait for it
+    with deterministic_algorithms(job.plan.config), save_lock(job.plan.config, job.environment) as lock:
+        _run(job, lock)
+
+
+def _run(job: Job, lock: SaveLock | CheckpointError | None) -> None:
     """Join the other ranks and train. lock: of --save, or why rank 0 does not have it; then nothing is written."""
     plan, environment, config = job.plan, job.environment, job.plan.config
     is_refused = isinstance(lock, CheckpointError)
@@ -142,7 +132,7 @@ def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
 
 
 def _train(
-    job: _Job,
+    job: Job,
     groups: ProcessGroups,
     device: torch.device,
     journal: Journal,
@@ -151,7 +141,7 @@ def _train(
     disk: Disk,
 ) -> None:
     """Build, load, train. starts: of this job so far, None without --save. disk: for changes to --save."""
-    plan, config, rank, observer = job.plan, job.plan.config, groups.world.global_rank, job.observer
+    plan, config, rank, observer = job.plan, job.plan.config, groups.world.global_rank, job.observer or Observer()
     root = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     heartbeat = groups.world.heartbeat or Heartbeat(GROUP_NAMES)
     with heartbeat.phase("starting", PATIENCE):

@@ -162,7 +162,7 @@ def run_steps(
     called before each step.
     """
     plan, dp_rank = runtime.plan, runtime.coordinates.dp_rank
-    step = train_step(runtime, plan.config.logging.log_num_zeros_in_grad)
+    step = train_step(runtime)
     for number in range(num_steps):
         begin()
         count = num_microbatches or plan.batch.num_microbatches
