@@ -18,11 +18,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from megapipe.config.config import Config
 from megapipe.config.files import LOGGERS
 from megapipe.errors import ConfigError
 from megapipe.formatting import clock_text
+from megapipe.gpu.kernels import Kernels
 from megapipe.monitor.heartbeat import RankPace
+from megapipe.plan.run_plan import RunPlan
 from megapipe.profile.profile import Profile
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk that may have room again is no wrong flag
@@ -357,6 +361,10 @@ class Observer:
     """
 
     wants_stop = False
+
+    def on_kernels(self, plan: RunPlan, kernels: Kernels, device: torch.device, backend: str) -> Sequence[str]:
+        """Called once the ranks have met. Returns lines on which library computes what. backend: of communicators."""
+        return ()
 
     def on_start(self, step: int) -> None:
         """Called before the first step. step: the last one made before, 0 for a new run."""

@@ -26,7 +26,7 @@ from megapipe.data.fingerprint import fingerprint
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError
 from megapipe.gpu.device_clock import ACTION_LEVEL
-from megapipe.gpu.kernels import choose_kernels, describe_kernels
+from megapipe.gpu.kernels import choose_kernels
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.monitor.process import available_cores
 from megapipe.plan.report import plan_text
@@ -35,13 +35,10 @@ from megapipe.topology import GROUP_NAMES
 from megapipe.train.compiled_blocks import choose_blocks
 from megapipe.train.facts import facts_of, notes_of
 from megapipe.train.gpu_setup import (
-    active_kernels,
     check_compiler,
     check_deterministic,
     check_fp8,
     deterministic_algorithms,
-    dispatch_words,
-    graph_words,
     marks_of,
     prepare,
     unused,
@@ -74,7 +71,7 @@ class Job(NamedTuple):
     after_training: AfterTraining | None = None
     remarks: Sequence[str] = ()
     weights: Weights | None = None
-    observer: Observer | None = None
+    observer: Observer = Observer()
 
 
 def pretrain(job: Job) -> None:
@@ -101,13 +98,7 @@ def _run(job: Job, lock: SaveLock | CheckpointError | None) -> None:
         check_deterministic(config, world.device)
         check_fp8(config, world.device)
         check_compiler(config, world.device)
-        found = active_kernels(plan, kernels, world.device)
-        words = (
-            *describe_kernels(kernels, config, world.device),
-            *found,
-            *graph_words(plan),
-            *dispatch_words(plan, world.backend),
-        )
+        words = job.observer.on_kernels(plan, kernels, world.device, world.backend)
         if environment.global_rank == 0:
             described = _description(plan, world, environment.ranks_per_gpu)
             text = {"config": job.config_text, "plan": plan_text(plan), "remarks": list(job.remarks)}
@@ -141,7 +132,7 @@ def _train(
     disk: Disk,
 ) -> None:
     """Build, load, train. starts: of this job so far, None without --save. disk: for changes to --save."""
-    plan, config, rank, observer = job.plan, job.plan.config, groups.world.global_rank, job.observer or Observer()
+    plan, config, rank, observer = job.plan, job.plan.config, groups.world.global_rank, job.observer
     root = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     heartbeat = groups.world.heartbeat or Heartbeat(GROUP_NAMES)
     with heartbeat.phase("starting", PATIENCE):
