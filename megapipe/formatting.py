@@ -22,11 +22,6 @@ def bytes_text(size: float) -> str:
     return f"{size:.{digits}f} {units[exponent]}"
 
 
-def rate_text(bytes_per_second: float) -> str:
-    """Return a bandwidth in GB/s (1e9 bytes) with three digits."""
-    return f"{bytes_per_second / 1e9:.3g} GB/s"
-
-
 def flops_text(flops: float) -> str:
     """Return a number of floating-point operations with three digits and a unit, such as '2.1 TFLOP'."""
     exponent = min(max(int(math.log10(max(flops, 1.0)) // 3), 3), 6)

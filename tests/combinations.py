@@ -172,7 +172,7 @@ def rounded_steps(
     for number, batch in enumerate(batches):
         result = step.run(share_of(runtime, batch, number), rates)
         taken.append((result.loss, result.update.grad_norm))
-    runtime.finish_parameters()
+    runtime.stores.finish_weights()
     return taken
 
 

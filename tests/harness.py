@@ -37,7 +37,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megapipe.monitor.process import wait_for_end
+from megapipe.extras.cli.frame import wait_for_end
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PRELOADED = "tests.preload"

@@ -40,6 +40,7 @@ from megapipe.data_parallel.copies import Copies
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.pretrain import main
+from megapipe.extras.report.kernels import graph_words
 from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.engine import Step
 from megapipe.plan.layer_costs import LayerTimes, PartCost, setting_of, to_json
@@ -48,7 +49,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tokenizers.chat import FORMATS
 from megapipe.train import facts
-from megapipe.train.gpu_setup import graph_words, snapshot_path
+from megapipe.train.gpu_setup import snapshot_path
 from megapipe.train.guard import StopRequest
 from megapipe.train.loop import Training
 from tests.flag_effects import TABLE

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from megapipe.config.config import Config, ResolvedConfig
+from megapipe.config.config import Config
 from megapipe.config.files import DataConfig, parse_blend
 from megapipe.config.flags import normalised
 from megapipe.config.load import LoadedConfig
@@ -95,13 +94,6 @@ def unread_remarks(data: DataConfig) -> tuple[str, ...]:
     """Return a remark for a plan on the tokenizer's files that do not exist: its vocabulary is not compared."""
     files = ", ".join(f"{flag} {path}" for flag, path in missing_files(data, TOKENIZER_FILES))
     return (f"not read: {files} (no such file here), so --vocab-size is taken as given",) if files else ()
-
-
-def without_files(config: ResolvedConfig) -> ResolvedConfig:
-    """Return the configuration with made-up tokens and with NullTokenizer in place of all files."""
-    changes: dict[str, Any] = dict.fromkeys((*TOKENIZER_FILES, *DATA_FILES))
-    changes |= {"mock_data": True, "tokenizer_type": "NullTokenizer"}
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
 
 
 def with_vocabulary(config: Config, needs_files: bool = False) -> Config:

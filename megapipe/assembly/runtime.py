@@ -13,8 +13,6 @@ import torch
 
 from megapipe.assembly.compose import DrawSlice, communicators, compose_stage, parameter_dtype
 from megapipe.assembly.microbatches import Keys, Microbatches
-from megapipe.checkpoint.folder import CheckpointFolder
-from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.shard import TensorBox, tensor_box
 from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.collectives import gather_objects
@@ -118,11 +116,6 @@ class InferenceRuntime:
         """Modules of multi-token prediction on this rank."""
         return sum(len(module.mtp.layers) for module in self.stages.values() if module.mtp is not None)
 
-    @property
-    def reports_loss(self) -> bool:
-        """True on the one rank, of all that compute a microbatch's loss, whose report is counted."""
-        return self.plan.placement.num_stages - 1 in self.stages and self.coordinates.tp_rank == 0
-
     def forward_engine(self, num_microbatches: int, num_slices: int = 1) -> Engine:
         """Return the engine of this rank's forward-only row."""
         key = num_microbatches, num_slices
@@ -189,9 +182,6 @@ class InferenceRuntime:
         shape = length, config.training.micro_batch_size, config.model.hidden_size
         return (MessageSpec(shape, self.parameter_dtype),)
 
-    def finish_parameters(self) -> None:
-        """Return when all parameters are up to date: at once, as inference does not update them."""
-
     def held_weights(self, key: str = "weights", only_frozen: bool = False) -> Iterator[tuple[bool, TensorBox]]:
         """Yield every piece of a parameter on this rank but vocabulary padding, as a box named `key`/parameter, and the
         states. only_frozen: of parameters those that are not trained.
@@ -221,19 +211,6 @@ class InferenceRuntime:
             for name, values in module.named_buffers():
                 shape = tuple(values.shape)
                 yield is_first, TensorBox(f"{key}/{name}", shape, Box((0,) * len(shape), shape), values)
-
-    def load_weights(self, folder: CheckpointFolder) -> int:
-        """Fill the parameters from a checkpoint of any grid, and return the bytes filled on this rank. A collective.
-
-        Takes the master weights where the checkpoint holds them, rounded as the optimizer rounds them. Vocabulary
-        padding becomes zero. Raises CheckpointError on all ranks.
-        """
-        key = "master" if folder.manifest.holds("master") else "weights"
-        for stage_buffers in self.buffers.values():
-            for buffer in stage_buffers.buffers:
-                for kept in buffer.kept_parameters:
-                    kept.zero_()
-        return load_tensors(folder, (box for _, box in self.held_weights(key)), self.groups.world, may_round=True)
 
 
 class RowUpdates:
@@ -332,10 +309,6 @@ class TrainingRuntime(InferenceRuntime):
             for stage, module in self.stages.items():
                 module.group_runner = partial(self.offload.run, stage)
         self._engines: dict[int, Engine] = {}
-
-    def finish_parameters(self) -> None:
-        """Return when all parameters are up to date."""
-        self.stores.finish_weights()
 
     def engine(self, num_microbatches: int) -> Engine:
         """Return the engine of this rank's row for a step of this many microbatches."""

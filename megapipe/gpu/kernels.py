@@ -15,14 +15,11 @@ from torch.utils._pytree import tree_map_only
 
 from megapipe.config.config import Config
 from megapipe.config.layers import layer_configs, why_masked
-from megapipe.config.model import ATTENTIONS, PrecisionConfig
-from megapipe.config.problems import chosen
-from megapipe.config.training import OPTIMIZERS
-from megapipe.dtypes import ELEMENT_BYTES, FP8_BLOCKS
+from megapipe.config.model import PrecisionConfig
+from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.environment import missing_for_triton
 from megapipe.gpu.libraries import Apex, FlashAttention, TransformerEngine
 from megapipe.gpu.meta_results import MetaResults
-from megapipe.registry import BUILT_IN
 
 FUSED_GROUPS = (9, 10)  # compute capabilities for which torch has a grouped GEMM in one kernel, in bf16
 GROUPED_BYTES = 16  # torch's grouped GEMM takes rows of a multiple of these
@@ -115,8 +112,6 @@ def why_not_grouped(config: Config) -> str | None:
         if dtype != "bf16" or major not in FUSED_GROUPS or torch.version.hip is not None:
             here = f"{dtype} on {major}.{minor}"
             return f"torch has one kernel for bf16 on compute capability 9 and 10 alone, not for {here}"
-    if not hasattr(torch.nn.functional, "grouped_mm"):
-        return f"torch {torch.__version__} has no grouped GEMM"
     if dtype == "fp64":
         return "torch has no grouped GEMM in fp64"
     etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
@@ -126,111 +121,6 @@ def why_not_grouped(config: Config) -> str | None:
         if size * ELEMENT_BYTES[dtype] % GROUPED_BYTES:
             return f"rows of {size} channels in {dtype} are no multiple of {GROUPED_BYTES} bytes"
     return None
-
-
-def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> tuple[str, ...]:
-    """Return one line per part of the model: the active implementation, and why."""
-    asked = config.kernels
-    if kernels.layers is not None:
-        norms = f"Transformer Engine {kernels.layers.version}"
-        model = config.model
-        own = chosen(
-            ("experts' products", model.num_experts is not None),
-            ("down-projections of latent attention", model.multi_latent_attention),
-            ("projections of multi-token prediction", model.mtp_num_layers is not None),
-        )
-        linears = f"{norms}, megapipe's own for {' and '.join(own)}" if own else norms
-    else:
-        linears = "megapipe's on torch's GEMMs"
-        norms = "torch's" if kernels.norms is None else "apex's fused norms"
-    precision = config.precision
-    fp8 = "no fp8"
-    if precision.fp8_format is not None:
-        fp8 = f"fp8 {precision.fp8_format}, {precision.fp8_recipe} scaling"
-        if kernels.layers is None and device.type == "cuda":
-            in_blocks = precision.fp8_recipe in FP8_BLOCKS
-            fp8 += " (torch.nn.functional.scaled_mm)" if in_blocks else " (torch._scaled_mm)"
-        elif kernels.layers is None:
-            fp8 += " (emulated on this CPU, for tests: operands rounded to fp8, products in fp32)"
-    pointwise = "compiled" if kernels.compiles else "not compiled"
-    if kernels.fp8 is not None and kernels.layers is None and device.type == "cuda" and not kernels.compiles:
-        pointwise += ", casts to fp8 compiled"
-    why = _why_not_compiled(device)
-    attention = _describe_attention(kernels, config, device)
-    if isinstance(kernels.optimizer, Apex):
-        optimizer = "FusedAdam of apex, and its accumulating weight gradient"
-    elif kernels.optimizer is not None:
-        optimizer = f"FusedAdam of Transformer Engine {kernels.optimizer.version}"
-    elif OPTIMIZERS.origin(config.optimizer.optimizer) != BUILT_IN:
-        optimizer = f"{config.optimizer.optimizer} of {OPTIMIZERS.origin(config.optimizer.optimizer)}"
-    elif kernels.compiles_update:
-        optimizer = "AdamW, compiled, which writes the weights in the same pass"
-    elif config.optimizer.optimizer == "muon":
-        steps, products = config.optimizer.muon_num_ns_steps, config.optimizer.muon_fp32_matmul_prec
-        optimizer = (
-            f"Muon for the matrices of hidden layers, {steps} steps of Newton-Schulz (fp32 on GPUs: {products}), "
-            "torch's fused AdamW for the rest"
-        )
-    else:
-        optimizer = f"torch's fused {'AdamW' if config.optimizer.optimizer == 'adam' else 'SGD'}{why}"
-    experts: tuple[str, ...] = ()
-    if config.model.num_experts is not None:
-        experts = (f"experts    {_describe_experts(kernels, config, device)} (--moe-grouped-gemm)",)
-    return (
-        f"linears    {linears} (--transformer-impl {asked.transformer_impl}); {fp8}",
-        f"norms      {norms}; pointwise functions {pointwise} (--compile-pointwise)",
-        f"loss       {'compiled' if kernels.compiles_loss else f'not compiled{why}'} (--compile-loss)",
-        f"blocks     {_describe_blocks(config, device.type)} (--compile-blocks {asked.compile_blocks})",
-        f"attention  {attention} (--attention-impl {asked.attention_impl})",
-        *experts,
-        f"optimizer  {optimizer} (--optimizer-impl {asked.optimizer_impl})",
-    )
-
-
-def _describe_experts(kernels: Kernels, config: Config, device: torch.device) -> str:
-    how = f"one GEMM after the other: {why_not_grouped(config)}"
-    how = "torch's grouped GEMM, weight gradients one by one in fp32" if kernels.groups_experts else how
-    has_own_line = kernels.fp8 is not None and kernels.fp8.fp8_recipe == "mxfp8" and device.type == "cuda"
-    return how if kernels.fp8 is None or has_own_line else f"in fp8 one GEMM after the other, else {how}"
-
-
-def _why_not_compiled(device: torch.device) -> str:
-    lacking = missing_compiler("cuda") if device.type == "cuda" else None
-    return f": {lacking}" if lacking else ""
-
-
-def _describe_blocks(config: Config, device_type: str) -> str:
-    wanted = config.kernels.compile_blocks
-    if wanted == "off" or (wanted == "auto" and device_type != "cuda"):
-        return "not compiled"
-    return "compiled before the first step, if equal" + (" and faster" if wanted == "auto" else "")
-
-
-def _describe_attention(kernels: Kernels, config: Config, device: torch.device) -> str:
-    if isinstance(kernels.attention, FlashAttention):
-        return f"flash-attn {kernels.attention.version}" + ", by documents" * config.data.reset_attention_mask
-    if kernels.attention is not None:
-        return f"DotProductAttention of Transformer Engine {kernels.attention.version}"
-    model = config.model
-    explicit = {
-        "--attention-dropout": model.attention_dropout > 0,
-        "--attn-logit-softcapping": any(layer.attn_logit_softcapping is not None for layer in layer_configs(model)),
-        "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
-        f"--softmax-type {model.softmax_type}": model.softmax_type != "vanilla",
-        "--attention-kind": any(
-            ATTENTIONS[layer.attention_kind].function is not None for layer in layer_configs(model)
-        ),
-    }
-    reasons = [flag for flag, is_on in explicit.items() if is_on]
-    if reasons:
-        return f"explicit, not fused, for {' and '.join(reasons)}"
-    if config.data.reset_attention_mask:
-        reason = why_not_packed(config, device)
-        if reason is None:
-            return "torch's variable-length flash kernel, by documents"
-        return f"scaled_dot_product_attention under a mask of documents: {reason}"
-    is_half = device.type == "cuda" and config.precision.dtype in ("bf16", "fp16")
-    return "scaled_dot_product_attention" + (", a fused kernel" if is_half else "")
 
 
 def why_not_packed(config: Config, device: torch.device) -> str | None:

@@ -9,11 +9,9 @@ in different operations, and none of them will end.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
-from megapipe.formatting import duration_text, seconds_text, text_table
 from megapipe.monitor.heartbeat import Record, Wait
 from megapipe.monitor.roster import LEFT, Roster, Sighting
 
@@ -118,8 +116,8 @@ def doing(record: Record) -> str:
     return ", ".join(part for part in (action, phase) if part)
 
 
-def _waiting(record: Record, missing: Sequence[int]) -> str:
-    """Return what a rank waits for, "" if for nothing. missing: those of its group."""
+def wait_text(record: Record, missing: Sequence[int]) -> str:
+    """Return what a rank waits for, "" if for nothing. missing: ranks of its group that it waits for."""
     if record.wait is Wait.RECEIVE:
         return f"for the {record.what} from rank {record.peer}"
     if record.wait is Wait.SEND:
@@ -145,7 +143,7 @@ def report_text(
     for rank in waiting[:MOST_WAITS]:
         sighting = sightings[rank]
         assert sighting.record is not None
-        waits = _waiting(sighting.record, diagnosis.edges[rank])
+        waits = wait_text(sighting.record, diagnosis.edges[rank])
         where = f", {what}," if (what := doing(sighting.record)) else ""
         lines.append(f"  {sighting.member}{where} waits {sighting.age_seconds:.1f} s {waits}")
     if len(waiting) > MOST_WAITS:
@@ -200,147 +198,3 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names if len(names) <= 6 else [*names[:5], f"... ({len(names)} in all)"])
-
-
-def summary(name: str, sightings: Sequence[Sighting]) -> str:
-    """Return the line above the table of `megapipe status`."""
-    counts = {
-        "alive": sum(s.process is not None and not s.process.has_ended and not s.has_left for s in sightings),
-        "stopped": sum(s.is_stopped for s in sightings),
-        "gone": sum(s.is_gone for s in sightings),
-        "left": sum(s.has_left for s in sightings),
-        "on other hosts": sum(s.process is None and not s.has_left for s in sightings),
-    }
-    listed = ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-    return f"{name}: {len(sightings)} rank{'s' if len(sightings) > 1 else ''}, {listed}"
-
-
-def table(sightings: Sequence[Sighting], edges: Mapping[int, Sequence[int]]) -> list[str]:
-    """Return the table of `megapipe status`, one line per rank.
-
-    computes: seconds of the last whole step in which the rank neither waited nor read data. for: how long it does this.
-    """
-    rows = [("rank", "where", "step", "computes", "for", "does")]
-    for sighting in sightings:
-        member, record, snapshot = sighting.member, sighting.record, sighting.snapshot
-        if record is None or snapshot is None:
-            unknown = f"nothing is known of it (process {member.pid} on {member.host})"
-            rows.append((str(member.rank), member.place, "", "", "", unknown))
-            continue
-        waits = _waiting(record, edges.get(member.rank, ()))
-        parts = (doing(record), f"waits {waits}" if waits else "")
-        does = ", ".join(part for part in parts if part) or "between phases"
-        if sighting.is_gone or sighting.is_stopped:
-            does += f"; {sighting.process}"
-        measured = f"{snapshot.computing_ns / 1e9:.2f} of {snapshot.elapsed_ns / 1e9:.2f} s"
-        computes = measured if snapshot.elapsed_ns else ""
-        step = str(record.step) if record.step >= 0 else ""
-        rows.append((str(member.rank), member.place, step, computes, duration_text(sighting.age_seconds), does))
-    return list(text_table(rows, left=(1, 5), indent=0))
-
-
-# A rank, link or group is slow if it takes more than so many times as long
-PEERS_RATIO = 1.3  # as ranks that do the same work
-WORK_RATIO = 2.0  # as ranks that do other work, by the plan's estimate of it
-LINK_RATIO = 3.0  # as the median of the other links, or of the other groups of that kind
-LEAST_SHARE = 0.1  # and if at least this share of a step is lost by it
-
-
-@dataclass(frozen=True)
-class RankPace:
-    """One rank's step, medians over some steps, in seconds."""
-
-    rank: int
-    step: float
-    computing: float
-    reading: float
-    waits: Mapping[str, float]  # by kind of group, "messages" for those of the pipeline
-    work: float  # its computation by the plan, on any scale
-    peers: tuple[int, ...] = ()  # the other ranks with exactly the same work
-    link: int = -1  # the neighbour up the pipeline to which messages there and back take longest; -1 if unknown
-    link_seconds: float = 0.0
-
-    @property
-    def waiting(self) -> float:
-        return sum(self.waits.values())
-
-
-def find_stragglers(
-    paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]], names: Sequence[str]
-) -> list[str]:
-    """Describe what is slow in one sentence each, the worst first.
-
-    paces: by global rank. groups: all groups of more than one rank, by kind. names: of the ranks, with place and host.
-    """
-    step = max(pace.step for pace in paces)
-    found = [*_slow_ranks(paces, step, names), *_slow_links(paces, step, names), *_slow_groups(paces, groups, step)]
-    return [sentence for _, sentence in sorted(found, key=lambda one: -one[0])]
-
-
-def _slow_ranks(paces: Sequence[RankPace], step: float, names: Sequence[str]) -> Iterator[tuple[float, str]]:
-    """Yield (seconds lost, sentence)."""
-    for pace in paces:
-        others = [other for other in paces if other.rank != pace.rank]
-        peers = [paces[rank].computing for rank in pace.peers]
-        scaled = [other.computing / other.work * pace.work for other in others if other.work > 0]
-        # without ranks that do the same work, the plan's estimate of it says what to expect
-        expected = median(peers or scaled or [pace.computing])
-        reading = median([other.reading for other in others] or [pace.reading])
-        for does, seconds, usual, same_work in (
-            ("computes", pace.computing, expected, bool(peers)),
-            ("reads data", pace.reading, reading, True),
-        ):
-            ratio, whose = PEERS_RATIO, "ranks with the same work"
-            if not same_work:
-                ratio, whose = WORK_RATIO, "the others, for the work that the plan gives it"
-            if seconds <= ratio * usual or seconds - usual <= LEAST_SHARE * step:
-                continue
-            compared = f"{whose}: {seconds_text(usual)}"
-            if seconds < 100 * usual:
-                compared = f"{seconds / usual:.1f} times the {seconds_text(usual)} of {whose}"
-            sentence = f"it {does} {seconds_text(seconds)} a step, {compared}; it waits {seconds_text(pace.waiting)}"
-            yield seconds - usual, f"{names[pace.rank]} is slow: {sentence}"
-
-
-def _slow_links(paces: Sequence[RankPace], step: float, names: Sequence[str]) -> Iterator[tuple[float, str]]:
-    links = [pace for pace in paces if pace.link >= 0]
-    for pace in links:
-        seconds = pace.link_seconds
-        others = [other.link_seconds for other in links if other is not pace]
-        usual = median(others or [0.0])
-        if seconds > LEAST_SHARE * step and seconds > LINK_RATIO * usual:
-            compared = f"the others {seconds_text(usual)}" if others else "there is no other link to compare with"
-            yield (
-                seconds - usual,
-                f"the link between {names[pace.rank]} and {names[pace.link]} is slow: a message there and one back "
-                f"take {seconds_text(seconds)}, {seconds / max(pace.step, 1e-9):.0%} of a step; {compared}",
-            )
-
-
-def _slow_groups(
-    paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]], step: float
-) -> Iterator[tuple[float, str]]:
-    """Compare groups by their least waits: the rank that joins a collective last waits only for the operation."""
-    for kind, members in groups.items():
-        least = [min(paces[rank].waits.get(kind, 0.0) for rank in ranks) for ranks in members]
-        for index, ranks in enumerate(members):
-            seconds, others = least[index], [other for i, other in enumerate(least) if i != index]
-            usual = median(others or [seconds])
-            if seconds > LINK_RATIO * usual and seconds - usual > LEAST_SHARE * step:
-                shown = " ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-                yield (
-                    seconds - usual,
-                    f"collectives of the {kind} group of ranks {shown} are slow: {seconds_text(seconds)} a step even "
-                    f"for the rank that joins last, {seconds_text(usual)} in the other {kind} groups",
-                )
-
-
-def extremes_text(paces: Sequence[RankPace], count: int) -> str:
-    """Name the ranks that compute longest and shortest, `count` of each."""
-    ordered = sorted(paces, key=lambda pace: (-pace.computing, pace.rank))
-    count = min(count, max(1, len(ordered) // 2))
-    longest, shortest = (
-        ", ".join(f"rank {p.rank} {seconds_text(p.computing)} (waits {seconds_text(p.waiting)})" for p in some)
-        for some in (ordered[:count], ordered[-count:][::-1])
-    )
-    return f"longest {longest}; shortest {shortest}"

@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
 from typing import NamedTuple, Protocol
@@ -119,6 +120,25 @@ class StepTimes(NamedTuple):
     @property
     def computing(self) -> int:
         return max(0, self.elapsed - self.waiting - self.reading)
+
+
+@dataclass(frozen=True)
+class RankPace:
+    """One rank's step, medians over some steps, in seconds."""
+
+    rank: int
+    step: float
+    computing: float
+    reading: float
+    waits: Mapping[str, float]  # by kind of group, "messages" for those of the pipeline
+    work: float  # its computation by the plan, on any scale
+    peers: tuple[int, ...] = ()  # the other ranks with exactly the same work
+    link: int = -1  # the neighbour up the pipeline to which messages there and back take longest; -1 if unknown
+    link_seconds: float = 0.0
+
+    @property
+    def waiting(self) -> float:
+        return sum(self.waits.values())
 
 
 class WaitObserver(Protocol):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import select
 import socket
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +22,6 @@ STATES = {
 }
 ENDED = "ZX"
 STOPPED = "Tt"
-POLL_SECONDS = 1.0  # on systems without process handles
 M_MMAP_THRESHOLD = -3  # glibc's number of the parameter
 # sharded buffers are larger; most activations of a CPU run are smaller, and so cause no page faults
 RETURNED_BYTES = 4 << 20
@@ -114,17 +111,6 @@ def _stat(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
-
-
-def wait_for_end(process: int) -> None:
-    """Block until a process of this host has ended."""
-    with suppress(OSError):  # it has ended already
-        if hasattr(os, "pidfd_open"):
-            select.select([os.pidfd_open(process)], [], [])
-        else:  # not Linux
-            while True:
-                os.kill(process, 0)  # raises once the process has ended
-                time.sleep(POLL_SECONDS)
 
 
 def allow_open_files(needed: int) -> str:

@@ -12,14 +12,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megapipe.errors import ConfigError, DataError
 from megapipe.monitor.heartbeat import FILE_BYTES, Record, Snapshot, Wait, read_snapshot
 from megapipe.monitor.process import ProcessState, host, process_space, process_state
 
@@ -151,7 +150,7 @@ def stack_path(live: Path, rank: int) -> Path:
 def sight(member: Member, live: Path) -> Sighting:
     """Look at a rank of this host."""
     # again if the writer overtook the reader, as then both slots can be torn
-    snapshots = (read_snapshot(_read(record_path(live, member.rank))) for _ in range(3))
+    snapshots = (read_snapshot(read_bytes(record_path(live, member.rank))) for _ in range(3))
     snapshot = next((found for found in snapshots if found is not None), None)
     is_here = member.space == process_space()
     process = process_state(member.pid, member.started) if is_here else None
@@ -185,78 +184,20 @@ def speaks(members: Sequence[Member], rank: int, live: Path) -> bool:
 
 def records_of(members: Sequence[Member], live: Path) -> bytes:
     """Return the live records of ranks of this host, of FILE_BYTES each, zeros for a rank that has none."""
-    return b"".join(_read(record_path(live, member.rank))[:FILE_BYTES].ljust(FILE_BYTES, b"\0") for member in members)
+    records = (read_bytes(record_path(live, member.rank)) for member in members)
+    return b"".join(record[:FILE_BYTES].ljust(FILE_BYTES, b"\0") for record in records)
 
 
 def write_copies(folder: Path, roster: Roster, live: Path) -> None:
     """Copy the live records of this host. Raises OSError."""
     space = process_space()
-    records = [(m.rank, _read(record_path(live, m.rank))) for m in roster.members if m.space == space]
+    records = [(m.rank, read_bytes(record_path(live, m.rank))) for m in roster.members if m.space == space]
     data = b"".join(rank.to_bytes(8, "little") + data for rank, data in records if len(data) == FILE_BYTES)
     replace_file(folder / f"host_{host()}.bin", data)
 
 
-def read_folder(run: Path) -> tuple[Roster, list[Sighting]]:
-    """Return the ranks of a run and what they do, or last did.
-
-    Raises ConfigError if the folder has no records, DataError if they are damaged.
-    """
-    path = run / NAME / ROSTER
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        roster, live = Roster.from_dict(values), Path(values["live"])
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{run} holds no {NAME}/{ROSTER}: give the folder of the run's --save (or the one of its --metrics-file)"
-        ) from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is damaged: {error}") from None
-    copies = dict(_copies(run / NAME))
-    sightings = []
-    for member in roster.members:
-        is_here = member.space == process_space()
-        sighting = sight(member, live) if is_here else Sighting(member, None)
-        if sighting.snapshot is None and member.rank in copies:
-            snapshot, copy_age = copies[member.rank]
-            age = (time.time_ns() - snapshot.record.since_ns) / 1e9
-            if not is_here:  # its clock is not ours
-                age = max(0.0, (snapshot.pulse_ns - snapshot.record.since_ns) / 1e9) + copy_age
-            sighting = replace(sighting, snapshot=snapshot, age_seconds=age)
-        sightings.append(sighting)
-    return roster, sightings
-
-
-def newest_run(below: Path) -> Path:
-    """Return the folder of the run that was started last, of those below a folder and of this user's on this host.
-
-    Raises ConfigError if there is none.
-    """
-    started: list[tuple[float, Path]] = []
-    for depth in ("", "*/", "*/*/", "*/*/*/"):
-        started += [(path.stat().st_mtime, path.parent.parent) for path in below.glob(f"{depth}{NAME}/{ROSTER}")]
-    for path in base_folder().glob(f"megapipe-{os.getuid()}-*/{ROSTER}"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            run = json.loads(path.read_text(encoding="utf-8"))["run"]
-            if run is not None and (Path(run) / NAME / ROSTER).is_file():
-                started.append((path.stat().st_mtime, Path(run)))
-    if not started:
-        raise ConfigError(f"no run was found below {below.resolve()} or on this host; name the folder of its --save")
-    return max(started)[1]
-
-
-def _copies(folder: Path) -> Iterator[tuple[int, tuple[Snapshot, float]]]:
-    """Yield (rank, (snapshot, seconds since it was copied))."""
-    for path in sorted(folder.glob("host_*.bin")):
-        data, age = _read(path), max(0.0, time.time() - path.stat().st_mtime)
-        for start in range(0, len(data) - 8 - FILE_BYTES + 1, 8 + FILE_BYTES):
-            snapshot = read_snapshot(data[start + 8 : start + 8 + FILE_BYTES])
-            if snapshot is not None:
-                yield int.from_bytes(data[start : start + 8], "little"), (snapshot, age)
-
-
-def _read(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
+    """Return the bytes of a file, none if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError:

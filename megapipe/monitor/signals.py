@@ -79,14 +79,6 @@ class ThisProcess:
     is_command = False
 
 
-def ignore_repeated() -> None:
-    """Ignore further requests to save and exit if this process is a command: it has done so, which its exit code says.
-    A program that runs commands itself keeps its handlers.
-    """
-    for number in REPEATED if ThisProcess.is_command else ():
-        signal.signal(number, signal.SIG_IGN)
-
-
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """End this process at SIGTERM, SIGINT or SIGHUP with 128 + the number inside the block, and let rank 0 say so.

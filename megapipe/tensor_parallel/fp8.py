@@ -41,7 +41,6 @@ import shutil
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils._triton import has_triton
 
 from megapipe.comm.groups import Group
@@ -80,8 +79,6 @@ def fp8_unsupported_reason(device: torch.device, recipe: str = "tensorwise") -> 
         cuda = torch.version.cuda or ""
         if lacking is None and (not cuda or tuple(map(int, cuda.split(".")[:2])) < least_cuda):
             lacking = f"CUDA {cuda}: it comes with CUDA {'.'.join(map(str, least_cuda))}"
-        if lacking is None and not hasattr(functional, "scaled_mm"):
-            lacking = f"torch {torch.__version__}: it comes with torch 2.10"
         if lacking is not None:
             others = {"blockwise": "mxfp8", "mxfp8": "blockwise"}[recipe]
             return (

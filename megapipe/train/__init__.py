@@ -9,5 +9,5 @@
 - `guard`:   judges every step, agrees with all ranks on what follows and recovers from bad steps, with `nonfinite`
   (NaN and infinity) and `copies_check` (copies of parameters must be bit-identical, data unchanged)
 - `profiling`: rates and traces of the steps, with `pipeline_profile` and `stragglers`
-- `watch`:   heartbeats and the watchdog; `gpu_setup`: settings, checks and kernels of GPUs
+- `watch`:   heartbeats and the watchdog; `gpu_setup`: settings and checks of GPUs
 """

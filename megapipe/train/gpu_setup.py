@@ -1,27 +1,22 @@
-"""GPU setup of a run: settings of CUDA and NCCL, profiler ranges, the allocator's history, out-of-memory messages, and
-the kernels that torch really picks.
-"""
+"""GPU setup of a run: settings of CUDA and NCCL, profiler ranges, the allocator's history, out-of-memory messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend
 
 from megapipe.comm.bootstrap import World, choose_backend
 from megapipe.comm.nccl import NcclSettings, channels_of_messages
-from megapipe.config.config import Config, ResolvedModelConfig
+from megapipe.config.config import Config
 from megapipe.config.files import LoggingConfig
 from megapipe.config.gpu import GpuConfig
-from megapipe.config.layers import has_narrow_values, is_explicit, layer_configs
 from megapipe.config.tuned import read_tuned
-from megapipe.dtypes import DTYPES, FP8_BLOCKS
+from megapipe.dtypes import FP8_BLOCKS
 from megapipe.environment import (
     Environment,
     replace_for_libraries,
@@ -31,17 +26,11 @@ from megapipe.environment import (
 )
 from megapipe.errors import ConfigError, TrainingError
 from megapipe.formatting import bytes_text
-from megapipe.gpu.kernels import Kernels, missing_compiler, why_not_packed
-from megapipe.layers.model import model_spec
-from megapipe.model.deep_ep import why_not_deep_ep
-from megapipe.plan.hardware import hardware_named, hardware_of
-from megapipe.plan.layer_time import layer_seconds, ring_link
+from megapipe.gpu.kernels import missing_compiler
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.nccl_memory import CHANNELS_IN_NODE
 from megapipe.plan.run_plan import RunPlan
 from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
-from megapipe.tensor_parallel.fp8_matrix import why_no_grouped_product
-from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 
 FLIGHT_RECORDER_FOLDER = "nccl"
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -54,13 +43,6 @@ CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 GPU_LIBRARIES = {**CUBLAS_WORKSPACES, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 Marks = Callable[[str], AbstractContextManager[Any]]  # name -> profiler range
-ATTENTION_KERNELS = {
-    SDPBackend.FLASH_ATTENTION: "torch's flash kernel",
-    SDPBackend.CUDNN_ATTENTION: "cuDNN's fused kernel",
-    SDPBackend.EFFICIENT_ATTENTION: "torch's memory-efficient kernel",
-    SDPBackend.MATH: "separate kernels, not fused",
-}
-FEW_TOKENS = 256  # the choice depends on the GPU, dtype and sizes of heads
 
 
 def prepare(plan: RunPlan, environment: Environment) -> tuple[NcclSettings, tuple[str, ...]]:
@@ -219,29 +201,6 @@ def check_compiler(config: Config, device: torch.device) -> None:
         raise ConfigError(f"{asked}: {reason}; change that, or give --no-compile-loss --optimizer-impl torch")
 
 
-def dropout_line(plan: RunPlan, device_name: str) -> tuple[str, ...]:
-    """Return a line on what --attention-dropout costs by the planner's model; () where attention has none.
-
-    A GPU that is not in the planner's table is taken to be an H100.
-    """
-    config, hardware = plan.config, hardware_of(device_name) or hardware_named("h100")
-    if not config.model.attention_dropout or config.precision.dtype not in hardware.flops:
-        return ()
-    tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
-
-    def seconds(model: ResolvedModelConfig) -> float:
-        spec = model_spec(model, config.precision, config.parallel.cp_comm_type)
-        times = (layer_seconds(kind, plan.shape, hardware, tp_link) for kind in spec.kinds)
-        return sum(sum(part.values()) for each in times for part in (each.forward, each.inputs, each.weights))
-
-    ratio = seconds(config.model) / seconds(replace(config.model, attention_dropout=0.0))
-    rate = config.model.attention_dropout
-    return (
-        f"           --attention-dropout {rate:g} has no fused kernel: layers take {ratio:.1f} times as long as with 0 "
-        f"(an estimate, with the rates of {hardware.name})",
-    )
-
-
 def unused(config: GpuConfig, world: World) -> list[str]:
     """Return remarks on settings that have no effect on this device or backend."""
     idle = (
@@ -255,44 +214,6 @@ def unused(config: GpuConfig, world: World) -> list[str]:
     names = ("nccl_settings", "nccl_communicator_config_path", "high_priority_stream_groups")
     given = ["--" + name.replace("_", "-") for name in names if getattr(config, name) != getattr(default, name)]
     return idle + ([f"{', '.join(given)}: no effect, as ranks communicate over {world.backend}"] if given else [])
-
-
-def graph_words(plan: RunPlan) -> tuple[str, ...]:
-    """Describe what CUDA graphs record and when, in one line for the start of a run; () without CUDA graphs."""
-    gpu = plan.config.gpu
-    if gpu.cuda_graph_impl == "none":
-        return ()
-    slots = [sum(plan.num_slots(pp_rank).values()) for pp_rank in range(plan.topology.pp)]
-    parts = "forward, I and W" if plan.splits_backward else "forward and backward"
-    recorded = f"{parts} of each of {'/'.join(map(str, slots))} microbatches in flight (by pp_rank), recorded after"
-    rest = f"steps; evaluation runs without graphs (--cuda-graph-impl {gpu.cuda_graph_impl})"
-    return (f"graphs     {recorded} {gpu.cuda_graph_warmup_steps} {rest}",)
-
-
-def dispatch_words(plan: RunPlan, backend: str) -> tuple[str, ...]:
-    """Describe how --moe-token-dispatcher-type flex sends tokens, in one line for the start of a run; () without it.
-
-    backend: of the communicators.
-    """
-    model, topology = plan.config.model, plan.topology
-    if model.num_experts is None or model.moe_token_dispatcher_type != "flex":
-        return ()
-    flag, places = "(--moe-token-dispatcher-type flex)", topology.ep_inner
-    why_not = why_not_deep_ep(plan.config, topology, plan.parts is not None, backend)
-    if not why_not:
-        sums = "results are added on the way, equal up to rounding (--moe-flex-dispatcher-backend deepep)"
-        return (f"dispatch   a token once to each rank by DeepEP {flag}; {sums}",)
-    if model.moe_flex_dispatcher_backend is not None:
-        why_not = why_not if model.moe_flex_dispatcher_backend == "deepep" else "megapipe has no adapter of it"
-        flag += f", not --moe-flex-dispatcher-backend {model.moe_flex_dispatcher_backend}: {why_not}"
-    if not plan.shape.has_levels:
-        where = "lies on one node" if places == topology.ep else "has one rank on each node"
-        return (f"dispatch   k rows of each token by all-to-all, since ep {topology.ep} {where} {flag}",)
-    back = "all rows come back, added in the order of the choice"
-    if model.moe_combine_in_node:
-        back = "results are added in the node before they come back, equal up to rounding (--moe-combine-in-node)"
-    nodes = f"each of {topology.ep // places} nodes, which copies it for its {places} ranks"
-    return (f"dispatch   a token once to {nodes} {flag}; {back}",)
 
 
 def marks_of(gpu: GpuConfig, logging: LoggingConfig, global_rank: int) -> Marks | None:
@@ -379,37 +300,3 @@ def ways_out(plan: RunPlan) -> str:
         "more tensor- or pipeline-parallel ranks (megapipe plan --gpus N --gpu NAME finds a layout that fits)": True,
     }
     return "Ways out: " + "; ".join(way for way, is_left in ways.items() if is_left)
-
-
-def active_kernels(plan: RunPlan, kernels: Kernels, device: torch.device) -> tuple[str, ...]:
-    """Return lines on the attention and the weight gradients of this device; () on a CPU."""
-    if device.type == "cpu":
-        return ()
-    config = plan.config
-    model, dtype = config.model, getattr(torch, DTYPES[config.precision.dtype].torch_name)
-    lines = [*dropout_line(plan, device_kind(device))]
-    plain = [layer for layer in layer_configs(model) if not is_explicit(layer)]
-    packs = config.data.reset_attention_mask and why_not_packed(config, device) is None
-    if kernels.attention is None and plain and not packs:
-        # what scaled_dot_product_attention chooses for the heads of one layer, as in model.attention
-        queries, head, parts = plain[0].num_attention_heads // plain[0].query_groups(), plain[0].head_size(), []
-        q, k = (
-            torch.empty(1, heads, FEW_TOKENS, head, dtype=dtype, device=device, requires_grad=True)
-            for heads in (queries, 1)
-        )
-        for masked in sorted({layer.window_size is not None or config.data.reset_attention_mask for layer in plain}):
-            mask = torch.zeros(1, 1, FEW_TOKENS, FEW_TOKENS, dtype=dtype, device=device) if masked else None
-            # only kernels without a mask get values narrower than keys
-            v = k[..., : plain[0].v_head_dim] if has_narrow_values(plain[0]) and not masked else k
-            choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, not masked, enable_gqa=queries > 1)
-            name = ATTENTION_KERNELS.get(SDPBackend(choice), SDPBackend(choice).name)
-            parts.append(f"{name}{' under a mask' * masked}")
-        lines.append(f"           on this GPU: {', '.join(parts)}")
-    if kernels.layers is None and dtype in (torch.bfloat16, torch.float16):
-        adds = kernels.norms is not None or gemm_adds_to_fp32(device, dtype)
-        lines.append(f"gradients  of weights are added to fp32 {'inside' if adds else 'by a kernel after'} their GEMMs")
-    if model.num_experts is not None and kernels.fp8 is not None and kernels.fp8.fp8_recipe == "mxfp8":
-        why = why_no_grouped_product(device) if kernels.groups_experts else "not asked for"
-        how = "torch's grouped GEMM for e4m3, weight gradients one by one" if why is None else why
-        lines.append(f"experts    in fp8 {'' if why is None else 'one GEMM after the other: '}{how}")
-    return tuple(lines)

@@ -1,8 +1,8 @@
 """`Training`: steps, evaluation, saving and leaving, on one rank; all ranks take the same decisions.
 
-Also how far an evaluation is (`EvaluationClock`), and Python's garbage collection at fixed steps (`GarbageCollection`,
---manual-gc): a rank that collects while the others compute makes all of them wait in the next collective, each time
-another one. With collections at the same steps on all ranks they wait once.
+Also how far an evaluation is (`EvaluationClock`), and Python's garbage collection at fixed steps (--manual-gc): a rank
+that collects while the others compute makes all of them wait in the next collective, each time another one. With
+collections at the same steps on all ranks they wait once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from megapipe.assembly.datasets import RunData
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.config.config import ResolvedTrainingConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.errors import CheckpointError, TrainingError
 from megapipe.monitor.heartbeat import PATIENCE
@@ -65,11 +63,10 @@ class Training:
         self._config, self._training, self._schedules = runtime.plan.config, runtime.plan.config.training, schedules
         self._saving, self._journal, self._observer = saving, journal, observer
         self._profiling = Profiling(runtime, journal, observer)
-        self._step = train_step(runtime, self._config.logging.log_num_zeros_in_grad, self._profiling.timers)
+        self._step = train_step(runtime, self._profiling.timers)
         self._guard = Guard(runtime, state, data.train, saving, journal, stop, observer)
         self._files = DataCheck(runtime, data.files, journal.say)
         self._stop = stop
-        self._garbage = GarbageCollection(self._training)
         self._losses: dict[str, float] = {}  # the last one of 'train', 'validation' and 'test'
         splits = {"validation": data.valid, "test": data.test}
         self._clock = EvaluationClock(
@@ -82,7 +79,7 @@ class Training:
         self._observer.on_start(state.step)
         self._stop.begin()
         try:
-            with self._garbage:
+            with collector_off(self._training.manual_gc):
                 ending = Ending("evaluation only") if self._training.skip_train else self._train()
         except TrainingError as error:
             try:
@@ -114,7 +111,7 @@ class Training:
                 result = self._step.run(batch.microbatches, batch.rates)  # forward-backward, reduce, update
                 self._profiling.after(batch.step, len(batch.microbatches))
                 decision = self._finish_step(batch, result)  # judge, log, agree
-            self._garbage.after_step(batch.step)
+            self._collect_garbage(self._is_due(self._training.manual_gc_interval))
             if self._is_due(self._guard.copies.interval) and decision.health is StepHealth.FINE:
                 self._guard.copies.compare(state.step)
             is_spike = decision.health is StepHealth.SPIKE and decision.stop_reason is None
@@ -226,7 +223,8 @@ class Training:
         started = time.perf_counter()
         weighted = weights = tokens = 0.0
         ahead = [0.0] * (self.runtime.plan.config.model.mtp_num_layers or 0)
-        with self.runtime.heartbeat.phase(split), self._garbage.around_evaluation():
+        self._collect_garbage(training.manual_gc_eval)
+        with self.runtime.heartbeat.phase(split):
             for i in self._clock.batches(split, after_step):
                 signal = self._guard.stop_signal()
                 if signal is not None:
@@ -239,6 +237,7 @@ class Training:
                 ahead = [total + loss * weight for total, loss in zip(ahead, result.ahead, strict=True)]
                 weights += weight
                 tokens += result.num_tokens
+        self._collect_garbage(training.manual_gc_eval)
         loss, seconds = weighted / max(weights, 1.0), time.perf_counter() - started
         mtp_losses = tuple(total / max(weights, 1.0) for total in ahead)
         metrics = EvaluationMetrics(split, after_step, loss, round(tokens), seconds, mtp_losses)
@@ -254,7 +253,11 @@ class Training:
             self._saving.save(self.state)
 
     def _is_due(self, interval: int | None) -> bool:
-        return interval is not None and self.state.step % interval == 0
+        return self.state.step % interval == 0 if interval else False
+
+    def _collect_garbage(self, is_due: bool) -> None:
+        if self._training.manual_gc and is_due:
+            gc.collect()
 
 
 class EvaluationClock:
@@ -291,37 +294,15 @@ class EvaluationClock:
         return total
 
 
-class GarbageCollection:
-    """Within the context Python's own collector is off, if `--manual-gc` is given; otherwise nothing is changed."""
-
-    def __init__(self, training: ResolvedTrainingConfig) -> None:
-        self._training = training
-        self._was_enabled = False
-
-    def __enter__(self) -> None:
-        self._was_enabled = gc.isenabled()
-        if self._training.manual_gc:
-            gc.disable()
-            gc.collect()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._training.manual_gc and self._was_enabled:
-            gc.enable()
-
-    def after_step(self, step: int) -> None:
-        """Collect if the interval divides the step."""
-        interval = self._training.manual_gc_interval
-        if self._training.manual_gc and interval and step % interval == 0:
-            gc.collect()
-
-    @contextmanager
-    def around_evaluation(self) -> Iterator[None]:
-        """Collect before and after the evaluation inside, unless `--no-manual-gc-eval` is given."""
-        collects = self._training.manual_gc and self._training.manual_gc_eval
-        if collects:
-            gc.collect()
+@contextmanager
+def collector_off(is_manual: bool) -> Iterator[None]:
+    """Collect once and turn Python's own collector off inside the block, with --manual-gc."""
+    was_enabled = gc.isenabled()
+    if is_manual:
+        gc.disable()
+        gc.collect()
+    try:
         yield
-        if collects:
-            gc.collect()
+    finally:
+        if is_manual and was_enabled:
+            gc.enable()

@@ -12,15 +12,21 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from megapipe.config.config import Config
 from megapipe.config.files import LOGGERS
 from megapipe.errors import ConfigError
 from megapipe.formatting import clock_text
+from megapipe.gpu.kernels import Kernels
+from megapipe.monitor.heartbeat import RankPace
+from megapipe.plan.run_plan import RunPlan
 from megapipe.profile.profile import Profile
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk that may have room again is no wrong flag
@@ -356,6 +362,10 @@ class Observer:
 
     wants_stop = False
 
+    def on_kernels(self, plan: RunPlan, kernels: Kernels, device: torch.device, backend: str) -> Sequence[str]:
+        """Called once the ranks have met. Returns lines on which library computes what. backend: of communicators."""
+        return ()
+
     def on_start(self, step: int) -> None:
         """Called before the first step. step: the last one made before, 0 for a new run."""
 
@@ -368,6 +378,16 @@ class Observer:
     def on_profile(self, profile: Profile) -> tuple[str, str]:
         """Called on rank 0 with the steps of --profile-pipeline. Returns a text for the log, and a Chrome trace."""
         return "", "[]"
+
+    def on_paces(
+        self, paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]], names: Sequence[str]
+    ) -> list[str]:
+        """Called at log lines with --log-straggler. Returns a sentence on each rank, link or group that is slow.
+
+        paces: by global rank. groups: all groups of more than one rank, by kind. names: of the ranks, with place and
+        host.
+        """
+        return []
 
     def on_save(self, folder: Path) -> None:
         """Called when a checkpoint is complete, with --async-save some steps after its own."""

@@ -38,7 +38,7 @@ class Profiling:
         self._runtime = runtime
         self._trace = TorchTrace(runtime)
         self._pipeline = PipelineProfiler(runtime, journal, observer)
-        self.stragglers = StragglerLog(runtime, journal)
+        self.stragglers = StragglerLog(runtime, journal, observer)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         self._peak = peak_flops(name, plan.config.precision.dtype)
         self._bubble_note = why_no_bubble(runtime)

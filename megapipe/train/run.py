@@ -26,7 +26,7 @@ from megapipe.data.fingerprint import fingerprint
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError
 from megapipe.gpu.device_clock import ACTION_LEVEL
-from megapipe.gpu.kernels import choose_kernels, describe_kernels
+from megapipe.gpu.kernels import choose_kernels
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.monitor.process import available_cores
 from megapipe.plan.report import plan_text
@@ -35,13 +35,10 @@ from megapipe.topology import GROUP_NAMES
 from megapipe.train.compiled_blocks import choose_blocks
 from megapipe.train.facts import facts_of, notes_of
 from megapipe.train.gpu_setup import (
-    active_kernels,
     check_compiler,
     check_deterministic,
     check_fp8,
     deterministic_algorithms,
-    dispatch_words,
-    graph_words,
     marks_of,
     prepare,
     unused,
@@ -60,41 +57,31 @@ from megapipe.version import __version__
 AfterTraining = Callable[[TrainingRuntime, RunData, Journal], None]
 
 
-def pretrain(
-    plan: RunPlan,
-    environment: Environment,
-    config_text: str,
-    after_training: AfterTraining | None = None,
-    remarks: Sequence[str] = (),
-    weights: Weights | None = None,
-    observer: Observer | None = None,
-) -> int:
-    """Train as planned on this rank and return the exit code. The ranks' groups are still open then.
+class Job(NamedTuple):
+    """What `pretrain` is to do on this rank.
 
     config_text: the configuration as YAML that loads again, saved with every checkpoint. after_training: called on
     every rank after a run that reached its end. remarks: on the configuration, for the record of the run.
     weights: those of --load, if that is not a checkpoint of a run. observer: follows the run.
     """
-    job = _Job(plan, environment, config_text, after_training, remarks, weights, observer or Observer())
-    # the lock comes before signals are caught, so that one ends the wait for it
-    with deterministic_algorithms(plan.config), save_lock(plan.config, environment) as lock:
-        _run(job, lock)
-    return 0
-
-
-class _Job(NamedTuple):
-    """The arguments of `pretrain`."""
 
     plan: RunPlan
     environment: Environment
     config_text: str
-    after_training: AfterTraining | None
-    remarks: Sequence[str]
-    weights: Weights | None
-    observer: Observer
+    after_training: AfterTraining | None = None
+    remarks: Sequence[str] = ()
+    weights: Weights | None = None
+    observer: Observer = Observer()
 
 
-def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
+def pretrain(job: Job) -> None:
+    """Train as planned on this rank. The ranks' groups are still open afterwards."""
+    # the lock comes before signals are caught, so that one ends the wait for it
+    with deterministic_algorithms(job.plan.config), save_lock(job.plan.config, job.environment) as lock:
+        _run(job, lock)
+
+
+def _run(job: Job, lock: SaveLock | CheckpointError | None) -> None:
     """Join the other ranks and train. lock: of --save, or why rank 0 does not have it; then nothing is written."""
     plan, environment, config = job.plan, job.environment, job.plan.config
     is_refused = isinstance(lock, CheckpointError)
@@ -111,13 +98,7 @@ def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
         check_deterministic(config, world.device)
         check_fp8(config, world.device)
         check_compiler(config, world.device)
-        found = active_kernels(plan, kernels, world.device)
-        words = (
-            *describe_kernels(kernels, config, world.device),
-            *found,
-            *graph_words(plan),
-            *dispatch_words(plan, world.backend),
-        )
+        words = job.observer.on_kernels(plan, kernels, world.device, world.backend)
         if environment.global_rank == 0:
             described = _description(plan, world, environment.ranks_per_gpu)
             text = {"config": job.config_text, "plan": plan_text(plan), "remarks": list(job.remarks)}
@@ -142,7 +123,7 @@ def _run(job: _Job, lock: SaveLock | CheckpointError | None) -> None:
 
 
 def _train(
-    job: _Job,
+    job: Job,
     groups: ProcessGroups,
     device: torch.device,
     journal: Journal,

@@ -26,8 +26,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import (
@@ -40,7 +38,6 @@ from megapipe.checkpoint.folder import (
 )
 from megapipe.checkpoint.save import Attempt, BackgroundSave, Extras, SaveReport, Staging, save_checkpoint
 from megapipe.checkpoint.shard import BLOCK_BYTES, TensorBox, tensor_box
-from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group
 from megapipe.data.fingerprint import Fingerprint
 from megapipe.errors import CheckpointError, SaveRefusedError
@@ -167,10 +164,6 @@ class Saving:
         optimizer: dict[str, Any] | None = None
         if not flags.no_save_optim:
             optimizer = runtime.optimizer.plain_state() | {"rule": config.optimizer.optimizer}
-            # a rank whose shards are all padding counts no steps
-            num_steps = torch.tensor([optimizer["num_steps"]], dtype=torch.int64, device=runtime.device)
-            all_reduce(num_steps, runtime.groups.world, "max")
-            optimizer["num_steps"] = int(num_steps.item())
         manifest_state = {
             "training": state.to_dict(),
             "account": state.account.to_dict(),

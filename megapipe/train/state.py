@@ -92,11 +92,10 @@ class TrainingState:
         return {name: getattr(self, name) for name in COUNTS}
 
     @classmethod
-    def from_dict(
-        cls, values: dict[str, Any], account: Account | None = None, spikes: dict[str, Any] | None = None
-    ) -> TrainingState:
+    def from_dict(cls, values: dict[str, Any]) -> TrainingState:
+        """Restore `to_dict`."""
         counts: dict[str, Any] = {name: int(values[name]) for name in COUNTS}
-        return cls(**counts, account=account or Account(), spikes=spikes)
+        return cls(**counts)
 
 
 def batches_to_dict(batch: BatchSchedule, state: TrainingState) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 The reported loss is the mean over the tokens of the global batch that a loss mask leaves, as in Megatron. What is
 differentiated is the mean of the microbatches' means, or with --calculate-per-token-loss the reported one; they differ
 only under a loss mask. Gradients are raw sums over microbatches and replicas; the optimizer divides them by
-`PendingLoss.denominator`.
+`PendingLoss.denominator_of`.
 """
 
 from __future__ import annotations
@@ -56,11 +56,6 @@ class PendingLoss:
     num_microbatches: float  # of the global batch
     all_tokens: float  # of the global batch, also those that a loss mask hides
 
-    @property
-    def denominator(self) -> float:
-        """The divisor of the raw gradient sums. If that is the number of tokens, a collective, which is waited for."""
-        return self.denominator_of(self._summed.num_tokens if self.per_token else 0.0)
-
     def denominator_of(self, num_tokens: float) -> float:
         """Return the divisor of the raw gradient sums. num_tokens: of the global batch, for those over tokens."""
         return max(num_tokens, 1.0) if self.per_token else self.num_microbatches
@@ -69,12 +64,9 @@ class PendingLoss:
         """Return the factor that makes the average of the raw gradient sums. totals: the values of the summed ones."""
         return 1.0 / self.denominator_of(self.of(totals).num_tokens)
 
-    def sum(self) -> StepLoss:
-        """Sum the totals over the world, wait and return the loss. A collective."""
-        return self._summed
-
     @cached_property
-    def _summed(self) -> StepLoss:
+    def summed(self) -> StepLoss:
+        """The loss of the totals summed over the world, which is waited for. A collective."""
         totals = self.totals.clone()
         return self.of(HostCopy(totals, all_reduce(totals, self.world, async_op=True)).values())
 
@@ -161,23 +153,13 @@ def _detached(output: StageLoss) -> StageLoss:
     return StageLoss(output.loss_sum.detach(), output.num_tokens, tuple(map(_detached, output.ahead)))
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """The outcome of one step, the same on every rank. loss: before the update, the mean over the batch's tokens.
-
-    ahead: the losses of the modules of multi-token prediction, likewise.
-    """
+class StepResult(NamedTuple):
+    """The outcome of one step, the same on every rank: its `StepLoss`, before the update, and the update."""
 
     loss: float
     num_tokens: float
+    ahead: tuple[float, ...]
     update: StepReport
-    ahead: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, pending: PendingLoss, update: StepReport) -> StepResult:
-        """Return the result of an update that was reported with the sums of `pending.totals` beside the norm."""
-        loss = pending.of(update.beside)
-        return cls(loss.loss, loss.num_tokens, update, loss.ahead)
 
 
 @dataclass(frozen=True)
@@ -215,14 +197,12 @@ class TrainStep:
     step's forwards.
     """
 
-    def __init__(
-        self, runtime: TrainingRuntime, count_zero_gradients: bool = False, timers: Timers | None = None
-    ) -> None:
+    def __init__(self, runtime: TrainingRuntime, timers: Timers | None = None) -> None:
         self.runtime = runtime
         self._timers = timers or Timers(0, torch.device("cpu"))
         self._average = LossAverage.of(runtime.plan)
         self.expert_loads = ExpertLoads(runtime)
-        self._count_zero_gradients = count_zero_gradients
+        self._count_zero_gradients = runtime.plan.config.logging.log_num_zeros_in_grad
 
     def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
         """Run one whole step. Raises nothing for a NaN: `update.skipped` and the loss show it."""
@@ -231,7 +211,7 @@ class TrainStep:
             # loss and norm in one message and one copy: the host waits for the device once per step
             update = optimizer.step(pending.gradient_factor, rates, self._count_zero_gradients, pending.totals)
             self.expert_loads.finish_step(update.skipped)
-        return StepResult.of(pending, update)
+        return StepResult(*pending.of(update.beside), update)
 
     def gradients(self, microbatches: Sequence[Microbatch]) -> PendingLoss:
         """Run forward and backward and leave the reduced raw gradients in the buffers."""
@@ -254,7 +234,7 @@ class TrainStep:
         runtime.stores.finish_weights()
         step = runtime.step(microbatches, self._average.objective(lambda: 1.0), trains=False)
         reports = runtime.forward_engine(count, runtime.plan.num_slices).run(step)
-        return self._average.pending(reports, runtime.groups, runtime.device, count).sum()
+        return self._average.pending(reports, runtime.groups, runtime.device, count).summed
 
     def _engine_step(self, microbatches: Sequence[Microbatch]) -> Step:
         runtime = self.runtime
@@ -281,13 +261,12 @@ class AsynchronousStep(TrainStep):
         updates.finish()
         pending = self._average.pending(reports, runtime.groups, runtime.device, count)
         update = runtime.optimizer.last_update(self._count_zero_gradients, pending.totals)
-        return StepResult.of(pending, update)
+        return StepResult(*pending.of(update.beside), update)
 
 
-def train_step(runtime: TrainingRuntime, count_zero_gradients: bool = False, timers: Timers | None = None) -> TrainStep:
+def train_step(runtime: TrainingRuntime, timers: Timers | None = None) -> TrainStep:
     """Build the kind of step that the plan asks for."""
-    kind = TrainStep if runtime.updates is None else AsynchronousStep
-    return kind(runtime, count_zero_gradients, timers)
+    return (TrainStep if runtime.updates is None else AsynchronousStep)(runtime, timers)
 
 
 @dataclass(frozen=True)

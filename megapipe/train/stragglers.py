@@ -1,4 +1,4 @@
-"""--log-straggler: gather the times of all ranks at log lines and name the slow rank, link or group."""
+"""--log-straggler: gather the times of all ranks at log lines, for the observer to name what is slow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.channels import Channel, MessageTime
 from megapipe.comm.collectives import all_gather, gather_objects
+from megapipe.formatting import seconds_text
 from megapipe.gpu.device_clock import EventClock
-from megapipe.monitor.diagnosis import RankPace, extremes_text, find_stragglers
-from megapipe.monitor.heartbeat import READ, Cause, StepTimes, Wait
+from megapipe.monitor.heartbeat import READ, Cause, RankPace, StepTimes, Wait
 from megapipe.monitor.process import host
 from megapipe.schedule.simulate import simulate
 from megapipe.topology import GROUP_NAMES
 from megapipe.train.journal import Journal
+from megapipe.train.metrics import Observer
 from megapipe.train.watch import rank_text
 
 CAUSES = ("messages", *GROUP_NAMES)  # of waits: messages between stages, and collectives by kind of group
@@ -34,9 +35,10 @@ class StragglerLog:
     streams.
     """
 
-    def __init__(self, runtime: TrainingRuntime, journal: Journal) -> None:
+    def __init__(self, runtime: TrainingRuntime, journal: Journal, observer: Observer) -> None:
         logging = runtime.plan.config.logging
         self._runtime, self._heartbeat, self._journal = runtime, runtime.heartbeat, journal
+        self._observer = observer
         self._interval, self._count = logging.log_interval, logging.straggler_minmax_count
         self._active = logging.log_straggler and runtime.groups.world.size > 1
         self._events = EventClock(runtime.device) if self._active and runtime.device.type == "cuda" else None
@@ -88,7 +90,7 @@ class StragglerLog:
         names = [f"{rank_text(topology, rank)} on {host}" for rank, host in enumerate(self._hosts)]
         groups = {name: topology.groups(name) for name in ("tp", "cp", "replicas")}
         several = {kind: ranks for kind, ranks in groups.items() if len(ranks[0]) > 1}
-        sentences = find_stragglers(paces, several, names)
+        sentences = self._observer.on_paces(paces, several, names)
         span = f"the {steps} steps before" if steps > 1 else "the step before"
         listed = "".join(f"\n  {text}" for text in sentences)
         self._journal.say(f"stragglers, {span} step {step}: {extremes_text(paces, self._count)}{listed}")
@@ -113,6 +115,17 @@ class StragglerLog:
         found = [(there[peer] + back[peer], peer) for peer in there if peer in back]
         seconds, peer = max(found, default=(0.0, -1))
         return peer, seconds
+
+
+def extremes_text(paces: Sequence[RankPace], count: int) -> str:
+    """Name the ranks that compute longest and shortest, `count` of each."""
+    ordered = sorted(paces, key=lambda pace: (-pace.computing, pace.rank))
+    count = min(count, max(1, len(ordered) // 2))
+    longest, shortest = (
+        ", ".join(f"rank {p.rank} {seconds_text(p.computing)} (waits {seconds_text(p.waiting)})" for p in some)
+        for some in (ordered[:count], ordered[-count:][::-1])
+    )
+    return f"longest {longest}; shortest {shortest}"
 
 
 class DeviceWaits:

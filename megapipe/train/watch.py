@@ -77,11 +77,8 @@ class _Watch:
         self, plan: RunPlan, environment: Environment, world: Group, heartbeat: Heartbeat, journal: Journal
     ) -> None:
         self._heartbeat, self._journal = heartbeat, journal
-        folder = recorded_folder(plan.config)
-        self._run, self._folder = (
-            folder,
-            None if folder is None else folder / NAME,
-        )  # of copies for `megapipe status`; None: no copies
+        self._run = recorded_folder(plan.config)
+        self._folder = None if self._run is None else self._run / NAME  # of copies for `megapipe status`
         self._rank, topology, pid, space = world.global_rank, plan.topology, os.getpid(), process_space()
         token = broadcast_object(secrets.token_hex(6), world)
         try:

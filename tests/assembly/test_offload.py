@@ -111,7 +111,7 @@ def trained(
             [Microbatch(each, each.clone(), None, at, ids, keys.of(k)) for k, each in enumerate(tokens)],
             Rates(1e-2, 0.0),
         )
-    runtime.finish_parameters()
+    runtime.stores.finish_weights()
     if runtime.offload is not None:
         assert not runtime.offload._units
         assert not runtime.offload._coming

@@ -17,7 +17,8 @@ from megapipe.config.gpu import KernelsConfig
 from megapipe.config.load import load_config
 from megapipe.config.model import PrecisionConfig
 from megapipe.errors import ConfigError
-from megapipe.gpu.kernels import Kernels, choose_kernels, describe_kernels
+from megapipe.extras.report.kernels import describe_kernels
+from megapipe.gpu.kernels import Kernels, choose_kernels
 from megapipe.gpu.libraries import AttentionShape, FlashAttention, TransformerEngine
 from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.attention import explicit_attention

@@ -19,9 +19,10 @@ from megapipe.config.layers import LayerConfig
 from megapipe.config.load import load_config
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
+from megapipe.extras.report.kernels import describe_kernels
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
-from megapipe.gpu.kernels import choose_kernels, describe_kernels
+from megapipe.gpu.kernels import choose_kernels
 from megapipe.model.context import LayerContext
 from megapipe.model.dispatch import Routes
 from megapipe.model.router import OUTSIDE, Choice, Router, balanced_choice

@@ -24,7 +24,8 @@ from megapipe.config.layers import why_masked
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.gpu.kernels import TORCH, describe_kernels, why_not_packed
+from megapipe.extras.report.kernels import describe_kernels
+from megapipe.gpu.kernels import TORCH, why_not_packed
 from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.layers.model import rank_shape
 from megapipe.layers.table import Documents

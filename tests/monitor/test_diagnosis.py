@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.monitor.diagnosis import Diagnosis, Fault, diagnose, report_text, table, waits_for
+from megapipe.monitor.diagnosis import Diagnosis, Fault, diagnose, report_text, waits_for
 from megapipe.monitor.heartbeat import MOST_GROUPS, Record, Snapshot, Wait
 from megapipe.monitor.process import ProcessState
 from megapipe.monitor.roster import Member, Roster, Sighting
@@ -163,10 +163,3 @@ def test_the_report_names_the_missing_rank_first_then_those_nearest_to_it() -> N
     assert lines[1] == "  rank 1 (pp 1, stage 1), in 0F1, waits 13.0 s for the activation from stage 0 to 1 from rank 2"
     assert lines[2].startswith("  rank 0 (pp 0, stage 0), in 0F1, waits 12.0 s")
     assert lines[3:6] == ["  stack of rank 2, innermost last:", "      File x", "        sleep()"]
-
-
-def test_the_table_has_a_line_for_a_rank_of_which_nothing_is_known() -> None:
-    lines = table([seen(0, peer=1), Sighting(seen(1).member, None)], {0: (1,)})
-    assert len(lines) == 3
-    assert lines[1].endswith("20 s  in 0F1, waits for the activation from stage 0 to 1 from rank 1")
-    assert "nothing is known of it" in lines[2]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from megapipe.monitor.heartbeat import (
     FILE_BYTES,
     PATIENCE,
+    READING,
     SLOT_AT,
     SLOT_BYTES,
     Heartbeat,
@@ -113,3 +116,43 @@ def test_collectives_are_counted_by_kind_of_group() -> None:
 def test_bytes_that_are_not_a_record_read_as_none() -> None:
     assert read_snapshot(b"") is None
     assert read_snapshot(bytes(FILE_BYTES)) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from(["compute", "wait", "read"]), st.integers(1, 10**9)), max_size=30))
+def test_a_step_is_the_sum_of_waiting_reading_and_computing(parts: list[tuple[str, int]]) -> None:
+    now, sums = 0, {"compute": 0, "wait": 0, "read": 0}
+    with patch("megapipe.monitor.heartbeat.time.time_ns", lambda: now):
+        heartbeat = Heartbeat(("tp",))
+        heartbeat.step(1)
+        for kind, nanoseconds in parts:
+            if kind == "wait":
+                heartbeat.wait_for_all("tp", "all_reduce", 1)
+            with heartbeat.phase(READING) if kind == "read" else nullcontext():
+                now += nanoseconds
+            sums[kind] += nanoseconds
+            heartbeat.end_wait()
+        heartbeat.step(2)
+        times = heartbeat.last_step
+        assert times is not None
+        assert (times.elapsed, times.computing, times.waiting, times.reading) == (
+            now,
+            sums["compute"],
+            sums["wait"],
+            sums["read"],
+        )
+        heartbeat.step(3)
+    assert heartbeat.last_step is not None and heartbeat.last_step.elapsed == 0
+
+
+def test_the_record_holds_the_last_whole_step() -> None:
+    heartbeat = Heartbeat(("tp",))
+    heartbeat.step(1)
+    first = read_snapshot(heartbeat.as_bytes())
+    heartbeat.wait_for_all("tp", "all_reduce", heartbeat.count_launch("tp"))
+    heartbeat.end_wait()
+    heartbeat.step(2)
+    second = read_snapshot(heartbeat.as_bytes())
+    assert first is not None and second is not None and heartbeat.last_step is not None
+    assert first.elapsed_ns == 0 < second.elapsed_ns == heartbeat.last_step.elapsed
+    assert 0 < second.computing_ns < second.elapsed_ns
+    assert second.counts[0] == 1

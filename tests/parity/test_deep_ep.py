@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.assembly import compose
+from megapipe.extras.report.kernels import dispatch_words
 from megapipe.model import deep_ep
 from megapipe.plan.resolve import resolve
-from megapipe.train.gpu_setup import dispatch_words
 from tests.harness import RankPool
 from tests.parity.test_experts import DROPS, SHARED, SIGMOID, ZERO, again
 from tests.parity.test_node_dispatch import FLEX, SMALL, trained

@@ -115,7 +115,7 @@ def of_megapipe(rank: int, plan: RunPlan, batch: list[Batch]) -> tuple[Pieces, C
     not_in_place = mock.patch.object(collectives, "_is_in_place", return_value=False)
     with not_in_place, Messages() as messages, resized(weights) as most:
         pending = step.gradients(microbatches)
-    factor = 1.0 / pending.denominator
+    factor = 1.0 / pending.denominator_of(pending.summed.num_tokens)
     found: Pieces = [
         (f"gradient {held.piece.spec.name}", held.piece.box.slices, (held.values * factor).view(held.piece.box.shape))
         for held in gradient_pieces(runtime)

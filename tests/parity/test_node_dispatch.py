@@ -13,6 +13,7 @@ from torch import Tensor
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.errors import ConfigError
+from megapipe.extras.report.kernels import dispatch_words
 from megapipe.extras.verify.compare import weight_pieces
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.extras.verify.shrink import shrink
@@ -20,7 +21,6 @@ from megapipe.model import dispatch
 from megapipe.model.node_dispatch import NodeRoutes
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
-from megapipe.train.gpu_setup import dispatch_words
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.parity.comparison import plan_differences

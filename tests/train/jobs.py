@@ -21,7 +21,7 @@ from megapipe.extras.convert.snapshot import read_checkpoint
 from megapipe.extras.report.observer import ReportingObserver
 from megapipe.plan.resolve import resolve
 from megapipe.train import run as run_module
-from megapipe.train.run import pretrain
+from megapipe.train.run import Job, pretrain
 
 TINY = (
     "--num-layers 4 --hidden-size 16 --ffn-hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 32 "
@@ -62,7 +62,7 @@ def job_on_rank(
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
-            pretrain(plan, environment, loaded.text(plan.config), observer=ReportingObserver())
+            pretrain(Job(plan, environment, loaded.text(plan.config), observer=ReportingObserver()))
         except Exception as error:
             return said.getvalue(), type(error).__name__, str(error)
     return said.getvalue(), "", None

@@ -14,7 +14,8 @@ from megapipe.comm.nccl import MAX_CTAS, P2P_CHANNELS, NcclSettings
 from megapipe.config.load import load_config
 from megapipe.config.tuned import Tuned, read_tuned, to_yaml
 from megapipe.errors import ConfigError
-from megapipe.gpu.kernels import choose_kernels, describe_kernels
+from megapipe.extras.report.kernels import describe_kernels
+from megapipe.gpu.kernels import choose_kernels
 from megapipe.plan.resolve import resolve
 from megapipe.train.gpu_setup import CONNECTIONS, check_compiler, connections_line, limit_channels, tuned_line
 from tests.tiny import TINY_FLAGS, small_config

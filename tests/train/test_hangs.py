@@ -14,8 +14,8 @@ import pytest
 
 from megapipe.comm.collectives import barrier
 from megapipe.data.dataset import SyntheticDataset
+from megapipe.extras.report.status import read_folder
 from megapipe.model.stage import GPTStage
-from megapipe.monitor.roster import read_folder
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.train.jobs import job_on_rank

@@ -24,7 +24,7 @@ from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.checkpoint.starts import STARTS_NAME
 from megapipe.data_parallel.stores import Stores
-from megapipe.monitor.process import wait_for_end
+from megapipe.extras.cli.frame import wait_for_end
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.train.jobs import job_on_rank

@@ -16,7 +16,7 @@ from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.snapshot import read_checkpoint
 from megapipe.plan.resolve import resolve
 from megapipe.train.facts import TENSOR_BLOCK_BYTES, config_facts
-from megapipe.train.run import pretrain
+from megapipe.train.run import Job, pretrain
 from tests.harness import RankPool
 from tests.train.jobs import job
 
@@ -58,7 +58,7 @@ def start(rank: int, world_size: int, folders: tuple[str, str], more: str) -> st
     )
     plan = resolve(loaded.config, world_size)
     try:
-        pretrain(plan, environment, loaded.text(plan.config), weights=weights)
+        pretrain(Job(plan, environment, loaded.text(plan.config), weights=weights))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -30,7 +30,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.train import run as run_module
-from megapipe.train.run import pretrain
+from megapipe.train.run import Job, pretrain
 from tests.data.chats import random_chats
 from tests.harness import RankPool
 from tests.tiny import LLAMA, tiny_config
@@ -176,7 +176,7 @@ def finetune_on_rank(rank: int, world_size: int, words: str) -> str:
         read_environment({}), global_rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
     )
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        pretrain(plan, environment, loaded.text(plan.config), weights=weights)
+        pretrain(Job(plan, environment, loaded.text(plan.config), weights=weights))
     return said.getvalue()
 
 

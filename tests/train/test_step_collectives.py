@@ -36,12 +36,13 @@ GRIDS: dict[str, dict[str, Any]] = {
 def sums_of_a_step(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[dict[str, int], float, float, int]:
     """Return the all-reduces of the second step by group, and its loss, norm and number of zeros."""
     tracer, rows = Tracer(), np.random.RandomState(0).randint(0, 29, (16, 9))
-    runtime = runtime_of(tiny(**changes, global_batch_size=16), rank, world_size, tracer=tracer)
-    step, results = train_step(runtime, count_zero_gradients=True), []
+    config = tiny(**changes, global_batch_size=16, log_num_zeros_in_grad=True)
+    runtime = runtime_of(config, rank, world_size, tracer=tracer)
+    step, results = train_step(runtime), []
     for number in range(2):
         tracer.events.clear()
         results.append(step.run(step_microbatches(runtime, rows, number), Rates(1e-2, 0.0)))
-        runtime.finish_parameters()
+        runtime.stores.finish_weights()
     result = results[-1]
     assert result.update.num_zeros is not None
     found = Counter(event.name for event in tracer.events if event.kind == "collective" and "all_reduce" in event.name)

@@ -20,6 +20,7 @@ from megapipe.monitor.heartbeat import Heartbeat, Wait
 from megapipe.monitor.process import host
 from megapipe.topology import GROUP_NAMES
 from megapipe.train import stragglers
+from megapipe.train.metrics import Observer
 from megapipe.train.stragglers import StragglerLog, transit
 from tests.harness import RankPool
 from tests.pipeline.fake_device import FakeDevice
@@ -165,7 +166,7 @@ def test_on_a_gpu_the_last_whole_step_has_the_times_of_its_streams(
         channels={0: channel},
         heartbeat=heartbeat,
     )
-    log = StragglerLog(runtime, SimpleNamespace())  # type: ignore[arg-type]
+    log = StragglerLog(runtime, SimpleNamespace(), Observer())  # type: ignore[arg-type]
     for step in range(1, 5):
         heartbeat.step(step)
         log.begins(step)

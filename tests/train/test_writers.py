@@ -19,7 +19,7 @@ from megapipe.gpu.device_clock import EventClock, Timers, action_seconds
 from megapipe.plan.resolve import resolve
 from megapipe.train.journal import Journal
 from megapipe.train.metrics import Console, EvaluationMetrics, JsonLines
-from megapipe.train.run import pretrain
+from megapipe.train.run import Job, pretrain
 from tests.pipeline.fake_device import FakeDevice
 from tests.train.jobs import TINY, job, lines_of, steps_of
 
@@ -193,7 +193,7 @@ def test_norm_and_zeros_are_those_of_the_model(tmp_path: Path) -> None:
     )
     loaded = load_config([*TINY.split(), *flags.split()])
     plan = resolve(loaded.config, 1)
-    assert pretrain(plan, read_environment({}), loaded.text(plan.config), look) == 0
+    pretrain(Job(plan, read_environment({}), loaded.text(plan.config), look))
     last = steps_of(tmp_path / "m.jsonl")[-1]
     assert last["params_norm"] == pytest.approx(seen[0][0], rel=1e-6)
     assert last["num_zeros"] == seen[0][1]

@@ -60,7 +60,7 @@ def measure(plan: RunPlan, global_rank: int, steps: int, device: torch.device) -
         batch = runtime.microbatches(plan.batch.num_microbatches, partial(read, dp_rank), number)
         began = time.perf_counter()
         step.run(batch, RATES)
-        runtime.finish_parameters()
+        runtime.stores.finish_weights()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             peak = torch.cuda.max_memory_allocated(device)

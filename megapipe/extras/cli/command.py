@@ -78,14 +78,17 @@ def run(arguments: Sequence[str] | None = None, first: Sequence[str] = ()) -> in
         return refused
     from megapipe.environment import read_environment
     from megapipe.errors import ConfigError
-    from megapipe.monitor.signals import ThisProcess, ignore_repeated
+    from megapipe.monitor.signals import REPEATED, ThisProcess
     from megapipe.monitor.start_marks import leave_mark
 
     ThisProcess.is_command = arguments is None
     with suppress(ConfigError):  # reported by the subcommand
         leave_mark(read_environment())
     code = int(MEGAPIPE.load(words[0])(words[1:]))
-    ignore_repeated()
+    # a run has saved and ended, which its exit code says: further requests to do so are ignored, but not in a program
+    # that runs commands itself and keeps its handlers
+    for number in REPEATED if ThisProcess.is_command else ():
+        signal.signal(number, signal.SIG_IGN)
     return code
 
 

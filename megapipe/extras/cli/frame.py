@@ -12,6 +12,7 @@ import inspect
 import math
 import os
 import re
+import select
 import sys
 import threading
 import time
@@ -26,7 +27,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 from megapipe.environment import Environment, allows_colour, read_environment, read_meeting_place
 from megapipe.errors import CommunicationError, ConfigError, DisagreementError, MegapipeError
 from megapipe.formatting import one_of
-from megapipe.monitor.process import wait_for_end
 
 if TYPE_CHECKING:
     from megapipe.plan.hardware import Hardware
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 OTHER_RANK_SECONDS = 4.0
 AGREED_SECONDS = 1.0  # the same where rank 0 has the error already
 LOST_PEER_SECONDS = 6.0
+POLL_SECONDS = 1.0  # on systems without process handles
 INTERRUPTED = 130
 MOST_COLUMNS = 2000  # of a line of a message
 EXTENSION_HELP = "--extension FILE.py or MODULE loads what extensions add (docs/extend.md); may be repeated."
@@ -387,6 +388,17 @@ def end_with_launcher(environment: Environment) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def wait_for_end(process: int) -> None:
+    """Block until a process of this host has ended."""
+    with suppress(OSError):  # it has ended already
+        if hasattr(os, "pidfd_open"):
+            select.select([os.pidfd_open(process)], [], [])
+        else:  # not Linux
+            while True:
+                os.kill(process, 0)  # raises once the process has ended
+                time.sleep(POLL_SECONDS)
 
 
 def is_ancestor(process: int) -> bool:

@@ -135,13 +135,14 @@ class SavedModel:
         from megapipe.assembly.runtime import InferenceRuntime
         from megapipe.comm.bootstrap import start
         from megapipe.comm.groups import build_process_groups
+        from megapipe.extras.inference.session import load_weights
         from megapipe.train.state import on_rank_0
 
         device = self.plan.config.training.device
         world = start(self.environment, device=device, facts_of=lambda _: {**self.facts(), **data_facts()})
         groups = build_process_groups(self.plan.topology, world.global_rank, world.backend, world.timeout_seconds)
         runtime = InferenceRuntime(self.plan, groups, world.device)
-        read_newest(lambda: on_rank_0(self._found, groups.world), runtime.load_weights)
+        read_newest(lambda: on_rank_0(self._found, groups.world), functools.partial(load_weights, runtime))
         return runtime
 
     def facts(self) -> Facts:

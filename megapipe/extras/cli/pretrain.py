@@ -100,10 +100,11 @@ def run_job(loaded: LoadedConfig, environment: Environment, observer: Observer |
 
         return verify(plan, environment, requests.verify_grid)
     from megapipe.extras.report.observer import ReportingObserver
-    from megapipe.train.run import pretrain
+    from megapipe.train.run import Job, pretrain
 
     text, observer = loaded.text(plan.config), observer or ReportingObserver()
-    return pretrain(plan, environment, text, print_samples, loaded.remarks, weights, observer)
+    pretrain(Job(plan, environment, text, print_samples, loaded.remarks, weights, observer))
+    return 0
 
 
 def _compare(environment: Environment) -> tuple[Rule, ...]:

@@ -17,8 +17,8 @@ from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.live import ADDRESS, ReportServer
 from megapipe.extras.report.page import compare_page, compare_text, named, page
 from megapipe.extras.report.profile_summary import summarize
-from megapipe.monitor.diagnosis import doing, summary, table, waits_for
-from megapipe.monitor.roster import newest_run, read_folder
+from megapipe.extras.report.status import newest_run, read_folder, summary, table
+from megapipe.monitor.diagnosis import doing, waits_for
 
 FILE_NAME = "report.html"
 PORT = 8020

@@ -17,7 +17,7 @@ from megapipe.extras.doctor.examination import (
     host_remarks,
 )
 from megapipe.extras.doctor.host import HostReport, ranges
-from megapipe.formatting import bytes_text, count_text, rate_text, seconds_text, text_table
+from megapipe.formatting import bytes_text, count_text, seconds_text, text_table
 from megapipe.plan.hardware import Hardware
 
 MAX_LINES = 12
@@ -257,3 +257,8 @@ def _row(found: Examination, one: Judged) -> dict[str, Any]:
         "expected_seconds": one.expected_seconds,
         "slow_against": one.against,
     }
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """Return a bandwidth in GB/s (1e9 bytes) with three digits."""
+    return f"{bytes_per_second / 1e9:.3g} GB/s"

@@ -162,14 +162,14 @@ def run_steps(
     called before each step.
     """
     plan, dp_rank = runtime.plan, runtime.coordinates.dp_rank
-    step = train_step(runtime, plan.config.logging.log_num_zeros_in_grad)
+    step = train_step(runtime)
     for number in range(num_steps):
         begin()
         count = num_microbatches or plan.batch.num_microbatches
         batch = runtime.microbatches(count, partial(read, dp_rank), number)
         step.run(batch, RATES)
         del batch
-    runtime.finish_parameters()
+    runtime.stores.finish_weights()
 
 
 @dataclass(frozen=True)

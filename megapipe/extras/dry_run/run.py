@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
-from megapipe.assembly.datasets import build_data, missing_files, without_files
+from megapipe.assembly.datasets import DATA_FILES, build_data, missing_files
 from megapipe.comm.bootstrap import choose_backend
 from megapipe.comm.groups import Traffic
+from megapipe.config.config import ResolvedConfig
+from megapipe.config.rules.training import TOKENIZER_FILES
 from megapipe.data.batch import Batch
 from megapipe.errors import ConfigError
 from megapipe.extras.dry_run.rank import STATE, RankCount, RankKind, audit_grid, count_rank, kinds_of_ranks
@@ -66,6 +69,13 @@ def dry_run(plan: RunPlan, rank: int | None = None) -> int:
         data.close()
     print("\n".join([*counted_text(plan, counts, device), *_not_checked(asked, missing)]), flush=True)
     return 0
+
+
+def without_files(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the configuration with made-up tokens and with NullTokenizer in place of all files."""
+    changes: dict[str, Any] = dict.fromkeys((*TOKENIZER_FILES, *DATA_FILES))
+    changes |= {"mock_data": True, "tokenizer_type": "NullTokenizer"}
+    return replace(config, data=replace(config.data, **changes))
 
 
 def counted_text(plan: RunPlan, counts: Sequence[tuple[RankKind, RankCount]], device: str) -> Iterator[str]:

@@ -186,7 +186,7 @@ class Generator:
             if not all(0 <= token < self._vocab_size for token in prompt):
                 outside = f"outside the vocabulary of {self._vocab_size}"
                 raise ConfigError(f"prompt {number} has tokens {outside}; use the model's tokenizer")
-        self._runtime.finish_parameters()
+        self._runtime.stores.finish_weights()
         world, at_once = self._runtime.groups.world, self._batch_size * self._num_in_flight
         texts: list[list[int]] = []
         with without_sequence_parallelism(self._runtime.stages.values()):
@@ -443,7 +443,8 @@ def score(
             microbatches = [_microbatch(tokens, share[i : i + size], size, length, runtime.device) for i in starts]
             step = Step(microbatches, lambda boundary: message, _sums)
             reports = runtime.forward_engine(len(microbatches)).run(step)
-            if runtime.reports_loss:
+            # one rank, of all that compute the loss of a microbatch
+            if plan.placement.num_stages - 1 in runtime.stages and runtime.coordinates.tp_rank == 0:
                 sums += torch.stack(reports).sum(0)
     all_reduce(sums, runtime.groups.world)
     loss_sum, num_tokens = sums.tolist()

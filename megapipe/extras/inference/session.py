@@ -7,12 +7,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from megapipe.assembly.runtime import InferenceRuntime
+from megapipe.checkpoint.folder import CheckpointFolder
+from megapipe.checkpoint.load import load_tensors
 from megapipe.comm.collectives import broadcast_object
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.inference.generate import Generator, Limits, Sampling, ignore
 from megapipe.extras.inference.logprobs import Scored, Scoring
 
 ANSWERED = (ConfigError, CheckpointError)  # errors that all ranks raise for a request, and that do not end the session
+
+
+def load_weights(runtime: InferenceRuntime, folder: CheckpointFolder) -> int:
+    """Fill the parameters from a checkpoint of any grid, and return the bytes filled on this rank. A collective.
+
+    Takes the master weights where the checkpoint holds them, rounded as the optimizer rounds them. Vocabulary
+    padding becomes zero. Raises CheckpointError on all ranks.
+    """
+    key = "master" if folder.manifest.holds("master") else "weights"
+    for stage_buffers in runtime.buffers.values():
+        for buffer in stage_buffers.buffers:
+            for kept in buffer.kept_parameters:
+                kept.zero_()
+    return load_tensors(folder, (box for _, box in runtime.held_weights(key)), runtime.groups.world, may_round=True)
 
 
 @dataclass(frozen=True)

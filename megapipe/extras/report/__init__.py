@@ -1,13 +1,15 @@
-"""HTML report of a run from the files in its folder, and drawings of schedules. Only `observer` imports torch.
+"""HTML report of a run from the files in its folder, and drawings of schedules. `observer`, `kernels` import torch.
 
 - `folder`:     the records of a run: segments, steps, evaluations, notes, profile, configuration
 - `profile`:    reads profiles; `profile_summary`: plan and measurement of their steps, means, the table of both
-- `trace`:      Chrome traces of a profile and of a simulated timeline; `observer`: profiles while a run trains
+- `trace`:      Chrome traces of a profile and of a simulated timeline
+- `observer`:   what is said while a run trains: its `kernels`, profiles, `stragglers`
 - `page`:       the HTML report, with page.css and page.js inlined; several runs: a table for the terminal and a page
 - `charts`:     charts over steps and heat maps of experts' loads
 - `comparison`: plan and measurement drawn with comparison.css, times of the stages, the report's section on them
 - `schedules`:  all schedules side by side: time and memory of the same model on the same ranks
 - `timeline`:   a simulated timeline, of stages or of parts of layers, as SVG or text
 - `grid`:       the grid of a plan's ranks, and context parallelism
+- `status`:     the ranks of a run and what they do now, for `megapipe status`
 - `drawing`:    the elements of which all of them are made
 """

@@ -154,7 +154,8 @@ class RecordingStep(TrainStep):
 
     def gradients(self, microbatches: Sequence[Microbatch]) -> PendingLoss:
         loss = super().gradients(microbatches)
-        self.averaged = _copies(self.runtime, 1.0 / (loss.denominator * self.runtime.optimizer.loss_scale))
+        denominator = loss.denominator_of(loss.summed.num_tokens) * self.runtime.optimizer.loss_scale
+        self.averaged = _copies(self.runtime, 1.0 / denominator)
         return loss
 
 

@@ -6,16 +6,17 @@ They cover the vocabulary size and the tokenizer.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers as library
 
 from megapipe.assembly.runtime import InferenceRuntime
+from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import Command
 from megapipe.extras.cli.inference import MODEL_OPTIONS, SavedModel, evaluate, generate, open_model
+from megapipe.extras.inference import session
 from tests.train.jobs import job
 
 
@@ -80,13 +81,13 @@ def test_a_loss_that_is_not_finite_is_an_error(
 ) -> None:
     root = trained(tmp_path / "run", "--vocab-size 64")
     (tmp_path / "text.txt").write_text("1 2 3 4 5 6 7 8 9\n")
-    load = InferenceRuntime.load_weights
+    load = session.load_weights
 
-    def spoilt(self: InferenceRuntime, *arguments: Any) -> None:
-        load(self, *arguments)
-        self.buffers[0].buffers[0].parameters.fill_(float("nan"))
+    def spoilt(runtime: InferenceRuntime, folder: CheckpointFolder) -> None:
+        load(runtime, folder)
+        runtime.buffers[0].buffers[0].parameters.fill_(float("nan"))
 
-    monkeypatch.setattr(InferenceRuntime, "load_weights", spoilt)
+    monkeypatch.setattr(session, "load_weights", spoilt)
     words = f"--load {root} --device cpu --tokenizer-type NullTokenizer --data {tmp_path}/text.txt {form}"
     assert evaluate(words.split()) == 1
     out, said = capfd.readouterr()

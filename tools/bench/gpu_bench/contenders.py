@@ -126,7 +126,7 @@ class Job:
         self._rows = draw_rows(model.vocab_size, self._count * self._micro, model.seq_length)
 
     def gradients(self) -> Tensor:
-        return torch.tensor(self._step.gradients(self._microbatches()).sum().loss)
+        return torch.tensor(self._step.gradients(self._microbatches()).summed.loss)
 
     def update(self) -> float:
         """Update as the training step does, after `gradients`."""

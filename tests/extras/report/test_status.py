@@ -1,4 +1,4 @@
-"""`megapipe status` without a folder shows the run that was started last."""
+"""`megapipe status`: the run that was started last, and a line for each rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import pytest
 
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.report import status as main
+from megapipe.extras.report.status import newest_run, table
 from megapipe.monitor import roster
 from megapipe.monitor.process import host, process_space, start_ticks
-from megapipe.monitor.roster import NAME, Member, Roster, newest_run, write_roster
+from megapipe.monitor.roster import NAME, Member, Roster, Sighting, write_roster
+from tests.monitor.test_diagnosis import seen
 
 MEMBER = Member(0, host(), os.getpid(), start_ticks(os.getpid()), process_space(), "pp 0", (0,))
 
@@ -57,3 +59,10 @@ def test_damaged_and_removed_runs_are_passed_over(places: tuple[Path, Path], tmp
     (tmp_path / "gone" / NAME / roster.ROSTER).unlink()
     with pytest.raises(ConfigError, match="no run was found"):
         newest_run(work)
+
+
+def test_the_table_has_a_line_for_a_rank_of_which_nothing_is_known() -> None:
+    lines = table([seen(0, peer=1), Sighting(seen(1).member, None)], {0: (1,)})
+    assert len(lines) == 3
+    assert lines[1].endswith("20 s  in 0F1, waits for the activation from stage 0 to 1 from rank 1")
+    assert "nothing is known of it" in lines[2]

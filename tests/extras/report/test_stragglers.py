@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from unittest.mock import patch
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.monitor.diagnosis import RankPace, extremes_text, find_stragglers
-from megapipe.monitor.heartbeat import READING, Heartbeat, read_snapshot
+from megapipe.extras.report.stragglers import find_stragglers
+from megapipe.monitor.heartbeat import RankPace
+from megapipe.train.stragglers import extremes_text
 
 STEP = 1.0
 NAMES = [f"rank {rank} (pp ?) on host" for rank in range(16)]
@@ -93,43 +91,3 @@ def test_a_group_in_which_even_the_last_one_waits_is_slow_and_one_that_waits_for
     waits = {rank: {"tp": 0.5 if rank == 4 else 0.02} for rank in range(8)}
     (found,) = find_stragglers(paces(computing, waits=waits), TP_GROUPS, NAMES)
     assert found.startswith("rank 5 (pp ?) on host is slow")
-
-
-@given(st.lists(st.tuples(st.sampled_from(["compute", "wait", "read"]), st.integers(1, 10**9)), max_size=30))
-def test_a_step_is_the_sum_of_waiting_reading_and_computing(parts: list[tuple[str, int]]) -> None:
-    now, sums = 0, {"compute": 0, "wait": 0, "read": 0}
-    with patch("megapipe.monitor.heartbeat.time.time_ns", lambda: now):
-        heartbeat = Heartbeat(("tp",))
-        heartbeat.step(1)
-        for kind, nanoseconds in parts:
-            if kind == "wait":
-                heartbeat.wait_for_all("tp", "all_reduce", 1)
-            with heartbeat.phase(READING) if kind == "read" else nullcontext():
-                now += nanoseconds
-            sums[kind] += nanoseconds
-            heartbeat.end_wait()
-        heartbeat.step(2)
-        times = heartbeat.last_step
-        assert times is not None
-        assert (times.elapsed, times.computing, times.waiting, times.reading) == (
-            now,
-            sums["compute"],
-            sums["wait"],
-            sums["read"],
-        )
-        heartbeat.step(3)
-    assert heartbeat.last_step is not None and heartbeat.last_step.elapsed == 0
-
-
-def test_the_record_holds_the_last_whole_step() -> None:
-    heartbeat = Heartbeat(("tp",))
-    heartbeat.step(1)
-    first = read_snapshot(heartbeat.as_bytes())
-    heartbeat.wait_for_all("tp", "all_reduce", heartbeat.count_launch("tp"))
-    heartbeat.end_wait()
-    heartbeat.step(2)
-    second = read_snapshot(heartbeat.as_bytes())
-    assert first is not None and second is not None and heartbeat.last_step is not None
-    assert first.elapsed_ns == 0 < second.elapsed_ns == heartbeat.last_step.elapsed
-    assert 0 < second.computing_ns < second.elapsed_ns
-    assert second.counts[0] == 1

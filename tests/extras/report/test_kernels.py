@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from megapipe.extras.report import kernels as module
 from megapipe.gpu.kernels import Kernels
-from megapipe.train import gpu_setup as module
 from tests.tiny import plan_for
 from tests.train.jobs import TINY
 
