@@ -7,7 +7,7 @@
 - `collectives`:  all_reduce, all_gather, reduce_scatter, broadcast, barrier, objects; in a group of one they do nothing
 - `wire`:         objects sent between ranks, as JSON
 - `channels`:     `Channel`, messages over one stage boundary in one direction
-- `timing`:       timed round trips, messages and collectives
+- `round_trips`:  blocking messages between two ranks, by which clocks are compared
 - `trace`:        `Tracer`, a record of all of these
 - `nccl`, `store_exchange`: NCCL settings, remote heartbeats
 
