@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,8 +148,8 @@ class Topology:
         if self.world_size > self.ranks_per_node and self.world_size % self.ranks_per_node:
             rule = f"does not fill nodes of {self.ranks_per_node} ranks; start the same number of ranks on each node"
             raise ConfigError(f"a world of {self.world_size} ranks {rule}")
-        if self.divides_ep and len(set(self._on_a_node("ep"))) > 1:
-            fewest, most = self._on_a_node("ep")
+        fewest, most, _ = _ranks_on_a_node(self, "ep") if self.divides_ep else (1, 1, 1)
+        if fewest < most:
             raise ConfigError(
                 f"--moe-token-dispatcher-type flex with --expert-model-parallel-size {self.ep}: an ep group has "
                 f"{fewest} ranks on one node of {self.ranks_per_node} and {most} on another, but needs equally many, "
@@ -209,7 +209,7 @@ class Topology:
     @cached_property
     def ep_inner(self) -> int:
         """Ranks of an ep group on each node, if ep is divided into nodes, else 1."""
-        return self._on_a_node("ep")[0] if self.divides_ep else 1
+        return self.least_on_a_node("ep") if self.divides_ep else 1
 
     def _inner(self, divided: str) -> int:
         """Return the number of consecutive ranks in a level of a group."""
@@ -332,19 +332,12 @@ class Topology:
 
     def crosses_nodes(self, name: str) -> bool:
         """Return True if a group of this kind has ranks on two nodes, so that its traffic uses the network."""
-        members, per_node = self._members(name), self.ranks_per_node or self.world_size
-        return bool((members[:, 0] // per_node != members[:, -1] // per_node).any())
+        fewest, _, size = _ranks_on_a_node(self, name)
+        return fewest < size
 
     def least_on_a_node(self, name: str) -> int:
         """Return the fewest ranks that a group of this kind has on a node where it has any."""
-        return self._on_a_node(name)[0]
-
-    def _on_a_node(self, name: str) -> tuple[int, int]:
-        """Return the fewest and the most ranks that a group of this kind has on a node where it has any."""
-        nodes = self._members(name) // (self.ranks_per_node or self.world_size)
-        of_group = nodes + self.num_nodes * np.arange(len(nodes))[:, None]
-        counts = np.unique(of_group, return_counts=True)[1]
-        return int(counts.min()), int(counts.max())
+        return _ranks_on_a_node(self, name)[0]
 
     @property
     def num_nodes(self) -> int:
@@ -396,6 +389,16 @@ def all_coordinates(topology: Topology) -> Iterator[tuple[int, Coordinates]]:
     """Yield (global_rank, coordinates) of every rank, in order of rank."""
     for rank in range(topology.world_size):
         yield rank, topology.coordinates(rank)
+
+
+@lru_cache(maxsize=1024)
+def _ranks_on_a_node(topology: Topology, name: str) -> tuple[int, int, int]:
+    """Return the fewest and the most ranks that a group of this kind has on a node where it has any, and its size."""
+    members = topology._members(name)
+    nodes = members // (topology.ranks_per_node or topology.world_size)
+    of_group = nodes + topology.num_nodes * np.arange(len(nodes))[:, None]
+    counts = np.unique(of_group, return_counts=True)[1]
+    return int(counts.min()), int(counts.max()), members.shape[1]
 
 
 def _axes(name: str) -> tuple[str, ...]:
