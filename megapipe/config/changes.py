@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from megapipe.config.config import all_fields
+
 FUNCTION = "function"  # what the model computes from its weights
 OPTIMIZER = "optimizer"  # how gradients become updates, and the state that this needs
 DATA = "data"  # the samples, and how they are read
@@ -86,26 +88,6 @@ TABLE = {
             max_position_embeddings padded_vocab_size make_vocab_size_divisible_by moe_pad_expert_input_to_capacity
             moe_token_dispatcher_type moe_combine_in_node moe_flex_dispatcher_backend init_method_std
         """,
-        "parallel": """
-            tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size cp_comm_type
-            hierarchical_context_parallel_sizes expert_model_parallel_size expert_tensor_parallel_size
-            overlap_moe_expert_parallel_comm delay_wgrad_compute num_virtual_stages_per_pipeline_rank
-            num_layers_per_virtual_pipeline_stage pipeline_model_parallel_layout decoder_first_pipeline_num_layers
-            decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
-            account_for_loss_in_pipeline_split pipeline_balance pipeline_layer_times pipeline_rank_speeds
-            pipeline_rank_memory microbatch_group_size_per_virtual_pipeline_stage pipe_sp_splits pipe_sp_strategy
-            pipeline_memory_limit pipeline_receive_depth sequence_parallel tp_comm_overlap
-            tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_chunks use_distributed_optimizer
-            data_parallel_sharding_strategy num_distributed_optimizer_instances data_parallel_sharding_granularity
-            data_parallel_sharding_prefetch data_parallel_sharding_units overlap_grad_reduce overlap_param_gather
-            overlap_p2p_comm ddp_bucket_size rank_order allow_tp_across_nodes allow_mixed_hosts distributed_backend
-            hang_timeout_seconds distributed_timeout_minutes
-        """,
-        "recompute": """
-            recompute_granularity recompute_method recompute_num_layers recompute_keep_attention recompute_modules
-            recompute_memory_budget
-        """,
-        "offload": "cpu_offloading_num_layers min_offloaded_tensor_size",
         # of extensions the content is compared, by train.state
         "training": """
             exit_interval exit_duration_in_mins exit_signal_handler skip_train eval_interval
@@ -117,32 +99,18 @@ TABLE = {
             override_opt_param_scheduler use_checkpoint_opt_param_scheduler
         """,
         "precision": "initial_loss_scale",  # the scale itself is in the checkpoint
-        "kernels": """
-            transformer_impl attention_impl optimizer_impl compile_pointwise compile_loss compile_blocks
-            moe_grouped_gemm
-        """,
         "data": "valid_data_path test_data_path data_cache_path num_workers",
-        "checkpoint": """
-            save load save_interval save_interval_minutes async_save exit_on_save_failure no_save_optim no_save_rng
-            no_load_optim no_load_rng finetune ckpt_step exit_on_missing_checkpoint use_checkpoint_args
-            allow_changed_model allow_changed_data allow_changed_optimizer keep_last save_retain_interval
-        """,
-        "logging": """
-            log_interval quiet tensorboard_dir wandb_project wandb_entity wandb_exp_name wandb_save_dir logger
-            log_params_norm moe_per_layer_logging log_num_zeros_in_grad log_throughput timing_log_level log_straggler
-            straggler_minmax_count profile profile_step_start profile_step_end profile_ranks profile_pipeline
-            metrics_file sample_prompts sample_tokens
-        """,
-        "gpu": """
-            nccl_settings nccl_communicator_config_path high_priority_stream_groups gemm_sm_carveout tuned
-            cuda_graph_impl cuda_graph_warmup_steps nvtx_ranges record_memory_history memory_snapshot_path
-        """,
     },
 }
+# all fields of these that have no class above
+NEUTRAL_SECTIONS = ("parallel", "recompute", "offload", "kernels", "checkpoint", "logging", "gpu")
 
 
 @cache
 def classes() -> dict[str, str]:
     """Return 'section.name' -> class, in the order of the table."""
     rows = [(kind, section, names.split()) for kind, sections in TABLE.items() for section, names in sections.items()]
-    return {f"{section}.{name}": kind for kind, section, names in rows for name in names}
+    named = {f"{section}.{name}": kind for kind, section, names in rows for name in names}
+    return named | {
+        field.key: NEUTRAL for field in all_fields() if field.section in NEUTRAL_SECTIONS and field.key not in named
+    }
