@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megapipe.extras.report.schedules import Model, measure
 from megapipe.extras.report.timeline import svg
-from megapipe.schedule.compare import Model, measure
 from megapipe.schedule.families import SCHEDULES, build_schedule
 
 RANKS, MICROBATCHES, WIDTH = 4, 8, 1200

@@ -8,10 +8,10 @@ from pathlib import Path
 from megapipe.api.config import Config
 from megapipe.assembly.datasets import with_vocabulary
 from megapipe.errors import ConfigError
+from megapipe.extras.report.schedules import Model
 from megapipe.extras.report.timeline import svg, timeline_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.compare import Model
 from megapipe.schedule.costs import AutoGoal
 from megapipe.schedule.families import build_schedule, schedule_family
 from megapipe.schedule.lower import lower

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.extras.report.schedules import Unmeasured, compare
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.compare import Unmeasured, compare
 from megapipe.schedule.costs import Costs, Seconds
 from megapipe.schedule.experts import ExpertModel, exposures, least_seconds, measure_experts
 from megapipe.schedule.families import build_schedule

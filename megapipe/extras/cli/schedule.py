@@ -15,11 +15,11 @@ from typing import Any
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import Option, command, option, switch
 from megapipe.extras.cli.group import CommandGroup
+from megapipe.extras.report.schedules import Measures, Model, ShardingTimes, Unmeasured, compare, measure
 from megapipe.extras.report.timeline import parts_svg, svg, timeline_text
 from megapipe.formatting import text_table
 from megapipe.profile.trace import chrome_trace
 from megapipe.schedule.action import Op
-from megapipe.schedule.compare import Measures, Model, ShardingTimes, Unmeasured, compare, measure
 from megapipe.schedule.costs import AutoGoal, Seconds
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family

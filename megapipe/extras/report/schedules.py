@@ -161,7 +161,7 @@ Measured = TypeVar("Measured", covariant=True)
 
 
 class Measurable(Protocol[Measured]):
-    """A model that `compare` can measure: `Model`, and `experts.ExpertModel`."""
+    """A model that `compare` can measure: `Model`, and `schedule.experts.ExpertModel`."""
 
     @property
     def kept_for_weights(self) -> float:

@@ -1,8 +1,8 @@
 import pytest
 
 from megapipe.errors import ConfigError
+from megapipe.extras.report.schedules import Measures, Model, Unmeasured, compare, measure
 from megapipe.schedule.action import Op
-from megapipe.schedule.compare import Measures, Model, Unmeasured, compare, measure
 from megapipe.schedule.costs import Seconds
 from megapipe.schedule.families import SCHEDULES, build_schedule
 
