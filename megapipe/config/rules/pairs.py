@@ -1,4 +1,5 @@
-"""Pairs of options that exclude each other: the one table of refusals from which docs/composition.md is written.
+"""Pairs of options that exclude each other: pairs.csv, the one table of refusals from which docs/composition.md is
+written, and the words of each option.
 
 A row is of one of two kinds. A contradiction is refused for good: the two options together mean nothing, or compute
 another function. What is NOT_BUILT works alone, but not together yet.
@@ -6,9 +7,11 @@ another function. What is NOT_BUILT works alone, but not together yet.
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from megapipe.config.config import Config, given
 from megapipe.config.layers import kinds_of
@@ -19,8 +22,6 @@ from megapipe.formatting import one_of
 
 CONTRADICTION, NOT_BUILT = "contradiction", "not built"
 EITHER = "leave one of the two out"
-AS_ZERO_1 = "use --data-parallel-sharding-strategy optim, or leave the other out"
-IN_PARTS = "parts of a layer are not run again: a small model would keep up to 71 % more than planned"
 BY_HAND = tuple(
     f"recompute.recompute_{name}" for name in ("granularity", "method", "num_layers", "keep_attention", "modules")
 )
@@ -170,95 +171,17 @@ OPTIONS: dict[str, Option] = {
     "pipeline profile": lambda c: c.logging.profile_pipeline and "--profile-pipeline",
 }
 
-REFUSED: tuple[Refusal, ...] = (
-    Refusal("slices", ("capacity of experts",), CONTRADICTION, "an expert's capacity is that of a whole microbatch"),
-    Refusal("slices", ("sinkhorn",), CONTRADICTION, "it balances the tokens of a whole microbatch"),
-    Refusal("slices", ("attention of an extension",), NOT_BUILT, "it would see the keys of one slice only"),
-    Refusal("slices", ("CUDA graphs",), NOT_BUILT, "each slice has other shapes, and so would need its own graph"),
-    Refusal("slices", ("compiled pointwise",), NOT_BUILT, "each length of a slice would be compiled again"),
-    Refusal("slices", ("memory by rank",), NOT_BUILT, "memory is planned for whole sequences"),
-    Refusal(
-        "context parallelism",
-        ("flash with documents",),
-        NOT_BUILT,
-        "the ends of documents would have to be cut over the cp ranks",
-    ),
-    Refusal("context parallelism", ("compiled pointwise",), NOT_BUILT, "the parts of a ring are not compiled"),
-    Refusal("context parallelism", ("measured layers",), NOT_BUILT, "layers are measured without cp"),
-    Refusal(
-        "blocks of context parallelism",
-        ("attention of an extension",),
-        NOT_BUILT,
-        "attention is computed in blocks of queries and keys, with torch's kernels",
-        "use --cp-comm-type a2a",
-    ),
-    Refusal(
-        "sharded gradients",
-        ("CUDA graphs",),
-        NOT_BUILT,
-        "graphs keep the addresses of weights and gradients, which sharding frees",
-        AS_ZERO_1,
-    ),
-    Refusal(
-        "experts",
-        ("compiled pointwise", "CUDA graphs"),
-        NOT_BUILT,
-        "the number of rows of an expert changes with every microbatch",
-    ),
-    Refusal(
-        "overlapped all-to-alls",
-        ("full recompute", "recompute of experts", "memory budget"),
-        NOT_BUILT,
-        IN_PARTS,
-        f"use --recompute-modules moe_act, or {EITHER}",
-    ),
-    Refusal("overlapped all-to-alls", ("pipeline profile",), NOT_BUILT, "it runs whole layers"),
-    Refusal(
-        "latent attention",
-        ("biases of q, k and v", "gated attention", "sinks", "norm of the projection", "attention of an extension"),
-        NOT_BUILT,
-        "heads made from latents have no such option",
-    ),
-    Refusal(
-        "norms without weights", ("norms of q and k", "latent attention"), NOT_BUILT, "heads have no other norms then"
-    ),
-    Refusal(
-        "latent attention",
-        ("attention of Transformer Engine", "compiled pointwise"),
-        NOT_BUILT,
-        "heads made from latents have no such kernels",
-    ),
-    Refusal(
-        "CUDA graphs",
-        ("attention of Transformer Engine",),
-        NOT_BUILT,
-        "Transformer Engine keeps state in Python, which a replay does not change",
-        "use --attention-impl sdpa or flash",
-    ),
-    Refusal(
-        "CUDA graphs",
-        ("activation offload",),
-        NOT_BUILT,
-        "activations move when autograd asks for them, which a replay does not do",
-        f"use --recompute-granularity instead, or {EITHER}",
-    ),
-    Refusal(
-        "CUDA graphs",
-        ("flash with documents",),
-        NOT_BUILT,
-        "every microbatch has documents of other numbers and lengths",
-        "use --attention-impl sdpa, which then has a mask",
-    ),
-    Refusal("memory budget", ("recompute by hand",), CONTRADICTION, "the budget chooses what each layer recomputes"),
-    Refusal(
-        "delayed scales",
-        ("full recompute", "memory budget", "recompute of MLPs"),
-        CONTRADICTION,
-        "the scales of Transformer Engine change in every forward",
-        "use --fp8-recipe tensorwise",
-    ),
-    Refusal("narrow moments", ("another optimizer than Adam",), CONTRADICTION, "it is for the moments of Adam"),
-)
+
+def _refused() -> Iterator[Refusal]:
+    """Yield the rows of the table; without a way, one of the two options is left out."""
+    with Path(__file__).with_name("pairs.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            yield Refusal(
+                row["option"], tuple(row["others"].split("|")), row["kind"], row["reason"], row["way"] or EITHER
+            )
+
+
+REFUSED = tuple(_refused())
 
 
 def combinations(config: Config) -> Iterator[str]:
