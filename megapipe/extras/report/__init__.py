@@ -5,7 +5,7 @@
 - `charts`:     charts over steps and heat maps of experts' loads
 - `comparison`: plan and measurement of a step, drawn with comparison.css, and the report's section on them
 - `goodput`:    the days of a run with failures and checkpoints
-- `schedules`:  all schedule families side by side
+- `schedules`:  all schedule families side by side; `curves`: what ranks hold over a timeline
 - `timeline`:   a simulated timeline, of stages or of parts of layers, as SVG or text
 - `grid`:       the grid of a plan's ranks, and context parallelism
 - `drawing`:    the elements of which all of them are made
