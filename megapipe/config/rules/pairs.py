@@ -7,7 +7,6 @@ another function. What is NOT_BUILT works alone, but not together yet.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from megapipe.config.model import ATTENTIONS, NORMALIZATIONS
 from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, strategy_of
 from megapipe.config.problems import UnreadError
 from megapipe.formatting import one_of
+from megapipe.input_files import read_table
 
 CONTRADICTION, NOT_BUILT = "contradiction", "not built"
 EITHER = "leave one of the two out"
@@ -175,16 +175,10 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def _refused() -> Iterator[Refusal]:
-    """Yield the rows of the table; without a way, one of the two options is left out."""
-    with Path(__file__).with_name("pairs.csv").open(encoding="utf-8", newline="") as file:
-        for row in csv.DictReader(file):
-            yield Refusal(
-                row["option"], tuple(row["others"].split("|")), row["kind"], row["reason"], row["way"] or EITHER
-            )
-
-
-REFUSED = tuple(_refused())
+REFUSED = tuple(
+    Refusal(option, tuple(others.split("|")), kind, reason, way or EITHER)
+    for option, others, kind, reason, way in read_table(Path(__file__).with_name("pairs.csv"))
+)
 
 
 def combinations(config: Config) -> Iterator[str]:
