@@ -65,7 +65,7 @@ export VENV=$venv
 cd "$root"
 
 # tests that depend on the version of torch, for --torch
-of_torch=(model tensor_parallel parity fake_cuda gpu cuda optimizer pipeline data_parallel extras/dry_run plan/test_roofline.py
+of_torch=(model tensor_parallel parity fake_cuda gpu cuda optimizer pipeline data_parallel extras/dry_run extras/streams/test_roofline.py
     train/test_compiled_blocks.py train/test_gpu_setup.py)
 
 names=()

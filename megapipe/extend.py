@@ -12,6 +12,7 @@ None of this imports torch: functions of an extension may import it themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from megapipe.config.config import Config
@@ -29,6 +30,7 @@ from megapipe.config.model import (
 from megapipe.config.training import ADAM_STATES, OPTIMIZERS, UpdateKind, UpdateStep
 from megapipe.data.registered import DatasetPart, RegisteredDataset
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.registry import Registry
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_lowered
@@ -68,6 +70,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # (ranks, microbatches) on which a schedule is proven when it is registered
 PROVEN = ((2, 1), (2, 4), (3, 7), (4, 4), (4, 9))
 RESERVED_STATES = (MASTER, "weights")  # keys of checkpoints
+
+
+def _registration(
+    registry: Registry[Any], name: str, row: Callable[[Callable[..., Any]], Any]
+) -> Callable[[Function], Function]:
+    """Return the decorator that adds the row of a function to a registry."""
+
+    def register(function: Function) -> Function:
+        registry.add(name, row(function))
+        return function
+
+    return register
 
 
 def register_schedule(name: str, summary: str, **properties: Any) -> Callable[[Function], Function]:
@@ -151,11 +165,7 @@ def register_norm(name: str, *, has_bias: bool = False) -> Callable[[Function], 
     which runs the function again.
     """
 
-    def register(function: Function) -> Function:
-        NORMALIZATIONS.add(name, NormKind(0, has_bias, function))
-        return function
-
-    return register
+    return _registration(NORMALIZATIONS, name, lambda function: NormKind(0, has_bias, function))
 
 
 def register_activation(name: str, *, is_gated: bool = False) -> Callable[[Function], Function]:
@@ -165,11 +175,7 @@ def register_activation(name: str, *, is_gated: bool = False) -> Callable[[Funct
     model's dtype. Only x is kept for the backward, which runs the function again.
     """
 
-    def register(function: Function) -> Function:
-        ACTIVATIONS.add(name, ActivationKind(is_gated, function=function))
-        return function
-
-    return register
+    return _registration(ACTIVATIONS, name, lambda function: ActivationKind(is_gated, function=function))
 
 
 def register_attention(name: str) -> Callable[[Function], Function]:
@@ -181,11 +187,7 @@ def register_attention(name: str) -> Callable[[Function], Function]:
     again.
     """
 
-    def register(function: Function) -> Function:
-        ATTENTIONS.add(name, AttentionKind(function))
-        return function
-
-    return register
+    return _registration(ATTENTIONS, name, lambda function: AttentionKind(function))
 
 
 def register_mixer(
@@ -204,14 +206,13 @@ def register_mixer(
     options) -> error messages for configurations that the mixer cannot run.
     """
 
-    def register(function: Function) -> Function:
-        missing = [method for method in ("declare", "mix") if not callable(getattr(function, method, None))]
+    def kind_of(mixer: Callable[..., Any]) -> AttentionKind:
+        missing = [method for method in ("declare", "mix") if not callable(getattr(mixer, method, None))]
         if missing:
             raise ConfigError(f"token mixer {name!r} has no {missing[0]}: register a subclass of Mixer")
-        ATTENTIONS.add(name, AttentionKind(mixer=MixerKind(function, reference, dict(options or {}), check)))
-        return function
+        return AttentionKind(mixer=MixerKind(mixer, reference, dict(options or {}), check))
 
-    return register
+    return _registration(ATTENTIONS, name, kind_of)
 
 
 def register_update_rule(
@@ -226,16 +227,15 @@ def register_update_rule(
     that an update makes at the same time, for the planned memory.
     """
 
-    def register(function: Function) -> Function:
-        names = (states,) if isinstance(states, str) else tuple(states)
-        for state in names:
-            if not str(state).isidentifier() or state in RESERVED_STATES or names.count(state) > 1:
-                raise ConfigError(f"update rule {name!r}: {state!r} cannot name a state, or names two")
-        _check_number(f"update rule {name!r}", temporaries)
-        OPTIMIZERS.add(name, UpdateKind(names, dict(options or {}), int(temporaries), function))
-        return function
-
-    return register
+    names = (states,) if isinstance(states, str) else tuple(states)
+    for state in names:
+        if not str(state).isidentifier() or state in RESERVED_STATES or names.count(state) > 1:
+            raise ConfigError(f"update rule {name!r}: {state!r} cannot name a state, or names two")
+    if isinstance(temporaries, bool) or not isinstance(temporaries, int | float) or not 0 <= temporaries < 1000:
+        expected = f"expected a number of tensors of at least 0, got {temporaries!r}"
+        raise ConfigError(f"update rule {name!r}: {expected}")
+    kind = UpdateKind(names, dict(options or {}), int(temporaries))
+    return _registration(OPTIMIZERS, name, lambda function: replace(kind, update=function))
 
 
 def register_matrix_rule(name: str, *, options: Mapping[str, float] | None = None) -> Callable[[Function], Function]:
@@ -248,14 +248,8 @@ def register_matrix_rule(name: str, *, options: Mapping[str, float] | None = Non
     defaults, as in `register_update_rule`.
     """
 
-    def register(function: Function) -> Function:
-        kind = UpdateKind(
-            ADAM_STATES, {"momentum": 0.9, **(options or {})}, matrix_states=("momentum",), direction=function
-        )
-        OPTIMIZERS.add(name, kind)
-        return function
-
-    return register
+    kind = UpdateKind(ADAM_STATES, {"momentum": 0.9, **(options or {})}, matrix_states=("momentum",))
+    return _registration(OPTIMIZERS, name, lambda function: replace(kind, direction=function))
 
 
 def register_tokenizer(name: str, *, needs_model: bool = False) -> Callable[[Function], Function]:
@@ -266,11 +260,8 @@ def register_tokenizer(name: str, *, needs_model: bool = False) -> Callable[[Fun
     name later. needs_model: --tokenizer-model must be given.
     """
 
-    def register(function: Function) -> Function:
-        TOKENIZER_TYPES.add(name, TokenizerKind(("tokenizer_model",) if needs_model else (), function, or_model=True))
-        return function
-
-    return register
+    needs = ("tokenizer_model",) if needs_model else ()
+    return _registration(TOKENIZER_TYPES, name, lambda function: TokenizerKind(needs, function, or_model=True))
 
 
 def register_dataset(name: str, *, shuffle: bool = True, has_loss_mask: bool = False) -> Callable[[Function], Function]:
@@ -283,14 +274,10 @@ def register_dataset(name: str, *, shuffle: bool = True, has_loss_mask: bool = F
     in their own order.
     """
 
-    def register(function: Function) -> Function:
-        def build(part: DatasetPart) -> RegisteredDataset:
-            return RegisteredDataset(name, part, function, shuffle, has_loss_mask)
+    def kind_of(function: Callable[..., Any]) -> DatasetKind:
+        return DatasetKind(lambda part: RegisteredDataset(name, part, function, shuffle, has_loss_mask), has_loss_mask)
 
-        DATASETS.add(name, DatasetKind(build, has_loss_mask))
-        return function
-
-    return register
+    return _registration(DATASETS, name, kind_of)
 
 
 def register_logger(name: str) -> Callable[[Function], Function]:
@@ -300,13 +287,4 @@ def register_logger(name: str) -> Callable[[Function], Function]:
     (those that TensorBoard gets), and optionally close(). A logger that fails is left out from then on.
     """
 
-    def register(function: Function) -> Function:
-        LOGGERS.add(name, function)
-        return function
-
-    return register
-
-
-def _check_number(what: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1000:
-        raise ConfigError(f"{what}: expected a number of tensors of at least 0, got {value!r}")
+    return _registration(LOGGERS, name, lambda function: function)

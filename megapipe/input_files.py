@@ -1,7 +1,8 @@
-"""Files that a user names: checked before they are opened, and JSON in them without ambiguity. Used by all readers."""
+"""Files that a user names: checked before they are opened, and JSON in them without ambiguity; tables of megapipe."""
 
 from __future__ import annotations
 
+import csv
 import errno
 import json
 import os
@@ -58,3 +59,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {key[:80]!r} occurs twice in an object")
         found[key] = value
     return found
+
+
+def read_table(path: Path) -> list[list[str]]:
+    """Return the rows of a CSV file that comes with megapipe, without its head."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))[1:]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,8 +148,8 @@ class Topology:
         if self.world_size > self.ranks_per_node and self.world_size % self.ranks_per_node:
             rule = f"does not fill nodes of {self.ranks_per_node} ranks; start the same number of ranks on each node"
             raise ConfigError(f"a world of {self.world_size} ranks {rule}")
-        if self.divides_ep and len(set(self._on_a_node("ep"))) > 1:
-            fewest, most = self._on_a_node("ep")
+        fewest, most, _ = _ranks_on_a_node(self, "ep") if self.divides_ep else (1, 1, 1)
+        if fewest < most:
             raise ConfigError(
                 f"--moe-token-dispatcher-type flex with --expert-model-parallel-size {self.ep}: an ep group has "
                 f"{fewest} ranks on one node of {self.ranks_per_node} and {most} on another, but needs equally many, "
@@ -209,7 +209,7 @@ class Topology:
     @cached_property
     def ep_inner(self) -> int:
         """Ranks of an ep group on each node, if ep is divided into nodes, else 1."""
-        return self._on_a_node("ep")[0] if self.divides_ep else 1
+        return self.least_on_a_node("ep") if self.divides_ep else 1
 
     def _inner(self, divided: str) -> int:
         """Return the number of consecutive ranks in a level of a group."""
@@ -255,71 +255,14 @@ class Topology:
 
         Every rank is in exactly one group of each kind, but only the ends of a pipeline are in one of 'embedding'.
         """
-        return tuple(map(tuple, self._members(name).tolist()))
-
-    def _members(self, name: str) -> npt.NDArray[np.int64]:
-        """Return the groups of one kind as [groups, size of a group]."""
-        if name in LEVELS:
-            divided, is_consecutive = LEVELS[name]
-            whole = self._members(divided)
-            cube = whole.reshape(len(whole), -1, self._inner(divided))
-            cube = cube if is_consecutive else cube.swapaxes(1, 2)
-            members = cube.reshape(-1, cube.shape[-1])
-            return members[members[:, 0].argsort()]
-        grid, axes = self._grid, [AXES.index(axis) for axis in _axes(name)]
-        if name in EXPERT_GROUPS:
-            grid, axes = self._expert_grid, [EXPERT_GROUPS.index(name)]
-        if name == "embedding":
-            grid = grid[..., self._ends]
-        elif name in ("cp_a2a", "cp_p2p"):  # cp is cut into two axes, of which the faster one is cp_a2a
-            outer = (self.cp // self.cp_inner, self.cp_inner)
-            grid, axes = grid.reshape(self.tp, *outer, *grid.shape[2:]), [2 if name == "cp_a2a" else 1]
-        elif name == "kv":  # tp is cut into two axes, of which the faster one is the group
-            grid, axes = grid.reshape(self.tp // self.kv_replicas, self.kv_replicas, *grid.shape[1:]), [1]
-        if self._is_mirrored(name):  # the opposite ranks of each pipeline become a new first axis
-            grid = np.stack([grid[..., : self.pp // 2], grid[..., ::-1][..., : self.pp // 2]])
-            axes = [0, *(axis + 1 for axis in axes)]
-        size = math.prod(grid.shape[axis] for axis in axes)
-        groups = np.sort(np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(-1, size))
-        return groups[groups[:, 0].argsort()]
+        return tuple(map(tuple, _members(self, name).tolist()))
 
     def group_of(self, name: str, global_rank: int) -> tuple[int, ...]:
-        """Return this rank's group of one kind; () if it has none ('embedding').
-
-        The time is proportional to the group, except in the first call, which makes the grid of all ranks.
-        """
-        axes, place = _axes(name), self.coordinates(global_rank)
-        if name in LEVELS:
-            divided, is_consecutive = LEVELS[name]
-            ranks, size = self.group_of(divided, global_rank), self._inner(divided)
-            at = ranks.index(global_rank)
-            return ranks[at // size * size :][:size] if is_consecutive else ranks[at % size :: size]
-        if name in EXPERT_GROUPS:
-            at, pp_ranks = self.expert_rank(global_rank), [place.pp_rank]
-            block = (place.tp_rank + self.tp * (place.cp_rank + self.cp * place.dp_rank)) // (self.ep * self.etp)
-            etp_rank, ep_rank = at % self.etp, at // self.etp
-            whole = range(self._expert_grid.shape[EXPERT_GROUPS.index(name)])
-            members = {"etp": [etp_rank], "ep": [ep_rank], "expert_replicas": [block], name: whole}
-            if self._is_mirrored(name):
-                pp_ranks.append(self.pp - 1 - place.pp_rank)
-            index = [*(members[axis] for axis in EXPERT_GROUPS), pp_ranks]
-            return tuple(sorted(self._expert_grid[np.ix_(*index)].ravel().tolist()))
-        index = [range(self.size(axis)) if axis in axes else [at] for axis, at in zip(AXES, place, strict=True)]
-        if name == "embedding":
-            if place.pp_rank not in self._ends:
-                return ()
-            index[-1] = self._ends
-        elif name == "cp_a2a":
-            first = place.cp_rank // self.cp_inner * self.cp_inner
-            index[1] = range(first, first + self.cp_inner)
-        elif name == "cp_p2p":
-            index[1] = range(place.cp_rank % self.cp_inner, self.cp, self.cp_inner)
-        elif name == "kv":
-            first = place.tp_rank // self.kv_replicas * self.kv_replicas
-            index[0] = range(first, first + self.kv_replicas)
-        elif self._is_mirrored(name):
-            index[-1] = [place.pp_rank, self.pp - 1 - place.pp_rank]
-        return tuple(sorted(self._grid[np.ix_(*index)].ravel().tolist()))
+        """Return this rank's group of one kind; () if it has none ('embedding')."""
+        self._check_rank(global_rank)
+        members = _members(self, name)
+        at = np.flatnonzero(members == global_rank)
+        return tuple(members[at[0] // members.shape[1]].tolist()) if len(at) else ()
 
     def node_of(self, global_rank: int) -> int:
         """Return the node of a rank; torchrun and SLURM number ranks node by node."""
@@ -332,19 +275,12 @@ class Topology:
 
     def crosses_nodes(self, name: str) -> bool:
         """Return True if a group of this kind has ranks on two nodes, so that its traffic uses the network."""
-        members, per_node = self._members(name), self.ranks_per_node or self.world_size
-        return bool((members[:, 0] // per_node != members[:, -1] // per_node).any())
+        fewest, _, size = _ranks_on_a_node(self, name)
+        return fewest < size
 
     def least_on_a_node(self, name: str) -> int:
         """Return the fewest ranks that a group of this kind has on a node where it has any."""
-        return self._on_a_node(name)[0]
-
-    def _on_a_node(self, name: str) -> tuple[int, int]:
-        """Return the fewest and the most ranks that a group of this kind has on a node where it has any."""
-        nodes = self._members(name) // (self.ranks_per_node or self.world_size)
-        of_group = nodes + self.num_nodes * np.arange(len(nodes))[:, None]
-        counts = np.unique(of_group, return_counts=True)[1]
-        return int(counts.min()), int(counts.max())
+        return _ranks_on_a_node(self, name)[0]
 
     @property
     def num_nodes(self) -> int:
@@ -356,20 +292,6 @@ class Topology:
         slowest_first = self.order.split("-")[::-1]
         ranks = np.arange(self.world_size).reshape([self.size(axis) for axis in slowest_first])
         return ranks.transpose([slowest_first.index(axis) for axis in AXES])
-
-    @cached_property
-    def _expert_grid(self) -> npt.NDArray[np.int64]:
-        """Global ranks by [etp_rank, ep_rank, copy of the experts, pp_rank]."""
-        return self._grid.reshape((self.etp, self.ep, self.edp, self.pp), order="F")
-
-    @property
-    def _ends(self) -> list[int]:
-        """The first and the last pp_rank."""
-        return sorted({0, self.pp - 1})
-
-    def _is_mirrored(self, name: str) -> bool:
-        """Return True if groups of this kind contain two opposite ranks of each pipeline."""
-        return name in ("replicas", "expert_replicas") and self.mirrored_pipeline
 
     def _check_experts(self) -> None:
         """Raise ConfigError if ep x etp does not divide the ranks of a pp_rank, or if their order would not be kept."""
@@ -398,10 +320,47 @@ def all_coordinates(topology: Topology) -> Iterator[tuple[int, Coordinates]]:
         yield rank, topology.coordinates(rank)
 
 
-def _axes(name: str) -> tuple[str, ...]:
+@lru_cache(maxsize=256)
+def _members(topology: Topology, name: str) -> npt.NDArray[np.int64]:
+    """Return the groups of one kind as [groups, size of a group]."""
+    if name in LEVELS:
+        divided, is_consecutive = LEVELS[name]
+        whole = _members(topology, divided)
+        cube = whole.reshape(len(whole), -1, topology._inner(divided))
+        cube = cube if is_consecutive else cube.swapaxes(1, 2)
+        members = cube.reshape(-1, cube.shape[-1])
+        return members[members[:, 0].argsort()]
     if name not in GROUP_AXES:
         raise KeyError(f"unknown process group {name!r}; use one of {', '.join(GROUP_NAMES)}")
-    return GROUP_AXES[name]
+    tp, cp, pp = topology.tp, topology.cp, topology.pp
+    grid, axes = topology._grid, [AXES.index(axis) for axis in GROUP_AXES[name]]
+    if name in EXPERT_GROUPS:  # [etp_rank, ep_rank, copy of the experts, pp_rank]
+        grid = grid.reshape((topology.etp, topology.ep, topology.edp, pp), order="F")
+        axes = [EXPERT_GROUPS.index(name)]
+    elif name == "embedding":
+        grid = grid[..., sorted({0, pp - 1})]
+    elif name in ("cp_a2a", "cp_p2p"):  # cp is cut into two axes, of which the faster one is cp_a2a
+        outer = (cp // topology.cp_inner, topology.cp_inner)
+        grid, axes = grid.reshape(tp, *outer, *grid.shape[2:]), [2 if name == "cp_a2a" else 1]
+    elif name == "kv":  # tp is cut into two axes, of which the faster one is the group
+        grid, axes = grid.reshape(tp // topology.kv_replicas, topology.kv_replicas, *grid.shape[1:]), [1]
+    if name in ("replicas", "expert_replicas") and topology.mirrored_pipeline:
+        # the opposite ranks of each pipeline become a new first axis
+        grid = np.stack([grid[..., : pp // 2], grid[..., ::-1][..., : pp // 2]])
+        axes = [0, *(axis + 1 for axis in axes)]
+    size = math.prod(grid.shape[axis] for axis in axes)
+    groups = np.sort(np.moveaxis(grid, axes, range(-len(axes), 0)).reshape(-1, size))
+    return groups[groups[:, 0].argsort()]
+
+
+@lru_cache(maxsize=1024)
+def _ranks_on_a_node(topology: Topology, name: str) -> tuple[int, int, int]:
+    """Return the fewest and the most ranks that a group of this kind has on a node where it has any, and its size."""
+    members = _members(topology, name)
+    nodes = members // (topology.ranks_per_node or topology.world_size)
+    of_group = nodes + topology.num_nodes * np.arange(len(nodes))[:, None]
+    counts = np.unique(of_group, return_counts=True)[1]
+    return int(counts.min()), int(counts.max()), members.shape[1]
 
 
 def _shown(numbers: tuple[int, ...]) -> str:

@@ -21,7 +21,6 @@ import torch
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.config.config import Config
-from megapipe.config.features import LIBRARY, ON_GPU, ROUNDED, Feature
 from megapipe.config.load import load_config
 from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megapipe.errors import ConfigError
@@ -36,6 +35,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.train.step import train_step
 from tests.extras.dry_run.grids import read_for
+from tests.features import LIBRARY, ON_GPU, ROUNDED, Feature
 from tests.harness import RankFailure, RankPool
 from tests.ledger import BY_NAME, SIZES, SMALL_SIZES, Combination
 

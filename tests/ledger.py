@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from megapipe.config.features import FEATURES, RECIPES, Feature
+from tests.features import FEATURES, RECIPES, Feature
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORD = REPOSITORY / "tests" / "ledger.tsv"

@@ -25,6 +25,10 @@ REFERENCE = "extras.reference"  # uses torch only; imported only by the packages
 REFERENCE_IS_SEEN_FROM = 9
 # implementations that benchmarks compare with, which use torch.distributed directly
 PEERS = tuple(REPOSITORY / "tools" / "bench" / name for name in ("schedule_bench/peers", "bench_megatron.py"))
+USES_TORCH_DISTRIBUTED = {  # outside comm, and without a process group
+    "megapipe.extras.launch.torchrun": "starts torchrun",
+    "megapipe.extras.convert.dcp_files": "writes files of torch.distributed.checkpoint in one process",
+}
 TORCH_FAMILY = ("torch", "torchvision", "transformers", "accelerate")  # each imports torch
 LIBRARIES = {  # each is imported in one file, inside functions, so that only runs that selected it import it
     "transformer_engine": "megapipe.gpu.libraries",
@@ -395,7 +399,7 @@ def test_torch_distributed_is_used_only_in_comm() -> None:
     found = [
         b
         for module, path in modules().items()
-        if package_of(module) != "comm" and module != "megapipe.extras.launch.torchrun"
+        if package_of(module) != "comm" and module not in USES_TORCH_DISTRIBUTED
         for b in violations_of_one_place(tree_of(path), module)
     ]
     found += [

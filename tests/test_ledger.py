@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from megapipe.config.features import FEATURES, RECIPES, ROUNDED
 from megapipe.config.rules import pairs
 from megapipe.config.rules.pairs import Refusal
 from megapipe.plan import world_rules
 from tests import combinations, ledger
 from tests.combinations import examine, needs_gpu, rounded_steps
+from tests.features import FEATURES, RECIPES, ROUNDED
 from tests.harness import RankFailure, RankPool
 from tests.ledger import (
     BY_NAME,

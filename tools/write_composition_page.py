@@ -16,11 +16,11 @@ from xml.sax.saxutils import escape
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from megapipe.config.features import FEATURES, RECIPES, Recipe  # noqa: E402
 from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, REFUSED, Refusal  # noqa: E402
 from megapipe.errors import ConfigError  # noqa: E402
 from megapipe.plan.world_rules import REFUSED_BY_SCHEDULES  # noqa: E402
 from tests.combinations import planned  # noqa: E402
+from tests.features import FEATURES, RECIPES, Recipe  # noqa: E402
 from tests.ledger import NUM_SETS, SIZES, Combination, options_of, pairs  # noqa: E402
 from tools.write_flags_page import markdown_table  # noqa: E402
 
@@ -46,7 +46,7 @@ and counted, not compared. A refused pair is also tried where a CPU can run it, 
 """
 RECIPES_HEAD = """## Recipes
 
-These are the features of published runs. `megapipe/config/features.py` has their further flags, and
+These are the features of published runs. `tests/features.py` has their further flags, and
 [recipes.md](recipes.md) plans them at their real sizes. {verdict}
 
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megapipe.checkpoint.folder import CONFIG_NAME, CheckpointFolder, missing_extensions, read_listed, vocabulary_of
-from megapipe.config.changes import DATA, FUNCTION, NEUTRAL, OPTIMIZER, SCHEDULE, TABLE, classes
+from megapipe.config.changes import CLASSES, DATA, FUNCTION, NEUTRAL, OPTIMIZER, SCHEDULE, classes
 from megapipe.config.config import Config, all_fields, fields_by_key, make_config, sinkhorn_scores, value_of
 from megapipe.config.fields import value_text
 from megapipe.config.files import CheckpointConfig
@@ -65,7 +65,7 @@ class ConfigChanges:
             DATA: flags.allow_changed_data,
         }
         lines, refused = [f"changed since step {self.folder.step} ({self.folder.path}):"], {}
-        for kind in [kind for kind in TABLE if self.lines.get(kind)]:
+        for kind in [kind for kind in CLASSES if self.lines.get(kind)]:
             flag, way = ALLOWED_BY.get(kind, ("", ""))
             lines += [f"  {kind} ({flag}):" if allowed.get(kind) else f"  {kind}:"]
             lines += [f"    {line}" for line in self.lines[kind]]

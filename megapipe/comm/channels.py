@@ -356,7 +356,10 @@ class Channels(dict[ChannelKey, Channel]):
             if sender == receiver:
                 continue
             if route not in handles:
-                handles[route] = _communicator(pp, route) if uses_nccl else _of_route(pp.handle, route)
+                if uses_nccl:
+                    handles[route] = _communicator(pp, route)
+                else:
+                    handles[route] = pp.handle.another(str(route)) if isinstance(pp.handle, FakeHandle) else pp.handle
             if pp.rank not in (sender, receiver):
                 continue
             peer = receiver if pp.rank == sender else sender
@@ -394,11 +397,6 @@ class Channels(dict[ChannelKey, Channel]):
         """Wait for all sends of all channels."""
         for channel in self.values():
             channel.drain()
-
-
-def _of_route(handle: Any, route: Route) -> Any:
-    """Return what carries the messages of a route where channels need no communicators of their own."""
-    return handle.another(str(route)) if isinstance(handle, FakeHandle) else handle
 
 
 def _communicator(pp: Group, route: Route) -> Any:

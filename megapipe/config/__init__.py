@@ -11,5 +11,6 @@ rules/          rules between fields that do not depend on the number of ranks
 megatron_flags.py, .csv    every flag of Megatron in a class: supported, already so here, neutral, refused
 problems.py     all that is wrong with a command line and its files, reported at once; values that would work instead
 
-A new field is a declaration in its section, from which flag, YAML key and checks follow, and its class in changes.py.
+A new field is a declaration in its section, from which flag, YAML key and checks follow, and a row in changes.csv if
+its class is not that of the section.
 """

@@ -19,7 +19,6 @@ longer takes, which are refused in the same way.
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from pathlib import Path
 from megapipe.config.options import EXPECTED, number_in
 from megapipe.errors import ConfigError
 from megapipe.formatting import one_of, shortened
+from megapipe.input_files import read_table
 
 SUPPORTED = "supported"
 ALREADY_SO = "already so here"
@@ -39,6 +39,7 @@ REMOVED = "removed"  # a flag of an earlier version of megapipe
 CLASSES = (SUPPORTED, ALREADY_SO, NEUTRAL, REFUSED, TO_DROP)
 WITHOUT = {REFUSED: "the result differs without it", TO_DROP: "drop it, no result changes"}  # such a flag
 NOT_SUPPORTED = "is a flag of Megatron that megapipe does not support"
+FOLDER = Path(__file__).parent  # of the tables
 NUMBERS = {"int": int, "float": float}  # instead of values, in the column accepts
 
 
@@ -88,18 +89,12 @@ class MegatronFlag:
         return all(word in self.accepts for word in given)
 
 
-def _rows(name: str) -> list[list[str]]:
-    """Return the rows of a table next to this file, without its head."""
-    with Path(__file__).with_name(name).open(encoding="utf-8", newline="") as file:
-        return list(csv.reader(file))[1:]
-
-
 @cache
 def megatron_flags() -> dict[str, MegatronFlag]:
     """Return flag name, with dashes -> row of the table."""
     return {
         name: MegatronFlag(name, values, default, kind, tuple(accepts.split("|")) if accepts else (), note)
-        for name, values, default, kind, accepts, note in _rows("megatron_flags.csv")
+        for name, values, default, kind, accepts, note in read_table(FOLDER / "megatron_flags.csv")
     }
 
 
@@ -108,7 +103,7 @@ def removed_flags() -> dict[str, MegatronFlag]:
     """Return flag name, with dashes -> row of the flags that earlier versions had, for the values that they took; for a
     value that a flag no longer takes, '--flag value' -> row.
     """
-    rows = _rows("removed_flags.csv")
+    rows = read_table(FOLDER / "removed_flags.csv")
     return {name: MegatronFlag(name, values, "", REMOVED, (), note) for name, values, note in rows}
 
 
@@ -133,7 +128,7 @@ class MegatronDifference:
     reason: str
 
 
-DELIBERATE_DIFFERENCES = tuple(MegatronDifference(*row) for row in _rows("megatron_differences.csv"))
+DELIBERATE_DIFFERENCES = tuple(MegatronDifference(*row) for row in read_table(FOLDER / "megatron_differences.csv"))
 
 
 def differences_line() -> str:

@@ -539,11 +539,6 @@ class ModelConfig:
         """True if training chooses experts so that each of them gets as many of a rank's tokens."""
         return self.moe_router_load_balancing_type == ("sinkhorn",)
 
-    @property
-    def scales_branches(self) -> bool:
-        """True if dropout or --residual-scale multiplies the outputs of attention and MLP before the residual sums."""
-        return self.hidden_dropout > 0 or self.residual_scale != 1.0
-
     def head_size(self) -> int:
         """Return the width of one query head: kv-channels, or hidden-size / num-attention-heads; with latent attention
         its rotated and other channels.

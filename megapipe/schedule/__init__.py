@@ -9,7 +9,7 @@ anything runs.
     lower                adds SEND, RECV and REDUCE_GRAD; lets a step start before the last one ended
     validate, machine    the proof (complete, ordered, no deadlock); the walk that proof and simulator share
     costs                Shape, Costs, AutoGoal: the arguments of generators and simulator
-    simulate             Costs -> Timeline, bubbles, memory curves
+    simulate             Costs -> Timeline, bubbles
     parts, experts       actions cut into parts of layers, all-to-alls on a second resource; what each schedule hides
     partition, balance   layers -> stages
 """

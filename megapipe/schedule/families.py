@@ -178,9 +178,9 @@ def build_schedule(
     with the nearest one that works.
     """
     family = schedule_family(name)
-    _check_shape(family, num_ranks, num_chunks, num_microbatches, group_size, num_slices)
     group = num_ranks if group_size is None else group_size
     shape = Shape(num_ranks, num_chunks, num_microbatches, group, goal, num_slices)
+    _check_shape(family, shape, has_groups=group_size is not None)
     placement = family.place(num_ranks, num_chunks)
     schedule = Schedule(name, placement, num_microbatches, family.generate(shape), num_slices)
     validate(schedule)
@@ -226,18 +226,11 @@ def build_forward_only(
     return schedule
 
 
-def _check_shape(
-    family: ScheduleFamily,
-    num_ranks: int,
-    num_chunks: int,
-    num_microbatches: int,
-    group_size: int | None,
-    num_slices: int,
-) -> None:
+def _check_shape(family: ScheduleFamily, shape: Shape, has_groups: bool) -> None:
     name, group_rule = f"schedule {family.name}", family.group_rule
-    counts = {"pipeline ranks": num_ranks, "chunks per rank": num_chunks, "microbatches": num_microbatches}
-    counts["slices"] = num_slices
-    for what, count in counts.items():
+    num_ranks, num_chunks, num_microbatches, group_size, _, num_slices = shape
+    units = ("pipeline ranks", "chunks per rank", "microbatches", "slices")
+    for what, count in zip(units, (num_ranks, num_chunks, num_microbatches, num_slices), strict=True):
         if count < 1:
             raise ConfigError(f"{name} with {count} {what}; use 1 or more")
     if family.chunks not in (None, num_chunks):
@@ -250,9 +243,9 @@ def _check_shape(
             f"{name} holds one chunk per rank{' in each direction' if family.is_mirrored(num_ranks) else ''}, but "
             f"{num_chunks} were given; use 1 chunk, or a schedule with chunks: {several}"
         )
-    if group_size is not None and not group_rule:
+    if has_groups and not group_rule:
         raise ConfigError(f"{name} has no microbatch groups, but a group size of {group_size} was given; omit it")
-    if group_size is not None and group_size < num_ranks:
+    if group_size < num_ranks:
         raise ConfigError(
             f"a microbatch group of {group_size} is smaller than the {num_ranks} pipeline ranks: {group_rule}; "
             f"use {num_ranks} or more"

@@ -208,23 +208,11 @@ def cut_evenly(
     num_chunks = len(rank_of_stage) // num_ranks
     given = ((0, first_rank_layers), (num_ranks - 1, last_rank_layers))
     fixed = {rank: count for rank, count in given if count is not None}
-    if fixed and (count_embedding or count_head):
-        raise ConfigError(
-            "--decoder-first/last-pipeline-num-layers and --account-for-embedding/loss-in-pipeline-split exclude "
-            "each other; use one"
-        )
-    if num_ranks == 1 and first_rank_layers is not None and last_rank_layers is not None:
-        raise ConfigError(
-            "with one pipeline rank the first rank is the last: give only one of "
-            "--decoder-first/last-pipeline-num-layers"
-        )
-    slots = num_layers + count_embedding + count_head
-    rest, others = slots - sum(fixed.values()), num_ranks - len(fixed)
+    rest = num_layers + count_embedding + count_head - sum(fixed.values())
+    others = num_ranks - len(fixed)
     uneven = next((count for count in fixed.values() if count % num_chunks or count < 0), None)
     fault = ""
-    if rest < 0 or (others == 0 and rest):
-        fault = f"the first and last pipeline ranks are given {sum(fixed.values())} layers, the model has {slots}"
-    elif others and rest % (others * num_chunks):
+    if others and rest % (others * num_chunks):
         fault = (
             f"{rest} layers (embedding and loss included where they count) do not divide over {others} ranks x "
             f"{num_chunks} chunks"

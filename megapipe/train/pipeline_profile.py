@@ -14,7 +14,7 @@ import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.collectives import gather_objects
-from megapipe.comm.timing import round_trips
+from megapipe.comm.round_trips import round_trips
 from megapipe.comm.trace import Event
 from megapipe.gpu.device_clock import EventClock
 from megapipe.monitor.process import available_cores, boot_id

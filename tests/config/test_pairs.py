@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megapipe.config.load import load_config
-from megapipe.config.rules.gpu import ATTENTION_LACKING, LACKING
+from megapipe.config.rules.gpu import LACKING
 from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, OPTIONS, REFUSED, Refusal
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.plan import main
@@ -74,6 +74,7 @@ def flags_of(*names: str) -> list[str]:
     return job(flags if "--dtype" in flags else f"{flags} --bf16")
 
 
+MODULES, ATTENTION = "kernels.transformer_impl", "kernels.attention_impl"
 OF_EXTENSIONS = {name for name in OPTIONS if name.endswith("of an extension")}  # tests/test_extend.py has some
 ROWS = (*REFUSED, *REFUSED_BY_SCHEDULES)
 PAIRS = [(row, other) for row in ROWS for other in row.others if not {row.option, other} & OF_EXTENSIONS]
@@ -90,11 +91,7 @@ def test_a_pair_in_the_table_is_refused_with_its_reason(row: Refusal, other: str
 def test_every_option_is_named_in_a_row_and_has_an_example() -> None:
     named = {name for row in ROWS for name in (row.option, *row.others)}
     named.add("multi-token prediction")  # one of the parts in "fp8 of parts without its modules"
-    assert (
-        named | set(LACKING) | set(ATTENTION_LACKING)
-        == set(OPTIONS) | set(SCHEDULES_CHOSEN)
-        == set(EXAMPLES) | OF_EXTENSIONS
-    )
+    assert named.union(*LACKING.values()) == set(OPTIONS) | set(SCHEDULES_CHOSEN) == set(EXAMPLES) | OF_EXTENSIONS
     assert {row.kind for row in ROWS} == {CONTRADICTION, NOT_BUILT}
 
 
@@ -106,27 +103,27 @@ def test_an_option_alone_is_accepted_and_no_other_configuration_has_it(name: str
     assert str(chooses(found)).startswith("-")
 
 
-@pytest.mark.parametrize("name", sorted(set(LACKING) - OF_EXTENSIONS))
+@pytest.mark.parametrize("name", sorted(set(LACKING[MODULES]) - OF_EXTENSIONS))
 def test_what_transformer_engine_lacks_is_computed_by_our_own_kernels_and_said(name: str) -> None:
     library = ("--transformer-impl", "transformer_engine")
     loaded = load_config([*flags_of(name), *library])
-    assert any(LACKING[name] in remark for remark in loaded.remarks)
+    assert any(LACKING[MODULES][name] in remark for remark in loaded.remarks)
     assert resolve(loaded.config, 8).config.kernels.transformer_impl == "local"
     kept = load_config([*flags_of(), *library])
     assert resolve(kept.config, 8).config.kernels.transformer_impl == "transformer_engine"
-    assert not any(LACKING[name] in remark for remark in kept.remarks)
+    assert not any(LACKING[MODULES][name] in remark for remark in kept.remarks)
 
 
 def test_a_plan_says_which_modules_compute(capsys: pytest.CaptureFixture[str]) -> None:
     flags = flags_of("sharded gradients")
     assert main(["--world-size", "8", *flags, "--transformer-impl", "transformer_engine"]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert LACKING["sharded gradients"] in first and second.startswith("plan: 8 ranks")
+    assert LACKING[MODULES]["sharded gradients"] in first and second.startswith("plan: 8 ranks")
 
 
-@pytest.mark.parametrize("name", ATTENTION_LACKING)
+@pytest.mark.parametrize("name", LACKING[ATTENTION])
 def test_what_attention_of_a_library_lacks_is_computed_by_torch_and_said(name: str) -> None:
     loaded = load_config([*flags_of(name), "--attention-impl", "flash"])
-    assert any(ATTENTION_LACKING[name] in remark for remark in loaded.remarks)
+    assert any(LACKING[ATTENTION][name] in remark for remark in loaded.remarks)
     assert resolve(loaded.config, 8).config.kernels.attention_impl == "sdpa"
     assert resolve(load_config([*flags_of(), "--attention-impl", "flash"]).config, 8).shape.attention_impl == "flash"

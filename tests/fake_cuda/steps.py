@@ -35,11 +35,11 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import fake_process_groups
 from megapipe.extras.dry_run.rank import count_step, empty_slices, run_steps
 from megapipe.extras.streams import count
+from megapipe.extras.streams.launches import COLLECTIVE, COMPUTE, HOST_WAIT, MESSAGE, Launch, Work
 from megapipe.extras.streams.ranks import on_device, prepare, random_batches
 from megapipe.extras.streams.recorder import NcclBackend, where
 from megapipe.extras.streams.shapes import DEVICE, tensors
 from megapipe.plan.memory import rank_memory
-from megapipe.plan.roofline import COLLECTIVE, COMPUTE, HOST_WAIT, MESSAGE, Launch, Work
 from megapipe.tensor_parallel.gradients import gemm_adds_to_fp32
 from megapipe.trace.meta import LiveBytes
 from tests.extras.dry_run.grids import make_plan

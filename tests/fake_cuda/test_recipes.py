@@ -1,4 +1,4 @@
-"""The recipes of `megapipe.config.features` under the checker of streams, each cut to its smallest step."""
+"""The recipes of `tests.features` under the checker of streams, each cut to its smallest step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from megapipe.config.features import RECIPES
 from megapipe.extras.streams import device
+from tests.features import RECIPES
 from tests.ledger import SIZES, Combination
 
 pytestmark = pytest.mark.timeout(580)

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
+from megapipe.extras.report.curves import live_curve
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs
 from megapipe.schedule.families import build_schedule
-from megapipe.schedule.simulate import live_curve, simulate
+from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
 
 # Qi et al. 2023, arXiv:2401.10241: measured microseconds of F, I, W and of a message for models of four sizes, with

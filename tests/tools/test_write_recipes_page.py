@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megapipe.config.features import RECIPES
+from tests.features import RECIPES
 from tools.write_recipes_page import (
     CONFIGS,
     DIFFERENCE,

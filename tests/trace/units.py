@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megapipe.config.features import FEATURES, RECIPES
 from megapipe.config.load import load_config
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import RankShape
@@ -14,6 +13,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traces import split, with_recompute
 from megapipe.plan.world_rules import rules_of_world
+from tests.features import FEATURES, RECIPES
 from tests.ledger import NUM_SETS, SEED, SIZES, Combination, drawn
 
 CASES = {

@@ -9,7 +9,7 @@ import pytest
 
 from megapipe.checkpoint.manifest import ITEM_BYTES, read_manifest
 from megapipe.config.load import load_config
-from megapipe.plan.goodput import checkpoint_bytes
+from megapipe.extras.report.goodput import checkpoint_bytes
 from megapipe.plan.resolve import resolve
 from tests.harness import RankPool
 from tests.train.jobs import TINY, job_on_rank

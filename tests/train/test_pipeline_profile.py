@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megapipe.comm.groups import build_process_groups
-from megapipe.comm.timing import round_trips
+from megapipe.comm.round_trips import round_trips
 from megapipe.comm.trace import Tracer
 from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.profile import profiles_in, read_profile

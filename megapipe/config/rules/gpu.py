@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from megapipe.config.config import Config
@@ -19,34 +20,19 @@ from megapipe.config.rules.context import FP8_MULTIPLE
 from megapipe.config.rules.pairs import words_of
 from megapipe.dtypes import MICRO_BLOCK
 from megapipe.environment import missing_for_triton, sees_gpu
+from megapipe.input_files import read_table
 
 GRAPHS = "--cuda-graph-impl local"
 TRANSFORMER_ENGINE = "--transformer-impl transformer_engine"
-# options that the modules of Transformer Engine do not have
-LACKING = {
-    "norm of an extension": "it has norms of its own",
-    "fp8 of parts without its modules": "its scales would not be those of megapipe's own products",
-    "fp64": "it does not compute in fp64",
-    "slices": "its modules know whole sequences",
-    "sharded gradients": "its modules hold their weights, which would have to be gathered",
-    "frozen parameters": "its linears add the gradient of a bias only together with that of the weight",
-    "CUDA graphs": "it keeps state in Python, which a replay does not change",
-    "overlapped tp": "it overlaps in its own way, with user buffers that are not set up here",
-    "activation offload": "it keeps casts of its weights among the activations, which would be offloaded too",
-    "recompute of norms": "it keeps the inputs of its linears anyway",
-    "recompute of activations": "it keeps the inputs of its linears anyway",
-}
-# options that the attention of libraries does not have
-ATTENTION_LACKING = {
-    "slices": "it would see the keys of one slice only",
-    "blocks of context parallelism": "only blocks of torch's kernels are merged",
-    "sinks": "it has no sinks",
-    "chunked attention": "its windows slide",
-}
-# option of kernels -> its value for megapipe's own, what these compute, and what libraries lack
+# option of kernels -> its value for megapipe's own, and what these compute
 OWN_KERNELS = {
-    "kernels.transformer_impl": ("local", "megapipe's own linears and norms compute", LACKING),
-    "kernels.attention_impl": ("sdpa", "torch's kernels compute attention", ATTENTION_LACKING),
+    "kernels.transformer_impl": ("local", "megapipe's own linears and norms compute"),
+    "kernels.attention_impl": ("sdpa", "torch's kernels compute attention"),
+}
+# option of kernels -> options that its libraries do not have -> reason
+LACKING = {
+    key: {name: reason for of, name, reason in read_table(Path(__file__).with_name("lacking.csv")) if of == key}
+    for key in OWN_KERNELS
 }
 ONE_OF_TWO = "leave one of the two out"
 ANY_UPDATE = ("auto", "torch")  # values of --optimizer-impl with which any optimizer works
@@ -154,11 +140,11 @@ def own_kernels(config: Config) -> list[str]:
 def _lacking(config: Config) -> list[tuple[str, str, str]]:
     """Return options of kernels, with megapipe's own value and a remark, for what their libraries cannot do."""
     found = []
-    for key, (own, instead, lacking) in OWN_KERNELS.items():
+    for key, (own, instead) in OWN_KERNELS.items():
         option = key.partition(".")[2]
         library = getattr(config.kernels, option)
         flag = f"--{option.replace('_', '-')} {library}"
-        reasons = [(words_of(config, name), reason) for name, reason in lacking.items() if library != own]
+        reasons = [(words_of(config, name), reason) for name, reason in LACKING[key].items() if library != own]
         found += [(key, own, f"{flag} with {words}: {reason}, so {instead}") for words, reason in reasons if words]
     if config.gpu.cuda_graph_impl in OTHER_GRAPHS:
         way = f"kernels are launched one by one; {GRAPHS} records whole stages"

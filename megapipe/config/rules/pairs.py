@@ -1,4 +1,5 @@
-"""Pairs of options that exclude each other: the one table of refusals from which docs/composition.md is written.
+"""Pairs of options that exclude each other: pairs.csv, the one table of refusals from which docs/composition.md is
+written, and the words of each option.
 
 A row is of one of two kinds. A contradiction is refused for good: the two options together mean nothing, or compute
 another function. What is NOT_BUILT works alone, but not together yet.
@@ -9,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from megapipe.config.config import Config, given
+from megapipe.config.config import Config, fields_by_key, given, value_of
+from megapipe.config.fields import shown
 from megapipe.config.layers import kinds_of
 from megapipe.config.model import ATTENTIONS, NORMALIZATIONS
 from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, strategy_of
 from megapipe.config.problems import UnreadError
 from megapipe.formatting import one_of
+from megapipe.input_files import read_table
 
 CONTRADICTION, NOT_BUILT = "contradiction", "not built"
 EITHER = "leave one of the two out"
-AS_ZERO_1 = "use --data-parallel-sharding-strategy optim, or leave the other out"
-IN_PARTS = "parts of a layer are not run again: a small model would keep up to 71 % more than planned"
 BY_HAND = tuple(
     f"recompute.recompute_{name}" for name in ("granularity", "method", "num_layers", "keep_attention", "modules")
 )
@@ -83,37 +86,45 @@ def _selects(module: str) -> Option:
     return words
 
 
-def _strategy(name: str) -> Option:
-    return lambda config: strategy_of(config.parallel) == name and f"--data-parallel-sharding-strategy {name}"
+def _strategy(*names: str) -> Option:
+    """Name the strategy of sharding if it is one of these."""
+
+    def words(config: Config) -> str | bool:
+        found = strategy_of(config.parallel)
+        return found in names and f"--data-parallel-sharding-strategy {found}"
+
+    return words
+
+
+def _field(key: str, *values: Any) -> Option:
+    """Name a field that has one of these values, or by default another value than its default."""
+
+    def words(config: Config) -> str | bool:
+        field = fields_by_key()[key]
+        value = value_of(config, field)
+        return (value in values if values else value != field.default) and shown(field, value)
+
+    return words
 
 
 OPTIONS: dict[str, Option] = {
-    "slices": lambda c: c.parallel.pipe_sp_splits > 1 and f"--pipe-sp-splits {c.parallel.pipe_sp_splits}",
-    "context parallelism": lambda c: (
-        c.parallel.context_parallel_size > 1 and f"--context-parallel-size {c.parallel.context_parallel_size}"
-    ),
+    "slices": _field("parallel.pipe_sp_splits"),
+    "context parallelism": _field("parallel.context_parallel_size"),
     "blocks of context parallelism": _blocks_of_cp,
-    "sharded gradients": lambda c: (
-        strategy_of(c.parallel) in SHARDED_GRADS and f"--data-parallel-sharding-strategy {strategy_of(c.parallel)}"
-    ),
+    "sharded gradients": _strategy(*SHARDED_GRADS),
     "sharded gradients alone": _strategy(SHARDED_GRADS[0]),
     "sharded weights": _strategy(SHARDED_PARAMS),
-    "experts": lambda c: c.model.num_experts is not None and "--num-experts",
-    "capacity of experts": lambda c: (
-        c.model.moe_expert_capacity_factor is not None
-        and f"--moe-expert-capacity-factor {c.model.moe_expert_capacity_factor:g}"
-    ),
-    "sinkhorn": lambda c: c.model.has_sinkhorn and "--moe-router-load-balancing-type sinkhorn",
+    "experts": _field("model.num_experts"),
+    "capacity of experts": _field("model.moe_expert_capacity_factor"),
+    "sinkhorn": _field("model.moe_router_load_balancing_type", ("sinkhorn",)),
     "overlapped all-to-alls": lambda c: (
         c.model.num_experts is not None
         and c.parallel.overlap_moe_expert_parallel_comm
         and "--overlap-moe-expert-parallel-comm"
     ),
-    "latent attention": lambda c: c.model.multi_latent_attention and "--multi-latent-attention",
-    "multi-token prediction": lambda c: (
-        c.model.mtp_num_layers is not None and f"--mtp-num-layers {c.model.mtp_num_layers}"
-    ),
-    "sinks": lambda c: c.model.softmax_type != "vanilla" and f"--softmax-type {c.model.softmax_type}",
+    "latent attention": _field("model.multi_latent_attention"),
+    "multi-token prediction": _field("model.mtp_num_layers"),
+    "sinks": _field("model.softmax_type"),
     "chunked attention": lambda c: (
         any(layer.limits["has_chunks"] for layer in kinds_of(c.model)) and "--attention-kind chunked"
     ),
@@ -125,139 +136,48 @@ OPTIONS: dict[str, Option] = {
         ),
         False,
     ),
-    "norms without weights": lambda c: c.model.qk_l2_norm and "--qk-l2-norm",
-    "norms of q and k": lambda c: c.model.qk_layernorm and "--qk-layernorm",
-    "gated attention": lambda c: c.model.attention_output_gate and "--attention-output-gate",
-    "biases of q, k and v": lambda c: c.model.add_qkv_bias and "--add-qkv-bias",
-    "norm of the projection": lambda c: (
-        c.model.qk_layernorm_scope != "head" and f"--qk-layernorm-scope {c.model.qk_layernorm_scope}"
-    ),
+    "norms without weights": _field("model.qk_l2_norm"),
+    "norms of q and k": _field("model.qk_layernorm"),
+    "gated attention": _field("model.attention_output_gate"),
+    "biases of q, k and v": _field("model.add_qkv_bias"),
+    "norm of the projection": _field("model.qk_layernorm_scope"),
     "norm of an extension": lambda c: (
         NORMALIZATIONS[c.model.normalization].function is not None and f"--normalization {c.model.normalization}"
     ),
-    "attention of Transformer Engine": lambda c: c.kernels.attention_impl == "te" and "--attention-impl te",
+    "attention of Transformer Engine": _field("kernels.attention_impl", "te"),
     "flash with documents": lambda c: (
         c.kernels.attention_impl == "flash"
         and c.data.reset_attention_mask
         and "--attention-impl flash with --reset-attention-mask"
     ),
-    "CUDA graphs": lambda c: c.gpu.cuda_graph_impl == "local" and "--cuda-graph-impl local",
-    "compiled pointwise": lambda c: c.kernels.compile_pointwise and "--compile-pointwise",
-    "activation offload": lambda c: (
-        c.offload.cpu_offloading_num_layers > 0 and f"--cpu-offloading-num-layers {c.offload.cpu_offloading_num_layers}"
-    ),
-    "another optimizer than Adam": lambda c: c.optimizer.optimizer != "adam" and f"--optimizer {c.optimizer.optimizer}",
-    "narrow moments": lambda c: c.optimizer.use_precision_aware_optimizer and "--use-precision-aware-optimizer",
-    "frozen parameters": lambda c: bool(c.optimizer.freeze) and f"--freeze {' '.join(c.optimizer.freeze)}",
+    "CUDA graphs": _field("gpu.cuda_graph_impl", "local"),
+    "compiled pointwise": _field("kernels.compile_pointwise"),
+    "activation offload": _field("offload.cpu_offloading_num_layers"),
+    "another optimizer than Adam": _field("optimizer.optimizer"),
+    "narrow moments": _field("optimizer.use_precision_aware_optimizer"),
+    "frozen parameters": _field("optimizer.freeze"),
     "fp8 of parts without its modules": _fp8_of_own_parts,
-    "fp64": lambda c: c.precision.dtype == "fp64" and "--dtype fp64",
+    "fp64": _field("precision.dtype", "fp64"),
     "delayed scales": lambda c: (
         c.precision.fp8_format is not None and c.precision.fp8_recipe == "delayed" and "--fp8-recipe delayed"
     ),
     "recompute by hand": lambda c: " and ".join(given(c, *BY_HAND)) or False,
-    "full recompute": lambda c: c.recompute.recompute_granularity == "full" and "--recompute-granularity full",
-    "memory budget": lambda c: (
-        c.recompute.recompute_memory_budget is not None
-        and f"--recompute-memory-budget {c.recompute.recompute_memory_budget:g}"
-    ),
+    "full recompute": _field("recompute.recompute_granularity", "full"),
+    "memory budget": _field("recompute.recompute_memory_budget"),
     "recompute of experts": _selects("moe"),
     "recompute of activations": _selects("activation"),
     "recompute of MLPs": _selects("mlp"),
     "recompute of norms": _selects("layernorm"),
-    "overlapped tp": lambda c: bool(c.parallel.tp_comm_overlap) and "--tp-comm-overlap",
-    "memory by rank": lambda c: c.parallel.pipeline_rank_memory is not None and "--pipeline-rank-memory",
-    "measured layers": lambda c: c.parallel.pipeline_layer_times is not None and "--pipeline-layer-times",
-    "pipeline profile": lambda c: c.logging.profile_pipeline and "--profile-pipeline",
+    "overlapped tp": _field("parallel.tp_comm_overlap", True),
+    "memory by rank": _field("parallel.pipeline_rank_memory"),
+    "measured layers": _field("parallel.pipeline_layer_times"),
+    "pipeline profile": _field("logging.profile_pipeline"),
 }
 
-REFUSED: tuple[Refusal, ...] = (
-    Refusal("slices", ("capacity of experts",), CONTRADICTION, "an expert's capacity is that of a whole microbatch"),
-    Refusal("slices", ("sinkhorn",), CONTRADICTION, "it balances the tokens of a whole microbatch"),
-    Refusal("slices", ("attention of an extension",), NOT_BUILT, "it would see the keys of one slice only"),
-    Refusal("slices", ("CUDA graphs",), NOT_BUILT, "each slice has other shapes, and so would need its own graph"),
-    Refusal("slices", ("compiled pointwise",), NOT_BUILT, "each length of a slice would be compiled again"),
-    Refusal("slices", ("memory by rank",), NOT_BUILT, "memory is planned for whole sequences"),
-    Refusal(
-        "context parallelism",
-        ("flash with documents",),
-        NOT_BUILT,
-        "the ends of documents would have to be cut over the cp ranks",
-    ),
-    Refusal("context parallelism", ("compiled pointwise",), NOT_BUILT, "the parts of a ring are not compiled"),
-    Refusal("context parallelism", ("measured layers",), NOT_BUILT, "layers are measured without cp"),
-    Refusal(
-        "blocks of context parallelism",
-        ("attention of an extension",),
-        NOT_BUILT,
-        "attention is computed in blocks of queries and keys, with torch's kernels",
-        "use --cp-comm-type a2a",
-    ),
-    Refusal(
-        "sharded gradients",
-        ("CUDA graphs",),
-        NOT_BUILT,
-        "graphs keep the addresses of weights and gradients, which sharding frees",
-        AS_ZERO_1,
-    ),
-    Refusal(
-        "experts",
-        ("compiled pointwise", "CUDA graphs"),
-        NOT_BUILT,
-        "the number of rows of an expert changes with every microbatch",
-    ),
-    Refusal(
-        "overlapped all-to-alls",
-        ("full recompute", "recompute of experts", "memory budget"),
-        NOT_BUILT,
-        IN_PARTS,
-        f"use --recompute-modules moe_act, or {EITHER}",
-    ),
-    Refusal("overlapped all-to-alls", ("pipeline profile",), NOT_BUILT, "it runs whole layers"),
-    Refusal(
-        "latent attention",
-        ("biases of q, k and v", "gated attention", "sinks", "norm of the projection", "attention of an extension"),
-        NOT_BUILT,
-        "heads made from latents have no such option",
-    ),
-    Refusal(
-        "norms without weights", ("norms of q and k", "latent attention"), NOT_BUILT, "heads have no other norms then"
-    ),
-    Refusal(
-        "latent attention",
-        ("attention of Transformer Engine", "compiled pointwise"),
-        NOT_BUILT,
-        "heads made from latents have no such kernels",
-    ),
-    Refusal(
-        "CUDA graphs",
-        ("attention of Transformer Engine",),
-        NOT_BUILT,
-        "Transformer Engine keeps state in Python, which a replay does not change",
-        "use --attention-impl sdpa or flash",
-    ),
-    Refusal(
-        "CUDA graphs",
-        ("activation offload",),
-        NOT_BUILT,
-        "activations move when autograd asks for them, which a replay does not do",
-        f"use --recompute-granularity instead, or {EITHER}",
-    ),
-    Refusal(
-        "CUDA graphs",
-        ("flash with documents",),
-        NOT_BUILT,
-        "every microbatch has documents of other numbers and lengths",
-        "use --attention-impl sdpa, which then has a mask",
-    ),
-    Refusal("memory budget", ("recompute by hand",), CONTRADICTION, "the budget chooses what each layer recomputes"),
-    Refusal(
-        "delayed scales",
-        ("full recompute", "memory budget", "recompute of MLPs"),
-        CONTRADICTION,
-        "the scales of Transformer Engine change in every forward",
-        "use --fp8-recipe tensorwise",
-    ),
-    Refusal("narrow moments", ("another optimizer than Adam",), CONTRADICTION, "it is for the moments of Adam"),
+
+REFUSED = tuple(
+    Refusal(option, tuple(others.split("|")), kind, reason, way or EITHER)
+    for option, others, kind, reason, way in read_table(Path(__file__).with_name("pairs.csv"))
 )
 
 

@@ -20,6 +20,7 @@ from megapipe.environment import read_ranks_per_gpu
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import PREDICTION_OPTIONS, command, hardware_given, option, switch, write_file
 from megapipe.extras.report.folder import logged_load
+from megapipe.extras.report.goodput import HOUR, MOST, Failures, checkpoint_bytes, days_text, parse_tokens, run_days
 from megapipe.extras.report.grid import context_svg, grid_svg, schedule_svg
 from megapipe.extras.search.experiments import experiments
 from megapipe.extras.search.fit import Fit, fit_of, with_remedies
@@ -28,7 +29,6 @@ from megapipe.extras.search.search import OBJECTIVES, Objective, as_configured, 
 from megapipe.extras.search.search_report import SearchReport, megatron_text
 from megapipe.extras.streams.roofline import roofline_text
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
-from megapipe.plan.goodput import HOUR, MOST, Failures, checkpoint_bytes, days_text, parse_tokens, run_days
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.report import plan_text, step_text, terms_text
 from megapipe.plan.run_plan import RunPlan

@@ -56,7 +56,7 @@ def find(root: Path, step: int | None = None) -> Path | None:
 
 def write(snapshot: Snapshot, folder: Path) -> Path:
     """Write a new folder atomically, with config.yaml and the tokenizer's files. Raises CheckpointError."""
-    from megapipe.comm.torch_checkpoint import save_state_dict  # its import takes as long as all others together
+    from megapipe.extras.convert.dcp_files import save_state_dict  # its import takes as long as all others together
 
     with new_folder(folder) as (disk, temporary):
         save_state_dict(state_dict(snapshot), temporary)

@@ -47,7 +47,7 @@ from megapipe.sharding.spec import ExpertRows, ParamSpec
 from megapipe.trace.parameters import model_parameters, model_states
 
 if TYPE_CHECKING:
-    from megapipe.comm.torch_checkpoint import LazyStack
+    from megapipe.extras.convert.dcp_files import LazyStack
 
 
 # --------------------------------------------------------------------------------- optimizer state by gradient buckets
@@ -471,7 +471,7 @@ def write(
     optimizer of their own. Raises ConfigError for a model that Megatron's args cannot express, CheckpointError if root
     exists.
     """
-    from megapipe.comm.torch_checkpoint import save_state_dict  # its import takes as long as all others together
+    from megapipe.extras.convert.dcp_files import save_state_dict  # its import takes as long as all others together
 
     run = megatron.prepare(snapshot, "torch_dist", grid, transformer_engine, distributed_optimizer)
     common = megatron.common_content(run) | {"content_metadata": dict(CONTENT)}
@@ -541,7 +541,7 @@ def _stacked(run: MegatronRun, tensors: Mapping[str, LazyTensor]) -> dict[str, L
 
     The model has a padded vocabulary, for which rows of zeros are added.
     """
-    from megapipe.comm.torch_checkpoint import LazyStack
+    from megapipe.extras.convert.dcp_files import LazyStack
 
     model, layers = run.model, layer_configs(run.model)
     found: dict[str, LazyTensor] = {}

@@ -19,9 +19,10 @@ import torch
 
 from megapipe.comm.collectives import barrier, broadcast_object, gather_objects
 from megapipe.comm.groups import Group, ProcessGroups
-from megapipe.comm.timing import round_trips, time_collective, time_messages
+from megapipe.comm.round_trips import round_trips
 from megapipe.environment import Environment
 from megapipe.extras.doctor.host import HostReport, examine_host
+from megapipe.extras.doctor.timing import time_collective, time_messages
 from megapipe.layers.table import ring_bytes
 from megapipe.monitor.process import host
 from megapipe.plan.hardware import Hardware

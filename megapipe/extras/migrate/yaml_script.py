@@ -11,7 +11,6 @@ read, such as the scale of a precision that is not chosen: these files set every
 
 from __future__ import annotations
 
-import csv
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +31,7 @@ from megapipe.config.rules.check import unmet_needs
 from megapipe.errors import ConfigError
 from megapipe.extras.migrate.shell_script import Call, Reading, placeholder
 from megapipe.formatting import shortened
+from megapipe.input_files import read_table
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-?([^{}]*))?\}|\$(\w+)")
 CONFIGS = Path("primus", "configs")
@@ -146,8 +146,7 @@ FORMS: dict[str, Callable[[Tree, Path, Mapping[str, str], list[str]], Iterator[s
 
 @cache
 def _names() -> list[list[str]]:
-    with Path(__file__).with_name("yaml_names.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.reader(file))[1:]
+    return read_table(Path(__file__).with_name("yaml_names.csv"))
 
 
 def _flag_of(kind: str, section: str, name: str) -> tuple[str, str] | None:

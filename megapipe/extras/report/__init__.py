@@ -7,7 +7,8 @@
 - `page`:       the HTML report, with page.css and page.js inlined; several runs: a table for the terminal and a page
 - `charts`:     charts over steps and heat maps of experts' loads
 - `comparison`: plan and measurement drawn with comparison.css, times of the stages, the report's section on them
-- `schedules`:  all schedules side by side: time and memory of the same model on the same ranks
+- `goodput`:    the days of a run with failures and checkpoints
+- `schedules`:  all schedule families side by side; `curves`: what ranks hold over a timeline
 - `timeline`:   a simulated timeline, of stages or of parts of layers, as SVG or text
 - `grid`:       the grid of a plan's ranks, and context parallelism
 - `status`:     the ranks of a run and what they do now, for `megapipe status`

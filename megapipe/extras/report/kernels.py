@@ -71,7 +71,8 @@ def describe_kernels(kernels: Kernels, config: Config, device: torch.device) -> 
     pointwise = "compiled" if kernels.compiles else "not compiled"
     if kernels.fp8 is not None and kernels.layers is None and device.type == "cuda" and not kernels.compiles:
         pointwise += ", casts to fp8 compiled"
-    why = _why_not_compiled(device)
+    lacking = missing_compiler("cuda") if device.type == "cuda" else None
+    why = f": {lacking}" if lacking else ""
     attention = _describe_attention(kernels, config, device)
     if isinstance(kernels.optimizer, Apex):
         optimizer = "FusedAdam of apex, and its accumulating weight gradient"
@@ -108,11 +109,6 @@ def _describe_experts(kernels: Kernels, config: Config, device: torch.device) ->
     how = "torch's grouped GEMM, weight gradients one by one in fp32" if kernels.groups_experts else how
     has_own_line = kernels.fp8 is not None and kernels.fp8.fp8_recipe == "mxfp8" and device.type == "cuda"
     return how if kernels.fp8 is None or has_own_line else f"in fp8 one GEMM after the other, else {how}"
-
-
-def _why_not_compiled(device: torch.device) -> str:
-    lacking = missing_compiler("cuda") if device.type == "cuda" else None
-    return f": {lacking}" if lacking else ""
 
 
 def _describe_blocks(config: Config, device_type: str) -> str:

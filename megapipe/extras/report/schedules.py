@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, Protocol, TypeVar
 
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.extras.report.curves import peak_waiting_messages
 from megapipe.schedule.action import SEND_OPS, Op
 from megapipe.schedule.costs import AutoGoal, Costs, Seconds, seconds_of_stages
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
@@ -15,7 +16,7 @@ from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.sharding import ShardingPolicy, shard, split_stages
-from megapipe.schedule.simulate import Timeline, peak_waiting_messages, simulate
+from megapipe.schedule.simulate import Timeline, simulate
 from megapipe.schedule.validate import validate
 
 
@@ -161,7 +162,7 @@ Measured = TypeVar("Measured", covariant=True)
 
 
 class Measurable(Protocol[Measured]):
-    """A model that `compare` can measure: `Model`, and `experts.ExpertModel`."""
+    """A model that `compare` can measure: `Model`, and `schedule.experts.ExpertModel`."""
 
     @property
     def kept_for_weights(self) -> float:

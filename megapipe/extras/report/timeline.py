@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from megapipe.extras.report.curves import live_curve, waiting_message_curves
 from megapipe.extras.report.drawing import SOFT, element, line, merged, paper, rect, round_step, swatch, text
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.experts import exposures
@@ -20,7 +21,7 @@ from megapipe.schedule.lifetimes import Held, peak_held
 from megapipe.schedule.parts import Part, Parts
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.simulate import Timeline, live_curve, waiting_message_curves
+from megapipe.schedule.simulate import Timeline
 
 
 class OpStyle(NamedTuple):

@@ -7,5 +7,5 @@
 - `order`:    what is ordered, what is a race, and what is computed during a message, on logs
 - `ranks`:    steps of all ranks of a pipeline under the recorder; `megapipe verify --streams`
 - `count`:    kernels, bytes, FLOPs, collectives and host waits of a step; `compiled`: blocks that are compiled there
-- `timeline`: what of them nothing hides; `roofline`: both for `megapipe plan --roofline`
+- `launches`, `timeline`: the seconds of each, and what nothing hides; `roofline`: all for `megapipe plan --roofline`
 """

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.extras.streams.compiled import Graphs, compile_blocks
+from megapipe.extras.streams.launches import ATTENTION, ATTENTION_BACKWARD, COLLECTIVE, GEMM, HOST_WAIT, MESSAGE, Launch
 from megapipe.extras.streams.order import COMMUNICATOR, HOST
 from megapipe.extras.streams.ranks import prepare, recorded
 from megapipe.extras.streams.recorder import Recorder, current_queue, where
@@ -41,7 +42,6 @@ from megapipe.extras.streams.shapes import tensors
 from megapipe.model import block, segments
 from megapipe.model.embedding_and_head import Embedding, Loss
 from megapipe.model.stage import GPTStage
-from megapipe.plan.roofline import ATTENTION, ATTENTION_BACKWARD, COLLECTIVE, GEMM, HOST_WAIT, MESSAGE, Launch
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import stage_action
 from megapipe.tensor_parallel.gradients import WeightQueue

@@ -18,12 +18,20 @@ from megapipe.config.load import load_config
 from megapipe.environment import prefixed
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.streams import device
+from megapipe.extras.streams.launches import (
+    Launch,
+    Roofline,
+    achievable,
+    launch_seconds,
+    ranks_to_count,
+    report,
+    roofline,
+)
 from megapipe.extras.streams.order import Mark, Wait
 from megapipe.extras.streams.smallest import smallest
 from megapipe.extras.streams.timeline import timed
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.resolve import resolve
-from megapipe.plan.roofline import Launch, Roofline, achievable, launch_seconds, ranks_to_count, report, roofline
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.world_rules import rules_of_world
 

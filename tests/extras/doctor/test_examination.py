@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.comm import timing
 from megapipe.comm.groups import Group, build_process_groups
 from megapipe.environment import Environment, library_settings, read_environment
+from megapipe.extras.doctor import timing
 from megapipe.extras.doctor.examination import Request, clock_remarks, examine_allocation, host_remarks, named_hosts
 from megapipe.extras.doctor.host import Gpu, GpuDirect, HostReport, Port, examine_host, gpu_direct
 from megapipe.extras.doctor.report import allocation_json, allocation_text, host_text, single_json, single_text
@@ -35,7 +35,7 @@ def examined(rank: int, world_size: int, factor: float, slow_rank: int | None) -
     topology = Topology(tp=2, pp=2)
     environment = Environment(rank, world_size, rank, world_size, 1, 0, "127.0.0.1", 0, "torchrun")
     groups = build_process_groups(topology, rank, "gloo", 60)
-    send = timing._send
+    send = timing.send
 
     def slow_send(tensor: torch.Tensor, group: Group, peer: int) -> None:
         if tensor.numel() > 2:  # neither header nor acknowledgement
@@ -43,13 +43,13 @@ def examined(rank: int, world_size: int, factor: float, slow_rank: int | None) -
         send(tensor, group, peer)
 
     if rank == slow_rank:
-        timing._send = slow_send
+        timing.send = slow_send
     try:
         found = examine_allocation(
             Request(topology, linear(2), None, factor, 0.01), groups, environment, torch.device("cpu")
         )
     finally:
-        timing._send = send
+        timing.send = send
     return allocation_json(found, None), allocation_text(found, None, "4 ranks")
 
 

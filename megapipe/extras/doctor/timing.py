@@ -1,4 +1,4 @@
-"""Timed operations: round trips, by which clocks are compared, and collectives and messages of growing sizes.
+"""Collectives and messages of growing sizes, timed.
 
 Each size takes one warm-up call, which may have to connect, and then as many calls as its time budget allows, the same
 number on all its ranks. Times are wall-clock seconds until the result can be read.
@@ -9,60 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from time import perf_counter, perf_counter_ns
+from time import perf_counter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.comm.channels import FINGERPRINT_BITS, HEADER_BITS, NUMBER_BITS
 from megapipe.comm.collectives import all_gather, all_reduce, barrier, reduce_scatter
-from megapipe.comm.groups import Group, communication_error
+from megapipe.comm.groups import Group
+from megapipe.comm.round_trips import buffer, receive, reported_errors, send, synchronize
 
-# that of channel 1,023, which only pipelines of more than 500 stages have
-TAG = ((1 << 10) - 1) << FINGERPRINT_BITS + HEADER_BITS + NUMBER_BITS
 MAX_REPEATS = 9
 MAX_BUDGETS = 4  # a size that is expected to take longer than this many time budgets is left out
 
 Times = dict[int, list[float]]  # bytes -> seconds of each repeat
-
-
-def round_trips(
-    group: Group,
-    asker: int,
-    answerer: int,
-    count: int,
-    device: torch.device,
-    num_bytes: int = 8,
-    now: Callable[[], int] = perf_counter_ns,
-) -> list[tuple[int, int, int]]:
-    """Send `count` messages of num_bytes each way between two ranks of the group, after one for warm-up.
-
-    Returns on the asker (sent, read on the answerer's clock, back) of each, in nanoseconds; [] on the other ranks. now:
-    this rank's clock. Raises CommunicationError.
-    """
-    if group.rank not in (asker, answerer):
-        return []
-    peer = answerer if group.rank == asker else asker
-    message = _message(num_bytes, device)
-    trips = []
-    start_ns = perf_counter_ns()
-    try:
-        for _ in range(count + 1):
-            if group.rank == asker:
-                sent = now()
-                _send(message, group, peer)
-                _receive(message, group, peer)
-                answered = int(message[0])  # on a GPU this waits for the message
-                trips.append((sent, answered, now()))
-            else:
-                _receive(message, group, peer)
-                _synchronize(device)
-                message[0] = now()
-                _send(message, group, peer)
-    except RuntimeError as error:
-        raise _error("a round trip", group, peer, start_ns, error) from error
-    return trips[1:]
 
 
 def time_collective(
@@ -91,7 +50,7 @@ def time_collective(
                     reduce_scatter(shard, whole, group)
                 else:
                     all_gather(whole, shard, group)
-                _synchronize(device)
+                synchronize(device)
                 seconds.append(perf_counter() - began)
             slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
             all_reduce(slowest, group, op="max")
@@ -119,37 +78,34 @@ def time_messages(
 
     def announce(count: int, num_bytes: int) -> Tensor:
         header.copy_(torch.tensor([count, num_bytes]))
-        _send(header, group, peer)
-        return _message(num_bytes, device)
+        send(header, group, peer)
+        return buffer(num_bytes, device)
 
-    def send(num_bytes: int, count: int) -> list[float]:
+    def send_timed(num_bytes: int, count: int) -> list[float]:
         message, seconds = announce(count, num_bytes), []
         for _ in range(count):
             began = perf_counter()
-            _send(message, group, peer)
-            _receive(receipt, group, peer)
+            send(message, group, peer)
+            receive(receipt, group, peer)
             int(receipt[0])  # on a GPU this waits for the receipt
             seconds.append(perf_counter() - began)
         return seconds
 
-    start_ns = perf_counter_ns()
-    try:
+    with reported_errors("a timed message", group, peer):
         if group.rank == source:
-            times = _time_sizes(sizes, budget_seconds, lambda num_bytes: partial(send, num_bytes))
+            times = _time_sizes(sizes, budget_seconds, lambda num_bytes: partial(send_timed, num_bytes))
             announce(0, 0)
             return times
         while True:
-            _receive(header, group, peer)
+            receive(header, group, peer)
             count, num_bytes = header.tolist()
             if not count:
                 return {}
-            message = _message(num_bytes, device)
+            message = buffer(num_bytes, device)
             for _ in range(count):
-                _receive(message, group, peer)
-                _synchronize(device)
-                _send(receipt, group, peer)
-    except RuntimeError as error:
-        raise _error("a timed message", group, peer, start_ns, error) from error
+                receive(message, group, peer)
+                synchronize(device)
+                send(receipt, group, peer)
 
 
 def _time_sizes(
@@ -170,24 +126,3 @@ def _time_sizes(
         repeats = int(min(budget_seconds / warm_up, MAX_REPEATS)) if warm_up > 0 else MAX_REPEATS
         times[num_bytes] = run(max(1, repeats))
     return times
-
-
-def _message(num_bytes: int, device: torch.device) -> Tensor:
-    return torch.zeros(max(1, num_bytes // 8), dtype=torch.int64, device=device)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _send(tensor: Tensor, group: Group, peer: int) -> None:
-    dist.send(tensor, group=group.handle, group_dst=peer, tag=TAG)
-
-
-def _receive(tensor: Tensor, group: Group, peer: int) -> None:
-    dist.recv(tensor, group=group.handle, group_src=peer, tag=TAG)
-
-
-def _error(what: str, group: Group, peer: int, start_ns: int, error: RuntimeError) -> Exception:
-    return communication_error(group, what, error, start_ns, f" with global rank {group.ranks[peer]}")

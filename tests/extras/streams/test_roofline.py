@@ -16,11 +16,7 @@ import pytest
 
 from megapipe.extras.cli.plan import main
 from megapipe.extras.streams import device
-from megapipe.extras.streams.order import COMMUNICATOR, HOST, Mark, Wait
-from megapipe.extras.streams.roofline import read, roofline_of, roofline_text, written
-from megapipe.extras.streams.timeline import timed
-from megapipe.plan.hardware import hardware_named
-from megapipe.plan.roofline import (
+from megapipe.extras.streams.launches import (
     ATTENTION,
     ATTENTION_BACKWARD,
     COLLECTIVE,
@@ -37,11 +33,15 @@ from megapipe.plan.roofline import (
     launch_seconds,
     ranks_to_count,
 )
+from megapipe.extras.streams.order import COMMUNICATOR, HOST, Mark, Wait
+from megapipe.extras.streams.roofline import read, roofline_of, roofline_text, written
+from megapipe.extras.streams.timeline import timed
+from megapipe.plan.hardware import hardware_named
 from tests.tiny import plan_for
 
 pytestmark = pytest.mark.timeout(200)
 H100 = hardware_named("h100")
-PAGE = Path(__file__).parents[2] / "docs" / "without_gpu.md"
+PAGE = Path(__file__).parents[3] / "docs" / "without_gpu.md"
 TEXT = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
 (FLAGS,) = re.findall(r"^megapipe plan --roofline --gpu h100 (--config configs/llama3_8b.yaml .*)$", TEXT, re.M)
 # rows of the page: flags, kernels and collectives of a layer, its milliseconds, MFU of the step

@@ -1,7 +1,7 @@
 """The roofline of a step: its kernels, the bytes that they move, and the seconds that these take.
 
-`extras.streams.count` counts the launches of the code on a fake CUDA device, for a plan with few layers and
-microbatches; here are the seconds of each launch at rates that good kernels reach, and the step that follows from them.
+`count` counts the launches of the code on a fake CUDA device, for a plan with few layers and microbatches; here are the
+seconds of each launch at rates that good kernels reach, and the step that follows from them.
 `megapipe plan --roofline` prints it. Nothing of this was measured on a GPU.
 """
 

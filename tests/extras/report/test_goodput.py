@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
-from megapipe.plan.goodput import DAY, HOUR, Failures, checkpoint_bytes, days_text, parse_tokens, run_days
+from megapipe.extras.report.goodput import DAY, HOUR, Failures, checkpoint_bytes, days_text, parse_tokens, run_days
 from megapipe.plan.hardware import HARDWARE
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
