@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
@@ -22,12 +21,6 @@ def job(*more: str) -> list[str]:
     for text in more:
         words += shlex.split(text)
     return [*JOB, *words]
-
-
-def rows(table: str) -> list[list[str]]:
-    """Return the columns of each row of a table in this folder."""
-    lines = Path(__file__).with_name(table).read_text("utf-8").splitlines()
-    return [line.split("\t") for line in lines if not line.startswith("#")]
 
 
 def has_values(field: ConfigField) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ from megapipe.config.flags import field_flags, help_text, read_command_line
 from megapipe.config.load import load_config
 from megapipe.config.options import TAKES_VALUE, ConfigField, Flag
 from megapipe.errors import ConfigError
-from tests.config.examples import has_values, job, rows, values
+from tests.config.examples import has_values, job, values
+from tests.tables import rows
 
 EVERY_FLAG = [
     pytest.param(field, flag, id=flag.name)
@@ -25,7 +27,8 @@ EVERY_FLAG = [
     for flag in field.flags
     if flag.read is None and has_values(field)
 ]
-WRONG_VALUES = rows("wrong_values.tsv")
+MEGATRON_FLAGS = rows(Path(__file__).with_name("megatron_flags.tsv"))
+WRONG_VALUES = rows(Path(__file__).with_name("wrong_values.tsv"))
 PLAIN = "abcdefghijklmnopqrstuvwxyz/_.XYZ0123456789"
 
 
@@ -93,56 +96,11 @@ def test_a_value_given_as_a_flag_is_the_value(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "section", "name", "value"),
-    [
-        ("--swiglu", "model", "activation", "swiglu"),
-        ("--squared-relu", "model", "activation", "squared_relu"),
-        ("--no-bias-gelu-fusion", "model", "activation", "gelu"),
-        ("--swiglu --no-bias-gelu-fusion", "model", "activation", "swiglu"),
-        ("--disable-bias-linear", "model", "add_bias_linear", False),
-        ("--group-query-attention --num-query-groups 2", "model", "num_query_groups", 2),
-        ("--num-query-groups 2 --group-query-attention", "model", "num_query_groups", 2),
-        ("--group-query-attention", "model", "num_query_groups", 1),
-        ("--num-query-groups 8 --num-attention-heads 8", "model", "num_query_groups", 8),
-        ("--disable-bias-linear", "model", "activation", "gelu"),
-        ("--disable-bias-linear --swiglu", "model", "activation", "swiglu"),
-        ("--squared-relu --disable-bias-linear", "model", "activation", "squared_relu"),
-        ("--activation gelu_tanh --disable-bias-linear", "model", "activation", "gelu_tanh"),
-        ("--disable-bias-linear --add-bias-linear", "model", "activation", "gelu_tanh"),
-        ("--disable-bias-linear --no-bias-gelu-fusion", "model", "activation", "gelu"),
-        ("--use-rotary-position-embeddings --use-rope-scaling", "model", "rope_scaling_type", "llama3"),
-        (
-            "--use-rotary-position-embeddings --rotary-seq-len-interpolation-factor 4",
-            "model",
-            "rope_scaling_type",
-            "linear",
-        ),
-        (
-            "--use-rotary-position-embeddings --rotary-seq-len-interpolation-factor 4",
-            "model",
-            "rope_scaling_factor",
-            4.0,
-        ),
-        ("--no-position-embedding", "model", "position_embedding_type", "none"),
-        ("--apply-layernorm-1p", "model", "layernorm_zero_centered_gamma", True),
-        ("--window-size 16", "model", "window_size", 16),
-        ("--window-size 15,0", "model", "window_size", 16),
-        ("--window-size (15,0)", "model", "window_size", 16),
-        ("--sequence-parallel --no-sequence-parallel", "parallel", "sequence_parallel", False),
-        ("--bf16", "precision", "dtype", "bf16"),
-        ("--bf16 --dtype bf16", "precision", "dtype", "bf16"),
-        ("--use-tp-pp-dp-mapping", "parallel", "rank_order", "tp-cp-pp-dp"),
-        ("--no-overlap-p2p-communication", "parallel", "overlap_p2p_comm", False),
-        ("--recompute-activations", "recompute", "recompute_granularity", "selective"),
-        ("--no-check-for-nan-in-loss-and-grad", "training", "check_for_nan_in_loss_and_grad", False),
-        ("--override-opt_param-scheduler", "optimizer", "override_opt_param_scheduler", True),
-        ("--no-save-optim --save dir", "checkpoint", "no_save_optim", True),
-        ("--loss-scale-window 500.0 --fp16", "precision", "loss_scale_window", 500),
-        ("--persistent-save-interval 5 --save d", "checkpoint", "save_interval", 5),
-    ],
+    ("flags", "key", "value"), MEGATRON_FLAGS, ids=[f"{row[0]} {row[1]}" for row in MEGATRON_FLAGS]
 )
-def test_a_megatron_flag_means_what_it_means_there(words: str, section: str, name: str, value: object) -> None:
-    assert getattr(getattr(load_config(job(words)).config, section), name) == value
+def test_a_megatron_flag_means_what_it_means_there(flags: str, key: str, value: str) -> None:
+    section, name = key.split(".")
+    assert getattr(getattr(load_config(job(flags)).config, section), name) == json.loads(value)
 
 
 def test_a_number_of_query_groups_that_megatron_ignores_is_refused(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from megapipe.config.problems import divisors, nearest_values, use_divisors, use
 from megapipe.config.rules.check import check
 from megapipe.config.rules.training import job as job_rule
 from megapipe.errors import ConfigError
-from tests.config.examples import job, rows
+from tests.config.examples import job
+from tests.tables import rows
 
-CASES, REMARKS = rows("broken_rules.tsv"), rows("remarks.tsv")
+CASES, REMARKS = rows(Path(__file__).with_name("broken_rules.tsv")), rows(Path(__file__).with_name("remarks.tsv"))
 # like CASES, but only configurations built in code can break these rules
 IN_CODE = [
     ({"data": {"mock_data": False, "data_path": ()}}, "--data-path is empty"),

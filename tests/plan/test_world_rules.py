@@ -11,11 +11,11 @@ from megapipe.errors import ConfigError
 from megapipe.plan.resolve import resolve
 from megapipe.plan.world_rules import world_rules
 from tests.config.examples import job as job_flags
+from tests.tables import rows
 from tests.tiny import small_config
 from tests.train.jobs import job
 
-BROKEN_RULES = Path(__file__).with_name("broken_rules.tsv")
-CASES = [line.split("\t") for line in BROKEN_RULES.read_text("utf-8").splitlines() if not line.startswith("#")]
+CASES = rows(Path(__file__).with_name("broken_rules.tsv"))
 
 
 @pytest.mark.parametrize(("world_size", "flags", "named"), CASES, ids=[f"{case[1]} on {case[0]}" for case in CASES])

@@ -106,21 +106,6 @@ def test_a_null_number_of_dense_layers_is_the_default() -> None:
     assert family.read(PUBLISHED | {name: None}) == family.read(PUBLISHED | {name: 3})
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "the weight of one expert": ({"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob true"),
-    "groups of one expert": (
-        {"n_group": 8, "topk_group": 4},
-        "--moe-router-group-score-topk 2: a group has 1",
-    ),
-    "no shared experts": ({"n_shared_experts": 0}, "n_shared_experts 0"),
-    "no experts": ({"first_k_dense_replace": 3}, "no layer would have experts"),
-    "pairs of neither kind": ({"rope_interleave": 3}, "rope_interleave 3"),
-    "biases": ({"attention_bias": True}, "attention_bias True"),
-    "heads that contradict": ({"qk_head_dim": 99}, "qk_head_dim 99"),
-    "softmax scores": ({"scoring_func": "softmax"}, "scoring_func 'softmax'"),
-}
-
-
 def test_norms_of_latents_keep_their_own_epsilon() -> None:
     """Moonlight and Kimi have rms_norm_eps 1e-5, and latents are normed with 1e-6 whatever it is."""
     family = FAMILIES["DeepseekV3ForCausalLM"]
@@ -151,23 +136,6 @@ def test_deepseek_v2_is_read_with_groups_that_have_the_score_of_their_best_exper
     assert family.read(family.write(large)) == large
     with pytest.raises(ConfigError, match="never normalizes the weights of the chosen experts in DeepSeek-V2"):
         family.read(published | OF_V2["lite"] | {"norm_topk_prob": True})
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_expressed_is_named(changes: dict[str, Any], message: str) -> None:
-    settings = json.loads(json.dumps(CASES["deepseek_v3"].settings)) | {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 24,
-        "num_nextn_predict_layers": 0,
-    }
-    settings.pop("num_mtp_layers")
-    family = FAMILIES["DeepseekV3ForCausalLM"]
-    family.read(settings)
-    with pytest.raises(ConfigError, match=f"(?i){message}"):
-        family.read(settings | changes)
 
 
 def changed(folder: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
