@@ -41,50 +41,8 @@ def test_a_loaded_model_has_the_biases_of_routers_and_continues_text_with_a_cach
     assert loaded.generate([prompt], 10, temperature=0.0, stop_tokens=()) == [theirs[0, 8:].tolist()]
 
 
-PUBLISHED = {  # of deepseek-ai/DeepSeek-V3-Base, without the kind of its weights
-    "aux_loss_alpha": 0.001,
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "initializer_range": 0.02,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
+# of deepseek-ai/DeepSeek-V3-Base, without the kind of its weights
+PUBLISHED = json.loads((Path(__file__).parents[2] / "fixtures/hugging_face/deepseek_v3.json").read_text())
 
 
 def test_the_published_configuration_is_expressed_with_all_671_billion_parameters() -> None:
