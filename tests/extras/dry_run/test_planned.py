@@ -10,17 +10,22 @@ from megapipe.extras.dry_run.rank import STATE, count_rank
 from megapipe.plan.memory import rank_memory
 from tests.extras.dry_run.grids import (
     BLOCKS,
+    DOCUMENTS,
+    EXPERTS,
     FP8,
     FULL,
     LLAMA,
     MX,
     OVERLAP,
+    PADDED,
     PP2,
     PP4,
     SP2,
     TP2,
     UNITS,
     UNLIKE,
+    WIDE_EXPERTS,
+    ZB_H1,
     ZERO1,
     ZERO2,
     ZERO3,
@@ -39,35 +44,18 @@ NARROW = {
     "exp_avg_dtype": "bf16",
     "exp_avg_sq_dtype": "bf16",
 }
-EXPERTS = {
-    "num_experts": 4,
-    "moe_layer_freq": "2",
-    "moe_shared_expert_intermediate_size": 64,
-    "add_bias_linear": False,
-    "expert_model_parallel_size": 2,
-}
 SINKS = {"softmax_type": "learnable"}
 PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope"}
-WIDE_EXPERTS = EXPERTS | {"num_experts": 8, "moe_router_topk": 4, "moe_layer_freq": None}
 ONCE = WIDE_EXPERTS | {"moe_token_dispatcher_type": "flex", "ranks_per_node": 2, "expert_model_parallel_size": 4}
 CP2 = {"context_parallel_size": 2}
 CAPPED = {"final_logit_softcapping": 30.0}
-ZB_H1 = {"pipeline_schedule": "zb-h1"}
 DRY = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-DOCUMENTS = {
-    "reset_position_ids": True,
-    "reset_attention_mask": True,
-    "eod_mask_loss": True,
-    "tokenizer_type": "ByteTokenizer",
-    "vocab_size": 257,
-}
 # attention's matrices are most of the step
 WRITTEN_OUT = {"num_layers": 1, "seq_length": 512, "micro_batch_size": 1, "global_batch_size": 1}
 DROPPED = {"attention_dropout": 0.1}
 SOFT_CAPPED = {"attn_logit_softcapping": 30.0}
 LARGE = {"vocab_size": 8000, "num_layers": 4}  # beside the layers
 MUON = {"optimizer": "muon", "muon_tp_mode": "duplicated", "dtype": "bf16"}
-PADDED = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
     "bf16": (1, {"dtype": "bf16"}),
