@@ -1,6 +1,6 @@
 """Each flag has an effect.
 
-tests/flag_effects.py has one row per configuration field; each row is run with and without its flags.
+tests/flag_effects.txt has one row per configuration field; each row is run with and without its flags.
 """
 
 from __future__ import annotations
@@ -90,12 +90,9 @@ class Row:
 
 def rows() -> list[Row]:
     found = []
-    for line in TABLE.strip().splitlines():
-        if line:
-            # a layout string contains | without blanks around it
-            field, flags, seen, *rest = (part.strip() for part in re.split(r"\s\|(?=\s|$)", line))
-            given, ranks = [*rest, "", ""][:2]
-            found.append(Row(field, flags, seen, given, int(ranks or 1)))
+    for field, flags, seen, *rest in TABLE:
+        given, ranks = [*rest, "", ""][:2]
+        found.append(Row(field, flags, seen, given, int(ranks or 1)))
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
-from megapipe.errors import ConfigError, ScheduleError
+from megapipe.errors import ScheduleError
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
 from megapipe.optimizer.schedule import Rates
@@ -91,22 +91,6 @@ def test_ranks_that_would_issue_all_to_alls_in_other_orders_are_refused(rank_poo
 
 
 PP2 = {"ep": 2, "pp": 2}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
-    "ep 1": (1, {}, "size 1: there is no all-to-all; use 2 or more"),
-    "full recompute": (2, {"ep": 2} | FULL, "--recompute-granularity full yet: parts of a layer"),
-    "zero bubble": (4, PP2 | {"pipeline_schedule": "zb-h1"}, "zb-h1 has no such pairs; use 1f1b, interleaved"),
-    "gpipe": (4, PP2 | {"pipeline_schedule": "gpipe"}, "gpipe has no such pairs"),
-    "profile": (2, {"ep": 2, "profile_pipeline": True, "save": "x"}, "does not work with --profile-pipeline yet"),
-    "no layer": (4, PP2 | {"pipeline_model_parallel_layout": "E|tttt,L"}, "stage 0 of 2 would have no layer"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_run_in_parts_is_refused(name: str) -> None:
-    world_size, options, message = REFUSED[name]
-    with pytest.raises(ConfigError, match=message):
-        resolve(make_config(**MODEL | options | OVERLAP), world_size)
 
 
 def test_1f1b_in_pairs_has_a_warm_up_long_enough() -> None:

@@ -49,7 +49,6 @@ LATENT = {
 }
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, TP2),
-    "tp2_sequence_parallel": (2, TP2 | SP),
     "tp2_sequence_parallel_in_chunks": (2, TP2 | SP | OVERLAP),
     "tp2_full_recompute_in_chunks": (
         2,
@@ -59,11 +58,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         TP2 | SP | {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
     ),
-    "tp2_sequence_parallel_mlp_recompute": (
-        2,
-        TP2 | SP | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
-    ),
-    "tp2_unlike_layers": (2, TP2 | UNLIKE),
     "tp2_sequence_parallel_unlike_layers_mlp_recompute": (
         2,
         TP2 | SP | UNLIKE | {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
@@ -72,13 +66,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2_tied_dp2": (4, PP2 | TIED),
     "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),
     "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),
-    "slices_pp2": (2, PP2 | {"pipe_sp_splits": 3, "hidden_dropout": 0.0}),
     "slices_tp2_sequence_parallel_2_chunks": (
         4,
         TP2 | SP | PP2 | {"pipe_sp_splits": 2, "num_virtual_stages_per_pipeline_rank": 2, "hidden_dropout": 0.0},
     ),
-    "tp2_sequence_parallel_pp2_zero1": (4, TP2 | SP | PP2 | ZERO1),
-    "tp2_sequence_parallel_zb_h1": (4, TP2 | SP | PP2 | {"pipeline_schedule": "zb-h1"}),
     "tp2_sequence_parallel_zb_v_in_chunks_mlp_recompute": (
         4,
         TP2
@@ -88,17 +79,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | {"pipeline_schedule": "zb-v"}
         | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
     ),
-    "tp2_sequence_parallel_zb_v_full_recompute": (
-        4,
-        TP2
-        | SP
-        | PP2
-        | {"pipeline_schedule": "zb-v", "recompute_granularity": "full", "recompute_method": "uniform"}
-        | {"recompute_num_layers": 1},
-    ),
-    "tp2_sequence_parallel_dualpipe": (4, TP2 | SP | PP2 | {"pipeline_schedule": "dualpipe"}),
     "tp2_zb_h1": (4, TP2 | PP2 | {"pipeline_schedule": "zb-h1"}),
-    "latent_attention_tp2_sequence_parallel_zb_h1": (4, TP2 | SP | PP2 | LATENT | {"pipeline_schedule": "zb-h1"}),
     "latents_projected_up_again_tp2_sequence_parallel_zb_h1": (
         4,
         TP2
@@ -114,16 +95,10 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | TIED
         | {"data_parallel_sharding_strategy": "optim_grads", "data_parallel_sharding_granularity": "microbatch"},
     ),
-    "tied_units_of_zero3": (
-        2,
-        TIED | {"data_parallel_sharding_strategy": "optim_grads_params", "data_parallel_sharding_units": 2},
-    ),
     "tp2_sequence_parallel_instances_of_zero3": (
         8,
         TP2 | SP | {"data_parallel_sharding_strategy": "optim_grads_params", "num_distributed_optimizer_instances": 2},
     ),
-    "latent_attention_tp2": (2, TP2 | LATENT),
-    "latent_attention_tp2_sequence_parallel_pp2": (4, TP2 | SP | PP2 | LATENT),
     "latent_of_keys_alone_tp2_sequence_parallel_full": (
         2,
         TP2
@@ -132,7 +107,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | {"q_lora_rank": None, "recompute_granularity": "full"}
         | {"recompute_method": "uniform", "recompute_num_layers": 1},
     ),
-    "experts_ep2_zero1": (4, EXPERTS | ZERO1 | {"expert_model_parallel_size": 2}),
     "experts_ep2_units_of_zero3_dp4": (
         4,
         EXPERTS
@@ -147,12 +121,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | PP2
         | {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads"}
         | {"data_parallel_sharding_granularity": "microbatch"},
-    ),
-    "experts_ep2_in_parts": (
-        4,
-        EXPERTS
-        | PP2
-        | {"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
     ),
     "experts_tp2_ep2_in_parts": (
         8,
@@ -180,9 +148,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
 PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope", "kv_channels": 4}
 GRIDS |= {
     "predictions_tp2_sequence_parallel_pp2_zero1_dp2": (8, TP2 | SP | PP2 | ZERO1 | PREDICTIONS),
-    "predictions_tied_pp2_dp2": (4, PP2 | TIED | PREDICTIONS),
-    "predictions_zb_v_dp2": (4, PP2 | PREDICTIONS | {"pipeline_schedule": "zb-v"}),
-    "predictions_tp2_pp2": (4, TP2 | PP2 | PREDICTIONS),
     "predictions_experts_tp2_ep2_pp2_full_recompute": (
         4,
         EXPERTS
@@ -208,12 +173,7 @@ GRIDS |= {
 ONCE = EXPERTS | {"moe_token_dispatcher_type": "flex", "ranks_per_node": 2, "expert_model_parallel_size": 4}
 ONCE |= {"num_experts": 8}
 GRIDS |= {
-    "experts_once_to_a_node_top2": (4, ONCE),
     "experts_once_to_a_node_added_there": (4, ONCE | {"moe_combine_in_node": True, "moe_router_topk": 3}),
-    "experts_once_to_a_node_again": (
-        4,
-        ONCE | {"moe_router_topk": 4, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
-    ),
     "experts_once_to_a_node_etp2_full_recompute": (
         8,
         ONCE

@@ -27,6 +27,7 @@ from megapipe.train.loading import told_changes
 from megapipe.train.state import Schedules
 from tests.checkpoint.conftest import RUN
 from tests.checkpoint.test_crafted import rewrite
+from tests.tables import rows
 from tests.train.jobs import TINY, job
 
 BASE = f"{TINY} --train-iters 6 --lr-decay-style constant"
@@ -41,113 +42,9 @@ DOCUMENTS = "--tokenizer-type NullTokenizer --vocab-size 31"
 CHATS = "--sft --train-data-path chat.jsonl --tokenizer-type HuggingFaceTokenizer --tokenizer-model unread !--mock-data"
 PP2 = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --clip-grad 0"
 OVERRIDE = "--override-opt-param-scheduler"
-# field that is named | flags that change it | class | flags of both runs | ranks. `!--flag` leaves a flag out
-CHANGES = f"""
-model.num_layers | --num-layers 2 | function
-model.num_query_groups | --group-query-attention --num-query-groups 2 | function
-model.norm_epsilon | --norm-epsilon 1e-6 | function
-model.normalization | --normalization RMSNorm | function
-model.activation | --activation gelu | function
-model.window_size | --window-size 4 | function
-model.position_embedding_type | --position-embedding-type rope | function
-model.softmax_scale | --softmax-scale 0.3 | function
-model.embedding_scale | --embedding-scale 2 | function
-model.final_logit_softcapping | --final-logit-softcapping 30 | function
-model.moe_router_topk | --moe-router-topk 3 | function | {MOE}
-model.moe_router_pre_softmax | --moe-router-pre-softmax | function | {MOE}
-model.mtp_num_layers | --mtp-num-layers 2 | function | {MTP}
-optimizer.clip_grad | --clip-grad 0.5 | optimizer
-optimizer.adam_beta1 | --adam-beta1 0.8 | optimizer
-optimizer.adam_beta2 | --adam-beta2 0.95 | optimizer
-optimizer.adam_eps | --adam-eps 1e-6 | optimizer
-optimizer.adam_beta2 | --adam-beta2 0.95 | optimizer | {MUON}
-optimizer.optimizer | --optimizer muon | optimizer
-optimizer.freeze | --freeze embedding.* | optimizer
-optimizer.sgd_momentum | --sgd-momentum 0.5 | optimizer | {SGD}
-optimizer.muon_momentum | --muon-momentum 0.95 | optimizer | {MUON}
-optimizer.muon_nesterov | --muon-nesterov | optimizer | {MUON}
-optimizer.muon_coefficient_type | --muon-coefficient-type simple | optimizer | {MUON}
-optimizer.muon_num_ns_steps | --muon-num-ns-steps 10 | optimizer | {MUON}
-optimizer.muon_scale_mode | --muon-scale-mode shape_scaling | optimizer | {MUON}
-optimizer.muon_extra_scale_factor | --muon-extra-scale-factor 0.2 | optimizer | {MUON}
-optimizer.muon_no_split_qkv | --muon-no-split-qkv | optimizer | {MUON}
-optimizer.muon_fp32_matmul_prec | --muon-fp32-matmul-prec high | optimizer | {MUON}
-optimizer.main_grads_dtype | --main-grads-dtype bf16 | optimizer | {NARROW}
-optimizer.exp_avg_dtype | --exp-avg-dtype bf16 | optimizer | {NARROW}
-optimizer.exp_avg_sq_dtype | --exp-avg-sq-dtype bf16 | optimizer | {NARROW}
-optimizer.main_grads_dtype | --use-precision-aware-optimizer --main-grads-dtype bf16 | optimizer | --bf16
-optimizer.exp_avg_dtype | --use-precision-aware-optimizer --exp-avg-dtype bf16 | optimizer | --bf16
-optimizer.exp_avg_sq_dtype | {WIDE} !--exp-avg-sq-dtype | optimizer | {NARROW} --exp-avg-sq-dtype bf16
-parallel.pipeline_schedule | --pipeline-schedule pipedream | optimizer | {PP2} | 2
-data.reset_position_ids | --reset-position-ids | data | {DOCUMENTS}
-data.reset_attention_mask | --reset-attention-mask | data | {DOCUMENTS}
-data.tokenizer_type | --tokenizer-type ByteTokenizer --tokenizer-model none | data | \
---tokenizer-type GPTSentencePieceTokenizer --tokenizer-model unread --vocab-size 300
-data.sft_packing | --no-sft-packing | data | {CHATS}
-data.sft_overlong | --sft-overlong drop | data | {CHATS} --sft-overlong truncate
-model.moe_aux_loss_coeff | --moe-aux-loss-coeff 0.1 | loss | {MOE}
-model.moe_router_load_balancing_type | --moe-router-load-balancing-type seq_aux_loss | loss | {MOE}
-model.moe_z_loss_coeff | --moe-z-loss-coeff 1e-3 | loss | {MOE}
-model.moe_router_dtype | --moe-router-dtype fp64 | loss | {MOE}
-model.moe_router_bias_update_rate | --moe-router-bias-update-rate 0.1 | loss | {BIAS}
-model.moe_router_force_load_balancing | --moe-router-force-load-balancing | loss | {MOE}
-model.moe_expert_capacity_factor | --moe-expert-capacity-factor 2 | loss | {MOE}
-model.moe_token_drop_policy | --moe-token-drop-policy position | loss | {MOE} --moe-expert-capacity-factor 2
-model.mtp_loss_scaling_factor | --mtp-loss-scaling-factor 0.3 | loss | {MTP}
-model.attention_softmax_in_fp32 | --attention-softmax-in-fp32 | loss
-model.hidden_dropout | --hidden-dropout 0 | loss
-model.attention_dropout | --attention-dropout 0 | loss
-training.micro_batch_size | --micro-batch-size 4 | loss | {MOE} --moe-aux-loss-coeff 0.1
-training.micro_batch_size | --micro-batch-size 4 | loss | {MOE} --moe-aux-loss-coeff 0.1 {BALANCE} global_aux_loss
-training.micro_batch_size | --micro-batch-size 4 | loss | {MOE} {BALANCE} sinkhorn
-training.micro_batch_size | --micro-batch-size 4 | loss | {MOE} --moe-expert-capacity-factor 2
-training.micro_batch_size | --micro-batch-size 4 | loss | {DOCUMENTS} --eod-mask-loss
-training.micro_batch_size | --micro-batch-size 4 | loss | {DOCUMENTS} --eod-mask-loss --calculate-per-token-loss {MTP}
-training.label_smoothing | --label-smoothing 0.1 | loss
-training.z_loss | --z-loss 1e-4 | loss
-training.calculate_per_token_loss | --calculate-per-token-loss | loss
-data.eod_mask_loss | --eod-mask-loss | loss | {DOCUMENTS}
-precision.dtype | --bf16 | loss
-precision.loss_scale | --loss-scale 512 | loss | {FP16}
-precision.fp8_format | --fp8 e4m3 | loss | {FP8}
-precision.fp8_margin | --fp8-margin 1 | loss | {FP8}
-parallel.grad_reduce_in_bf16 | --grad-reduce-in-bf16 | loss
-training.global_batch_size | --global-batch-size 16 | schedule
-training.rampup_batch_size | --rampup-batch-size 2 2 16 | schedule | !--train-iters --train-samples 64
-training.step_batch_size_schedule | --step-batch-size-schedule 0:2 1K:8 | schedule
-training.train_iters | --train-iters 8 | schedule
-training.train_samples | --train-samples 80 | schedule | !--train-iters --train-samples 64
-training.seed | --seed 7 | schedule
-training.spike_rollback | --spike-rollback 2 --save unused --save-interval 1 | schedule
-optimizer.lr | --lr 1e-3 | schedule | {OVERRIDE}
-optimizer.min_lr | --min-lr 1e-3 | schedule | {OVERRIDE} --lr-decay-style cosine
-optimizer.lr_decay_style | --lr-decay-style cosine | schedule | {OVERRIDE}
-optimizer.weight_decay | --weight-decay 0.1 | schedule | {OVERRIDE}
-optimizer.decoupled_lr | --decoupled-lr 0.1 | schedule | {OVERRIDE}
-model.moe_token_dispatcher_type | --moe-token-dispatcher-type allgather | neutral | {MOE}
-model.init_method_std | --init-method-std 0.01 | neutral
-model.make_vocab_size_divisible_by | --make-vocab-size-divisible-by 8 | neutral
-training.micro_batch_size | --micro-batch-size 4 | neutral
-training.micro_batch_size | --micro-batch-size 4 | neutral | {MOE}
-training.micro_batch_size | --micro-batch-size 4 | neutral | {MOE} --moe-aux-loss-coeff 0.1 {BALANCE} seq_aux_loss
-training.micro_batch_size | --micro-batch-size 4 | neutral | {DOCUMENTS} --eod-mask-loss --calculate-per-token-loss
-optimizer.use_precision_aware_optimizer | --use-precision-aware-optimizer | neutral | --bf16
-optimizer.use_precision_aware_optimizer | {WIDE} | neutral | {NARROW}
-training.eval_iters | --eval-iters 3 | neutral
-training.cross_entropy_chunk_size | --cross-entropy-chunk-size 4 | neutral
-parallel.tensor_model_parallel_size | --tensor-model-parallel-size 2 | neutral | | 2
-parallel.pipeline_schedule | --pipeline-schedule zb-h1 | neutral | {PP2} | 2
-parallel.use_distributed_optimizer | --use-distributed-optimizer | neutral
-recompute.recompute_granularity | --recompute-granularity selective | neutral
-kernels.compile_blocks | --compile-blocks off | neutral
-data.sft_overlong | --sft-overlong drop | neutral | {CHATS}
-data.tokenizer_type | --tokenizer-type ByteTokenizer --vocab-size 32 | neutral
-optimizer.muon_momentum | --muon-momentum 0.95 | neutral
-logging.log_interval | --log-interval 3 | neutral
-"""
 SAVED = Path(__file__).with_name("saved_config.yaml")  # of a run of the version that wrote this test
 OLD = Path(__file__).parents[1] / "golden" / "run" / "step_00000003" / "config.yaml"  # lacks fields that came later
-ROWS = [[cell.strip() for cell in (*line.split("|"), "", "1")] for line in CHANGES.strip().splitlines()]
+ROWS = [[*row, "", "1"] for row in rows(Path(__file__).with_name("changes.txt"), globals())]
 REFUSED = {FUNCTION: "--allow-changed-model", OPTIMIZER: "--allow-changed-optimizer", DATA: "--allow-changed-data"}
 
 

@@ -17,7 +17,6 @@ from megapipe.errors import ConfigError
 from tests.config.examples import job
 
 MODEL = ModelConfig(num_layers=6, position_embedding_type="rope", window_size=8)
-ROPE = "--position-embedding-type rope"
 
 
 @pytest.mark.parametrize(
@@ -79,68 +78,6 @@ def test_alike_layers_are_one_object_and_others_are_not() -> None:
 
 def test_every_option_of_a_layer_is_an_option_of_the_model() -> None:
     assert set(LAYER_OPTIONS) <= set(vars(MODEL))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--window-size", "8", "--window-attn-skip-freq", "0"], "0: use 1 or more"),
-        (["--window-size", "8", "--window-attn-skip-freq", "([1]+[0])*3"], "is a list for 6 layers, --num-layers is 4"),
-        (["--window-size", "8", "--window-attn-skip-freq", "[[1]]*4"], "expected a number or a list of 0 and 1"),
-        (["--window-size", "8", "--window-attn-skip-freq", "[1]*9**9"], "expected a number or a list of 0 and 1"),
-        (["--window-size", "8", "--window-attn-skip-freq", "exit()"], "expected a number or a list of 0 and 1"),
-        (["--window-size", "8", "--window-attn-skip-freq", "[2]*4"], "expected a number or a list of 0 and 1"),
-        (["--layer-pattern", "5"], r"describes 5 layers, --num-layers is 4; repeat the runs with a last word '\.\.\.'"),
-        (["--layer-pattern", "..."], "describes 0 layers"),
-        (["--layer-pattern", "...", "4"], r"'\.\.\.': a run has 1 layer or more, not \.\.\."),
-        (["--layer-pattern", "0 window_size=8", "4"], "'0 window_size=8': a run has 1 layer or more, not 0"),
-        (["--layer-pattern", "4 window_size"], r"write COUNT NAME=VALUE \.\.\., such as '5 window_size=1024'"),
-        (["--layer-pattern", " "], "write COUNT NAME=VALUE"),
-        (["--layer-pattern", "1", "window_size=8", "..."], "'window_size=8' lacks its count: write '1 window_size=8'"),
-        (["--layer-pattern", "4 window_size=8 window-size=8"], "names an option twice"),
-        (["--layer-pattern", "4 window=8"], "--layer-pattern window=8: unknown option; did you mean window_size"),
-        (["--layer-pattern", "4 x=8"], "unknown option; layers may differ in attention, mlp, num_query_groups"),
-        (["--layer-pattern", "4 hidden_size=8"], "all layers share this option; layers may differ in"),
-        (["--layer-pattern", "4 window_size=0"], "window_size 0: expected a value at least 1"),
-        (["--layer-pattern", "4 activation=gelo"], "did you mean gelu"),
-        (["--layer-pattern", "4 num_query_groups=none"], "expected a number, or leave it out for the model's"),
-        (["--layer-pattern", "4 attention=linear"], "attention=linear: expected none, for a layer without attention"),
-        (["--layer-pattern", "4 attention=none window_size=8"], "sets window_size in a layer without attention"),
-        (["--layer-pattern", "4 mlp=none ffn_mult=2"], "sets ffn_mult in a layer without mlp"),
-        (["--layer-pattern", "4 ffn_mult=inf"], "ffn_mult=inf: expected a number above 0"),
-        (["--layer-pattern", "4 attention=none mlp=none"], "does nothing; lower --num-layers"),
-        (["--layer-pattern", "4 rotary_base=5"], "sets rotary_base in a layer without rotary positions"),
-        (["--layer-pattern", "4 qk_layernorm_scope=projection"], "sets qk_layernorm_scope in a layer without"),
-        (["--layer-pattern", "4 position_embedding_type=learned_absolute"], "learned positions enter with the embeddi"),
-        (["--layer-pattern", "4 n_heads_in_group=3"], "n_heads_in_group=3 does not divide --num-attention-heads 8"),
-        (["--layer-pattern", "4 ffn_mult=0"], "ffn_mult=0: expected a number above 0"),
-        (
-            ["--layer-pattern", "4 window_size=8", "--window-size", "8", "--window-attn-skip-freq", "2"],
-            "--layer-pattern and --window-attn-skip-freq both set window_size; give one of them",
-        ),
-        (
-            [*ROPE.split(), "--layer-pattern", "2 rotary_percent=0.4", "..."],
-            "^--rotary-percent 0.4 of a head of 8 channels is 3",
-        ),
-        (
-            [*ROPE.split(), "--layer-pattern", "2 rotary_percent=0.4", "2 position_embedding_type=none"],
-            "layers 0 to 1: --rotary-percent 0.4 of a head of 8 channels is 3",
-        ),
-        (
-            ["--layer-pattern", "2 ffn_hidden_size=30", "2", "--tensor-model-parallel-size", "4"],
-            "layers 0 to 1: --tensor-model-parallel-size 4 does not divide --ffn-hidden-size 30; use 28 or 32",
-        ),
-        (
-            ["--bf16", "--fp8", "hybrid", "--kv-channels", "16", "--layer-pattern", "3", "1 ffn_hidden_size=40"],
-            "^layer 3: --fp8-format needs GEMMs whose sizes are multiples of 16, but --ffn-hidden-size / tp = 40",
-        ),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_mistake_in_a_pattern_is_one_message_with_a_way_out(flags: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        load_config([*job(), *flags])
-    assert len(str(error.value).splitlines()) == 1
 
 
 BLOCK = {"n_heads_in_group": 4, "no_op": False, "replace_with_linear": False}

@@ -167,36 +167,6 @@ def test_no_misspelling_leads_to_a_refused_flag() -> None:
         assert not meant or meant in field_flags() or megatron_flags()[meant].kind not in WITHOUT
 
 
-@pytest.mark.parametrize(
-    ("words", "key", "value"),
-    [
-        ("--position-embedding-type rope --no-position-embedding", "model.position_embedding_type", "rope"),
-        ("--no-position-embedding --use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
-        ("--vocab-file v --merge-file m", "data.tokenizer_type", "GPT2BPETokenizer"),
-        ("--split \\'949,50,1\\'", "data.split", "'949,50,1'"),
-        ("--save-interval 2_000", "checkpoint.save_interval", 2000),
-        ("--train-iters 7 --global-batch-size 8 --rampup-batch-size 2 2 9", "training.train_iters", 7),
-        ("--bf16 --initial-loss-scale 4096 --loss-scale 1", "precision.dtype", "bf16"),
-        ("--eval-iters 0 --eval-interval 0", "training.eval_interval", None),
-        ("--eval-iters -1", "training.eval_iters", 0),
-        ("--exit-interval 0 --exit-duration-in-mins 0", "training.exit_interval", None),
-        ("--checkpoint-activations", "recompute.recompute_method", "uniform"),
-        (
-            "--activations-checkpoint-method block --activations-checkpoint-num-layers 3",
-            "recompute.recompute_num_layers",
-            3,
-        ),
-        ("--activations-checkpoint-method uniform", "recompute.recompute_granularity", "full"),
-        ("--fp8-hybrid --bf16", "precision.fp8_format", "hybrid"),
-        ("--seed 1 --seed 2", "training.seed", 2),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_megatron_allows_is_allowed(words: str, key: str, value: object) -> None:
-    section, name = key.split(".")
-    assert getattr(getattr(load_config(job(words)).config, section), name) == value
-
-
 def test_shares_in_quotes_are_the_shares() -> None:
     assert split_shares("'949,50,1'") == split_shares("949,50,1")
 

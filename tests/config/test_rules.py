@@ -21,23 +21,10 @@ from megapipe.config.problems import divisors, nearest_values, use_divisors, use
 from megapipe.config.rules.check import check
 from megapipe.config.rules.training import job as job_rule
 from megapipe.errors import ConfigError
-from tests.config.examples import SHAPE, job
+from tests.config.examples import job
+from tests.tables import rows
 
-SAMPLES = SHAPE + " --micro-batch-size 2 --lr 1e-3 --train-samples 1000 --mock-data --vocab-size 9"
-BROKEN_RULES = Path(__file__).with_name("broken_rules.tsv")
-CASES = [line.split("\t") for line in BROKEN_RULES.read_text("utf-8").splitlines() if not line.startswith("#")]
-RAMPS = [
-    ("--rampup-batch-size 2 2 100", "needs --global-batch-size"),
-    ("--global-batch-size 8 --rampup-batch-size 16 2 100", "starts above --global-batch-size 8"),
-    ("--global-batch-size 8 --rampup-batch-size 2 4 100", "an INCREMENT that divides 6"),
-    ("--global-batch-size 8 --rampup-batch-size 4 1 100", "multiples of --micro-batch-size 2"),
-    ("--global-batch-size 8 --rampup-batch-size 0 2 100", "at least 1"),
-    ("--step-batch-size-schedule 0:2 1K", "1K is not TOKENS:SIZE"),
-    ("--step-batch-size-schedule 5K:2 10K:4", "the first TOKENS must be 0"),
-    ("--global-batch-size 8 --step-batch-size-schedule 0:2 1M:4", "give 4"),
-    ("--step-batch-size-schedule 0:3 1M:4", "3 is not a multiple of --micro-batch-size 2"),
-    ("--global-batch-size 8 --rampup-batch-size 2 2 9 --step-batch-size-schedule 0:8", "one of the two"),
-]
+CASES, REMARKS = rows(Path(__file__).with_name("broken_rules.tsv")), rows(Path(__file__).with_name("remarks.tsv"))
 # like CASES, but only configurations built in code can break these rules
 IN_CODE = [
     ({"data": {"mock_data": False, "data_path": ()}}, "--data-path is empty"),
@@ -65,14 +52,6 @@ def test_a_broken_rule_is_named_and_similar_valid_flags_pass(flags: str, named: 
         load_config(job(flags))
     assert any(all(word in line for word in named.split(" & ")) for line in str(error.value).splitlines())
     load_config(job(fine))
-
-
-@pytest.mark.parametrize(("flags", "words"), RAMPS, ids=[case[1] for case in RAMPS])
-def test_a_batch_ramp_must_reach_the_global_batch_size(flags: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        load_config([*SAMPLES.split(), *flags.split()])
-    ramp = "--global-batch-size 8 --rampup-batch-size 2 2 100"
-    load_config([*SAMPLES.split(), *ramp.split()])
 
 
 def changed(config: Config, changes: dict[str, dict[str, object]]) -> Config:
@@ -115,7 +94,7 @@ def test_every_rule_is_broken_by_a_case() -> None:
     messages = []
     sys.settrace(trace)
     try:
-        for flags in [*(job(case[0]) for case in CASES), *([*SAMPLES.split(), *ramp.split()] for ramp, _ in RAMPS)]:
+        for flags in (job(case[0]) for case in CASES):
             with pytest.raises(ConfigError) as error:
                 load_config(flags)
             messages.append(str(error.value))
@@ -133,57 +112,6 @@ def test_every_rule_is_broken_by_a_case() -> None:
         and not need.without
         and not any(f"needs {need.flag}" in m or f"need {need.flag}" in m for m in messages)
     ]
-
-
-REMARKS = [
-    ("--save-interval 5 --async-save", "--save-interval & --async-save & --save DIR"),
-    ("--bf16 --initial-loss-scale 65536 --hysteresis 3", "--initial-loss-scale & --hysteresis & --fp16"),
-    ("--optimizer sgd --adam-beta1 0.8 --adam-eps 1e-6", "--optimizer & --adam-beta1 & --adam-eps"),
-    (
-        "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --fp8-amax-history-len 16",
-        "--fp8-recipe & --fp8-amax-history-len",
-    ),
-    ("--fp8-recipe delayed", "--fp8-recipe delayed & --fp8-format"),  # a configuration saved when that was the default
-    ("--sample-tokens 5", "--sample-tokens & --sample-prompts"),
-    ("--sgd-momentum 0.5", "--sgd-momentum & --optimizer sgd"),
-    ("--split 90,5,5", "--split & --data-path"),
-    ("--no-manual-gc-eval", "--no-manual-gc-eval & --manual-gc"),
-    (
-        "--recompute-method uniform --recompute-num-layers 1",
-        "--recompute-method & --recompute-num-layers & --recompute-granularity full",
-    ),
-    (
-        "--multi-latent-attention --position-embedding-type rope --kv-channels 100",
-        "--multi-latent-attention & --kv-channels & --qk-head-dim & --qk-pos-emb-head-dim",
-    ),
-    (
-        "--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
-        "--moe-router-load-balancing-type & --moe-aux-loss-coeff",
-    ),
-    (
-        "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax",
-        "--moe-router-score-function & --moe-router-pre-softmax",
-    ),
-    (
-        "--num-experts 4 --moe-shared-expert-intermediate-size 64 --recompute-activations "
-        "--recompute-modules layernorm shared_experts",
-        "--recompute-modules",
-    ),
-    ("--num-experts 4 --recompute-granularity selective --recompute-modules mlp core_attn", "--recompute-modules"),
-    (
-        "--num-experts 4 --moe-token-dispatcher-type allgather --moe-expert-capacity-factor 1",
-        "--moe-token-dispatcher-type & alltoall",
-    ),
-    (
-        "--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
-        "--tensor-model-parallel-size & --context-parallel-size & --micro-batch-size",
-    ),
-    ("--cuda-graph-warmup-steps 5", "--cuda-graph-warmup-steps & --cuda-graph-impl local"),
-    ("--cuda-graph-impl transformer_engine", "--cuda-graph-impl"),
-    ("--cp-comm-type a2a", "--cp-comm-type & --context-parallel-size"),
-    ("--wandb-exp-name run", "--wandb-exp-name & --wandb-project"),
-    ("--manual-gc-interval 5", "--manual-gc-interval & --manual-gc"),
-]
 
 
 @pytest.mark.parametrize(("flags", "named"), REMARKS, ids=[case[0] for case in REMARKS])

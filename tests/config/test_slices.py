@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from megapipe.config.config import Config
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.errors import ConfigError
 from megapipe.layers.model import model_spec
 from megapipe.plan.layer_costs import flops_of_length, sequence_slices
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.action import Op
-from tests.tiny import LLAMA, make_config
+from tests.tiny import make_config
 
 BASE: dict[str, Any] = {
     "num_layers": 4,
@@ -36,34 +35,10 @@ BASE: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "pipe_sp_splits": 4,
 }
-LATENT = LLAMA | {"multi_latent_attention": True, "kv_lora_rank": 4, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def config(**changes: Any) -> Config:
     return make_config(**BASE | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"pipe_sp_splits": 33}, "--pipe-sp-splits 33: --seq-length 32 has at most 32 slices; use 32 or fewer"),
-        (
-            {"pipe_sp_splits": 20, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-            "has at most 16 slices of a multiple of 2 tokens; use 16 or fewer",
-        ),
-        ({"pipe_sp_splits": 9, "context_parallel_size": 2}, "has at most 8 slices of a multiple of 4 tokens"),
-        ({"hidden_dropout": 0.1}, "--hidden-dropout 0.1 and --attention-dropout 0: .*use 0 for both"),
-        ({"attention_dropout": 0.1}, "--attention-dropout 0.1: masks would depend on the number of slices"),
-        (
-            {"pipe_sp_splits": 5, "dtype": "bf16", "fp8_format": "hybrid"},
-            "has at most 2 slices of a multiple of 16 tokens; use 2 or fewer",
-        ),
-    ],
-)
-def test_what_slices_cannot_do_is_refused(changes: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        resolve(config(**changes), 8)
 
 
 @given(

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.extras.dry_run.grids import LLAMA
-from tests.extras.dry_run.test_planned import DOCUMENTS
+from tests.extras.dry_run.grids import DOCUMENTS, LLAMA
 
 pytestmark = pytest.mark.timeout(300)
 TWO_LAYERS = {"num_layers": 2, "global_batch_size": 2, "dtype": "bf16"}

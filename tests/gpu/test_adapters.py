@@ -31,13 +31,13 @@ from tests.model.grids import (
     GPT2,
     LLAMA,
     assert_equal,
+    assert_gradients,
     make_microbatch,
     make_stage,
     model_config,
     reference,
     reference_run,
 )
-from tests.model.test_tensor_parallel_stage import assert_gradients
 from tests.tensor_parallel.ranks import tp_group
 from tests.train.grids import runtime_of, step_microbatches, trainer, whole_parameters
 

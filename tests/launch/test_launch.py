@@ -138,20 +138,6 @@ def test_one_rank_prints_for_all(
     assert outcome.message.startswith(message) if message else outcome.message == ""
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "the script is missing"),
-        (["--nproc-per-nod", "2"], "did you mean --nproc-per-node"),
-        (["--nproc-per-node"], "expected one argument"),
-    ],
-    ids=["nothing", "misspelt", "no value"],
-)
-def test_wrong_flags_are_refused_in_one_line(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(words)
-
-
 def test_an_abbreviation_of_one_flag_in_two_spellings_is_that_flag() -> None:
     assert parse(["--nproc", "2", "--master-a=x", "pretrain"]).nproc_per_node == "2"
     assert read_launch(["--nproc", "2", "--dry-run", "pretrain"]).ranks_per_node == 2

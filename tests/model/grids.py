@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.comm.groups import Group
 from megapipe.config.config import ResolvedModelConfig
 from megapipe.config.layers import layer_configs
+from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.extras.reference.config import ReferenceConfig
@@ -214,3 +216,48 @@ def assert_equal(actual: Tensor, expected: Tensor, name: str, tolerance: float =
     """
     difference, size = (actual - expected).abs().max().item(), expected.abs().max().item()
     assert difference <= max(tolerance * size, 1e-13), f"{name}: differs by {difference} of {size}"
+
+
+def assert_gradients(
+    stage: GPTStage, config: ModelConfig, expected: Expected, rank: int, world_size: int, sequence_parallel: bool
+) -> int:
+    """Assert that this rank's gradient slices, with partial ones summed, equal the reference's; return their number."""
+    grads = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    specs = {spec.name: spec for spec in model_parameters(config, sequence_parallel)}
+    assert grads.keys() == specs.keys()
+    for name, grad in grads.items():
+        spec, parts = (
+            specs[name],
+            [],
+        )  # every rank's gradient, so that replicas can be summed where their rows are declared partial
+        for source in range(world_size):
+            part = (
+                grad.clone() if source == rank else torch.empty(spec.local_shape(source, world_size), dtype=grad.dtype)
+            )
+            dist.broadcast(part, source)
+            parts.append(part)
+        for interval, mine in zip(spec.intervals(rank, world_size), split(spec, grad, rank, world_size), strict=True):
+            total = mine.clone()
+            if len(interval.replicas) > 1 and spec.needs_replica_sum(interval):
+                total = sum(rows_of(spec, parts[r], interval, r, world_size) for r in interval.replicas)
+            dim = spec.slicing.dim or 0
+            assert_equal(
+                total,
+                expected.grads[name].narrow(dim, interval.start, interval.stop - interval.start),
+                f"{name} {interval}",
+            )
+    return len(grads)
+
+
+def split(spec: Any, local: torch.Tensor, tp_rank: int, tp: int) -> list[torch.Tensor]:
+    return list(local.split([i.stop - i.start for i in spec.intervals(tp_rank, tp)], dim=spec.slicing.dim or 0))
+
+
+def rows_of(spec: Any, local: torch.Tensor, interval: Any, tp_rank: int, tp: int) -> torch.Tensor:
+    """Return the same global rows from another rank's local tensor."""
+    (part,) = (
+        p
+        for i, p in zip(spec.intervals(tp_rank, tp), split(spec, local, tp_rank, tp), strict=True)
+        if (i.start, i.stop) == (interval.start, interval.stop)
+    )
+    return part

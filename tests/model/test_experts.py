@@ -16,9 +16,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ExpertGroups, Group, build_process_groups
 from megapipe.config.config import convert, resolve_model
 from megapipe.config.layers import LayerConfig
-from megapipe.config.load import load_config
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.errors import ConfigError
 from megapipe.extras.report.kernels import describe_kernels
 from megapipe.extras.verify.compare import gradient_pieces
 from megapipe.extras.verify.oracle import drawn_slices, random_batches, share_of
@@ -280,86 +278,6 @@ def test_a_step_with_grouped_gemms_equals_one_without(
     assert grouped[:2] == pytest.approx(plain[:2], rel=close)
 
 
-REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
-    "moe-without-experts": (1, again("moe", num_experts=None), "moe recomputes nothing: no layer has experts"),
-    "no-shared": (1, again("shared_experts"), "shared_experts recomputes nothing: there are none"),
-    "no-dense-activation": (1, again("activation"), "activation recomputes nothing: .* use moe_act"),
-    "inside": (1, again("moe", "moe_act"), "moe already recomputes moe_act inside it; leave moe_act out"),
-    "replay-in-parts": (
-        2,
-        again("moe", ep=2, overlap_moe_expert_parallel_comm=True),
-        "does not work with --recompute-modules moe yet: parts of a layer",
-    ),
-    "budget-in-parts": (
-        2,
-        {"ep": 2, "overlap_moe_expert_parallel_comm": True, "recompute_memory_budget": 0.5},
-        "does not work with --recompute-memory-budget .* yet: parts of a layer",
-    ),
-    "ep-divides-experts": (3, {"ep": 3, "global_batch_size": 12}, "size 3 does not divide --num-experts 4"),
-    "k": (1, {"moe_router_topk": 5}, "--moe-router-topk 5 is above --num-experts 4"),
-    "k-one": (1, {"moe_router_topk": 1}, "add --moe-router-pre-softmax"),
-    "tp-without-sp": (2, {"tp": 2, "sequence_parallel": False}, "needs --sequence-parallel"),
-    "groups": (1, {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "3 does not divide --num-experts 4"),
-    "group-topk": (1, {"moe_router_num_groups": 2}, "needs --moe-router-group-topk"),
-    "groups-of-no-expert": (
-        1,
-        {"moe_router_num_groups": 4, "moe_router_group_topk": 3},
-        "--moe-router-group-topk 3 is above --moe-router-topk 2",
-    ),
-    "sinkhorn-loss": (
-        1,
-        {"moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": (0.1,)},
-        "sinkhorn with --moe-aux-loss-coeff above 0",
-    ),
-    "sinkhorn-capacity": (
-        1,
-        {"moe_router_load_balancing_type": ("sinkhorn",), "moe_aux_loss_coeff": (0.0,)}
-        | {"moe_expert_capacity_factor": 1.0},
-        "sinkhorn with --moe-expert-capacity-factor",
-    ),
-    "sinkhorn-and-others": (
-        1,
-        {"moe_router_load_balancing_type": ("sinkhorn", "aux_loss"), "moe_aux_loss_coeff": (0.0, 0.0)},
-        "sinkhorn cannot be combined with others",
-    ),
-    "losses": (1, {"moe_aux_loss_coeff": (0.1, 0.2)}, "names 1 losses, --moe-aux-loss-coeff gives 2"),
-    "losses-twice": (
-        1,
-        {"moe_aux_loss_coeff": (0.1, 0.2), "moe_router_load_balancing_type": ("aux_loss", "aux_loss")},
-        "a loss is named twice",
-    ),
-    "global-loss-in-two-directions": (
-        2,
-        {"pp": 2, "pipeline_schedule": "dualpipe", "moe_router_load_balancing_type": ("global_aux_loss",)},
-        "global_aux_loss does not work with --pipeline-schedule dualpipe",
-    ),
-    "width": (8, {"etp": 8}, "expert tensor parallel size 8 does not divide --moe-ffn-hidden-size 12"),
-    "bias-channels": (
-        3,
-        {"etp": 3, "add_bias_linear": True, "global_batch_size": 12},
-        "expert tensor parallel size 3 does not divide --hidden-size 16",
-    ),
-    "grid": (2, {"ep": 4}, "does not divide the 2 ranks of a pipeline rank"),
-    "asynchronous": (
-        2,
-        {"pp": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0, "untie_embeddings_and_output_weights": True},
-        "--pipeline-schedule pipedream does not work with --num-experts yet",
-    ),
-    "without-experts": (2, {"num_experts": None, "ep": 2}, "--expert-model-parallel-size.* needs? --num-experts"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_run_is_refused_in_one_message(name: str) -> None:
-    world_size, options, message = REFUSED[name]
-    if options.get("num_experts", 4) is None:
-        options = {key: None for key in MODEL if key.startswith("moe_")} | options
-        options = options | {"moe_aux_loss_coeff": (0.0,), "moe_router_load_balancing_type": ("aux_loss",)}
-    with pytest.raises(ConfigError, match=message) as caught:
-        resolve(make_config(**MODEL | options), world_size)
-    assert len(str(caught.value).splitlines()) == 1, caught.value
-
-
 def sinkhorn_of_megatron(logits: Tensor, topk: int) -> list[set[int]]:
     """Return the experts of each token as Megatron-Core 0.19.2 chooses them, one number at a time in fp32.
 
@@ -409,12 +327,6 @@ def test_sinkhorn_weighs_by_plain_scores_and_evaluates_without_balancing(topk: i
             wanted = balanced_choice(logits.view(8, 2, 6), topk, None)
         assert torch.equal(chosen.sort(-1).values, wanted.sort(-1).values)
         torch.testing.assert_close(weights, scores.gather(1, chosen))
-
-
-def test_another_kind_of_balancing_is_refused_by_name() -> None:
-    flags = ["--num-experts", "4", "--moe-router-load-balancing-type", "quantile_balancing"]
-    with pytest.raises(ConfigError, match=r"--moe-router-load-balancing-type.*quantile_balancing.*global_aux_loss"):
-        load_config(flags)
 
 
 def test_losses_of_routers_follow_the_scale_of_the_loss(rank_pools: Callable[[int], RankPool]) -> None:

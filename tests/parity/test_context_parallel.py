@@ -49,19 +49,6 @@ UNTIED = {"untie_embeddings_and_output_weights": True}
 A2A, GATHER = {"cp_comm_type": ("a2a",)}, {"cp_comm_type": ("all_gather",)}
 BOTH = {"cp_comm_type": ("a2a+p2p",), "hierarchical_context_parallel_sizes": (2, 2)}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "cp 2, p2p": (2, {"cp": 2}),
-    "cp 2, all_gather": (2, {"cp": 2} | GATHER),
-    "cp 2, a2a": (2, {"cp": 2} | A2A),
-    "cp 4, a2a+p2p": (4, {"cp": 4} | BOTH),
-    "cp 3, p2p, grouped, rotary": (3, {"cp": 3} | LLAMA),
-    "cp 2, p2p, documents": (2, {"cp": 2} | DOCUMENTS | LLAMA),
-    "cp 2, all_gather, documents, tokens": (2, {"cp": 2, "calculate_per_token_loss": True} | DOCUMENTS | GATHER),
-    "cp 4, a2a+p2p, documents": (4, {"cp": 4} | DOCUMENTS | BOTH | ROPE),
-    "cp 4, p2p, window of 2": (4, {"cp": 4, "window_size": 2} | LLAMA),
-    "cp 3, p2p, window of 7, dropout": (3, {"cp": 3, "window_size": 7} | DROPOUT),
-    "cp 2, all_gather, window of 9": (2, {"cp": 2, "window_size": 9} | GATHER | LLAMA),
-    "cp 4, a2a+p2p, window of 5, dropout": (4, {"cp": 4, "window_size": 5} | BOTH | DROPOUT),
-    "cp 2, a2a, window of 5, documents, dropout": (2, {"cp": 2, "window_size": 5} | A2A | DROPOUT | DOCUMENTS),
     "cp 2, p2p, queries that grow, norms without weights": (
         2,
         {"cp": 2, "qk_l2_norm": True} | LLAMA | NOPE | {"rope_scaling_type": "none"} | DOCUMENTS,
@@ -76,39 +63,14 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | ZERO,
     ),
     "cp 2, p2p, gated": (2, {"cp": 2, "attention_output_gate": True} | LLAMA | DOCUMENTS),
-    "cp 2 tp 2, a2a, gated, core": (
-        4,
-        {"cp": 2, "tp": 2, "sequence_parallel": True, "attention_output_gate": True, "qk_layernorm": True}
-        | LLAMA
-        | A2A
-        | CORE
-        | ZERO,
-    ),
     "cp 2 pp 2 zb-h1, gated, muon": (
         4,
         {"cp": 2, "pp": 2, "pipeline_schedule": "zb-h1", "attention_output_gate": True, "num_query_groups": 1}
         | {"optimizer": "muon", "muon_tp_mode": "duplicated"},
     ),
-    "cp 2, p2p, soft-caps, dropout": (
-        2,
-        {"cp": 2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "num_query_groups": 1} | DROPOUT,
-    ),
-    "cp 2, all_gather, softmax in fp32, dropout": (
-        2,
-        {"cp": 2, "attention_softmax_in_fp32": True} | GATHER | DROPOUT | DOCUMENTS,
-    ),
-    "cp 2 tp 2 sequence parallel, qk norm": (
-        4,
-        {"cp": 2, "tp": 2, "sequence_parallel": True, "qk_layernorm": True} | LLAMA | ZERO | CORE,
-    ),
     "cp 2 tp 4 one kv head, dropout": (
         8,
         {"cp": 2, "tp": 4, "sequence_parallel": True, "num_query_groups": 1} | DROPOUT | DOCUMENTS,
-    ),
-    "cp 2 dp 2 pp 2 zb-h1": (8, {"cp": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | ZERO | LLAMA | DOCUMENTS),
-    "cp 2 pp 2 zb-v, a2a, full": (
-        4,
-        {"cp": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "zb-v", "num_layers": 4} | A2A | FULL,
     ),
     "cp 2 pp 2 dualpipe": (
         4,
@@ -124,13 +86,7 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | ZERO
         | DOCUMENTS,
     ),
-    "cp 4 tp 2, a2a+p2p, core": (
-        8,
-        {"cp": 4, "tp": 2, "sequence_parallel": True} | BOTH | CORE | ROPE,
-    ),
     "cp 2 pp 2 pipedream": (4, {"cp": 2, "pp": 2, "pipeline_schedule": "pipedream", "clip_grad": 0.0} | LLAMA | UNTIED),
-    "cp 2, a2a, keeps attention": (2, {"cp": 2, "recompute_keep_attention": True} | A2A | FULL | LLAMA),
-    "cp 2 pp 2 zb-h2": (4, {"cp": 2, "pp": 2, "pipeline_schedule": "zb-h2"} | UNTIED | ZERO),
     "cp 2, offloaded": (2, {"cp": 2, "cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1} | DOCUMENTS),
 }
 EXPERTS: dict[str, Any] = {
@@ -164,12 +120,6 @@ SINKS, ONE = {"softmax_type": "learnable"}, {"softmax_type": "off-by-one"}
 KEEPS = FULL | {"recompute_keep_attention": True}
 # experts, latent attention, attention sinks, heads that ranks share, recompute with kept results
 GRIDS |= {
-    "experts, cp 2 ep 2": (2, {"cp": 2, "ep": 2} | EXPERTS),
-    "experts, cp 2 ep 1, tokens, masks": (2, {"cp": 2, "calculate_per_token_loss": True} | EXPERTS | DOCUMENTS),
-    "experts, cp 2 tp 2 ep 4 etp 1 dp 2": (
-        8,
-        {"cp": 2, "tp": 2, "ep": 4, "etp": 1, "calculate_per_token_loss": True} | EXPERTS | LLAMA | ZERO | A2A,
-    ),
     "experts, cp 3 etp 3": (
         3,
         {"cp": 3, "etp": 3} | EXPERTS | SIGMOID | {"moe_ffn_hidden_size": 9, "add_bias_linear": False},
@@ -177,11 +127,6 @@ GRIDS |= {
     "experts, cp 2 tp 2 etp 2 ep 2 pp 2 zb-h1": (
         8,
         {"cp": 2, "tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | EXPERTS | SIGMOID | LLAMA | ZERO,
-    ),
-    "experts, cp 4 ep 4, a2a+p2p, full recompute": (4, {"cp": 4, "ep": 4} | EXPERTS | BOTH | FULL | DOCUMENTS),
-    "experts, cp 2 tp 2 ep 2 etp 1, capacity": (
-        4,
-        {"cp": 2, "tp": 2, "ep": 2, "etp": 1, "moe_expert_capacity_factor": 0.8} | EXPERTS,
     ),
     "experts, cp 2 ep 2 pp 2, capacity padded, overlapped": (
         4,
@@ -200,46 +145,21 @@ GRIDS |= {
         2,
         {"cp": 2, "ep": 2, "optimizer": "muon", "muon_tp_mode": "duplicated"} | EXPERTS | LLAMA | {"adam_eps": 1e-3},
     ),
-    "latent, cp 2, p2p": (2, {"cp": 2} | LATENT),
     "latent, cp 2, p2p, queries that grow": (
         2,
         {"cp": 2, "rope_scaling_type": "yarn", "rope_original_max_position_embeddings": 3, "yarn_query_scale": 0.7}
         | LATENT,
     ),
-    "latent, cp 2, a2a, documents": (2, {"cp": 2} | LATENT | A2A | DOCUMENTS),
-    "latent, cp 2, a2a, window, dropout, core": (2, {"cp": 2, "window_size": 5} | LATENT | A2A | DROPOUT | CORE),
-    "latent, cp 2 tp 2, all_gather, core": (
-        4,
-        {"cp": 2, "tp": 2, "sequence_parallel": True} | LATENT | {"q_lora_rank": None} | GATHER | CORE,
-    ),
     "latent, cp 4, a2a+p2p, dropout": (4, {"cp": 4} | LATENT | BOTH | DROPOUT | {"v_head_dim": 9}),
-    "latent, cp 3, p2p, kept, soft-cap": (3, {"cp": 3, "attn_logit_softcapping": 2.0} | LATENT | FULL),
-    "sinks, cp 2, p2p, window": (2, {"cp": 2, "window_size": 5} | LLAMA | SINKS),
-    "sinks, cp 2 tp 2, all_gather, core": (
-        4,
-        {"cp": 2, "tp": 2, "sequence_parallel": True} | LLAMA | SINKS | GATHER | CORE | DOCUMENTS,
-    ),
-    "sinks, cp 2, a2a": (2, {"cp": 2} | LLAMA | SINKS | A2A),
-    "sinks, cp 4, a2a+p2p, dropout": (4, {"cp": 4} | LLAMA | SINKS | BOTH | DROPOUT),
-    "sinks of one, cp 3, p2p, window of 2": (3, {"cp": 3, "window_size": 2} | LLAMA | ONE | DOCUMENTS),
-    "sinks of one, cp 2, a2a, soft-cap": (2, {"cp": 2, "attn_logit_softcapping": 2.0} | LLAMA | ONE | A2A),
-    "shared heads, cp 4, a2a": (4, {"cp": 4} | LLAMA | A2A),
     "shared heads, cp 2 tp 2, a2a, qk norm": (
         4,
         {"cp": 2, "tp": 2, "sequence_parallel": True, "qk_layernorm": True} | LLAMA | A2A | SINKS | DOCUMENTS,
     ),
     "shared heads, cp 4, a2a+p2p": (4, {"cp": 4, "num_query_groups": 1} | BOTH | DROPOUT | ZERO),
-    "cp 2, p2p, keeps attention": (2, {"cp": 2} | KEEPS | LLAMA),
-    "cp 2, all_gather, keeps attention, documents": (2, {"cp": 2} | KEEPS | LLAMA | GATHER | DOCUMENTS),
-    "cp 4 pp 2, a2a+p2p, keeps attention, zb-h1": (
-        8,
-        {"cp": 4, "pp": 2, "pipeline_schedule": "zb-h1"} | KEEPS | LATENT | BOTH,
-    ),
     "cp 2, p2p, keeps attention, offloaded": (
         2,
         {"cp": 2, "cpu_offloading_num_layers": 2, "min_offloaded_tensor_size": 1} | KEEPS | LLAMA,
     ),
-    "cp 2, p2p, memory budget": (2, {"cp": 2, "recompute_memory_budget": 0.3, "num_layers": 3} | LLAMA),
 }
 SHORT = {"cp": "context_parallel_size"}
 

@@ -34,26 +34,9 @@ SHARDED = {
 }
 INTERLEAVED = {"chunks": 2, "schedule": "loop"}
 CORNERS = {
-    "one microbatch in four stages": plain_grid(pp=4, microbatches=1),
     "fewer microbatches than interleaved stages": plain_grid(pp=4, **INTERLEAVED, microbatches=3),
-    "interleaved, microbatches not a multiple of pp": plain_grid(pp=2, **INTERLEAVED, microbatches=5),
     "interleaved groups longer than pp, with a remainder": plain_grid(
         pp=2, chunks=3, microbatch_group="pp + 1", microbatches=5
-    ),
-    "tied embedding, dp 3, distributed optimizer": plain_grid(pp=2, dp=3, microbatches=2, **SHARDED),
-    "tied embedding on one rank, dp 3, distributed optimizer": plain_grid(tp=2, dp=3, microbatches=2, **SHARDED),
-    "one KV head on tp 4": plain_grid(tp=4, kv_heads="one", microbatches=2),
-    "one KV head on tp 4 x dp 2, distributed optimizer": plain_grid(
-        tp=4, dp=2, kv_heads="one", qk_layernorm=True, **SHARDED
-    ),
-    "tp 4, sequence parallel, qk-norm, full recompute, dropout": plain_grid(
-        tp=4,
-        sequence_parallel=True,
-        qk_layernorm=True,
-        recompute="uniform 2",
-        kv_heads="some",
-        hidden_dropout=0.2,
-        attention_dropout=0.3,
     ),
     "tp 2, sequence parallel, split backward, attention kept through full recompute, dropout": plain_grid(
         tp=2,
@@ -77,9 +60,6 @@ CORNERS = {
     ),
     "embedding alone, head alone, tied, two chunks": plain_grid(
         pp=2, dp=2, **INTERLEAVED, cut="empty stages", microbatches=3, clip_grad=0.05, **SHARDED
-    ),
-    "ranks without a real row of the vocabulary": plain_grid(
-        tp=4, pp=2, vocabulary="a rank of padding", label_smoothing=0.1, z_loss=1e-2, weight_decay=0.1
     ),
 }
 

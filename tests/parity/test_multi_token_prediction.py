@@ -59,14 +59,6 @@ BIAS = {
     "moe_router_bias_update_rate": 0.05,
     "moe_shared_expert_intermediate_size": 8,
 }
-LATENT = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 6,
-    "kv_lora_rank": 5,
-    "qk_head_dim": 6,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 6,
-}
 
 
 def schedule(name: str, **options: Any) -> dict[str, Any]:
@@ -77,46 +69,29 @@ V = {"chunks": 2}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank, two modules, documents": (1, TWO | DOCUMENTS | LLAMA),
     "one rank, untied, dropout, per token": (1, UNTIED | DROPOUT | PER_TOKEN | TWO | {"eod_mask_loss": True}),
-    "one rank, full recompute, dropout, soft-cap": (1, FULL | DROPOUT | {"final_logit_softcapping": 2.0}),
     "one rank, loss in chunks, norms around": (
         1,
         {"cross_entropy_chunk_size": 3, "norm_position": "around", "label_smoothing": 0.1, "z_loss": 0.01},
     ),
     "pp 2, tied, zero": (4, schedule("1f1b") | ZERO | TWO),
-    "pp 2, untied, zero": (4, schedule("1f1b") | ZERO | UNTIED | DOCUMENTS),
     "pp 4, untied, tp 2 sequence parallel": (8, schedule("1f1b", pp=4) | SP | UNTIED | DROPOUT | ZERO),
     "pp 2, tied, tp 2, without sequence parallelism": (4, schedule("gpipe", tp=2) | TWO | BLOCK),
     "pp 2, zero bubble, untied, per token": (4, schedule("zb-h1") | UNTIED | TWO | ZERO | PER_TOKEN | DOCUMENTS),
-    "pp 2, zero bubble, tied, tp 2": (4, schedule("zb-h2") | SP | FULL | {"embedding_scale": 3.0}),
-    "pp 2, interleaved, untied": (4, schedule("interleaved") | V | UNTIED | ZERO),
     "pp 2, zb-v, untied": (4, schedule("zb-v") | V | UNTIED | TWO | ZERO | {"ddp_bucket_size": 300}),
-    "pp 2, zb-v, tied": (4, schedule("zb-v") | V | ZERO),
     "pp 2, dualpipe, untied": (4, schedule("dualpipe") | UNTIED | ZERO),
     "pp 2, dualpipe-v, tied": (4, schedule("dualpipe-v") | V | TWO | DROPOUT),
-    "cp 2, p2p, documents, two modules": (2, {"context_parallel_size": 2, "seq_length": 24} | TWO | DOCUMENTS | LLAMA),
     "cp 2 of pp 2 tp 2, a2a, untied": (
         8,
         schedule("1f1b", context_parallel_size=2, seq_length=16, cp_comm_type=("a2a",)) | SP | UNTIED | PER_TOKEN,
     ),
-    "offloaded, pp 2, zero bubble, untied": (
-        2,
-        schedule("zb-h1", cpu_offloading_num_layers=4, min_offloaded_tensor_size=1) | UNTIED | TWO,
-    ),
-    "experts, one rank, bias": (1, EXPERTS | BIAS | TWO),
     "experts, ep 2 of tp 2, pp 2, zero bubble": (
         4,
         schedule("zb-h1", ep=2, etp=1) | SP | EXPERTS | BIAS | ZERO | UNTIED,
-    ),
-    "experts, ep 2 of dp 2, pp 2, full recompute": (4, schedule("1f1b", ep=2) | EXPERTS | FULL | TWO),
-    "experts, latent attention, ep 2, pp 2 dualpipe-v": (
-        4,
-        schedule("dualpipe-v", ep=2) | V | EXPERTS | LATENT | {"num_query_groups": None},
     ),
     "experts, ep 2, pp 2, in parts": (
         4,
         schedule("1f1b", ep=2, overlap_moe_expert_parallel_comm=True) | EXPERTS | BIAS | UNTIED,
     ),
-    "muon, tp 2, zero": (4, SP | {"optimizer": "muon", "muon_tp_mode": "duplicated"} | ZERO | LLAMA),
     "factor 0": (2, {"mtp_loss_scaling_factor": 0.0} | ZERO),
 }
 

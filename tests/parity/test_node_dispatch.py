@@ -158,11 +158,6 @@ def test_what_cannot_run_is_refused_in_one_message(options: dict[str, Any], mess
         resolve(make_config(**SMALL | changes), 24, 6)
 
 
-def test_sums_in_the_node_need_tokens_that_go_once_to_a_node() -> None:
-    with pytest.raises(ConfigError, match=r"--moe-combine-in-node .*--moe-token-dispatcher-type flex"):
-        resolve(make_config(**SMALL | {"moe_combine_in_node": True}), 4, 2)
-
-
 def test_the_start_says_how_tokens_travel() -> None:
     def words(**options: Any) -> str:
         (line,) = dispatch_words(resolve(make_config(**SMALL | FLEX | {"ep": 4} | options), 4, per_node), "gloo")

@@ -19,19 +19,12 @@ FSDP = {"data_parallel_sharding_strategy": "optim_grads_params"}
 DELAY = OVERLAP | {"delay_wgrad_compute": True}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp 1": (2, {"ep": 2} | DELAY | SHARED),
-    "pp 2 1f1b": (4, {"ep": 2, "pp": 2} | OVERLAP | ZERO),
     "pp 2 1f1b, dropout behind a combine": (4, {"ep": 2, "pp": 2, "hidden_dropout": 0.2} | OVERLAP),
     "pp 2 1f1b, dense layers, sigmoid": (4, {"ep": 2, "pp": 2, "moe_layer_freq": "[0,1,1,0]"} | DELAY | SIGMOID),
     "pp 2 interleaved": (4, {"ep": 2, "pp": 2, "chunks": 2} | DELAY | ZERO | SHARED),
     "pp 2 1f1b, weights on inputs": (
         4,
         {"ep": 2, "pp": 2, "moe_apply_probs_on_input": True} | DELAY | SIGMOID | SHARED,
-    ),
-    "pp 2 dualpipe": (4, {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe"} | DELAY | ZERO | SIGMOID),
-    "pp 2 dualpipe-v": (4, {"ep": 2, "pp": 2, "chunks": 2, "pipeline_schedule": "dualpipe-v"} | OVERLAP | SHARED),
-    "pp 4 1f1b, 6 layers": (
-        8,
-        {"ep": 2, "pp": 4, "num_layers": 6, "moe_layer_freq": "[0,1,1,1,0,1]", "global_batch_size": 32} | DELAY | ZERO,
     ),
     "pp 4 dualpipe": (
         8,
@@ -44,14 +37,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | DELAY
         | ZERO
         | SHARED,
-    ),
-    "pp 2 dualpipe, weights sharded": (
-        8,
-        {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe", "global_batch_size": 32, "overlap_param_gather": True}
-        | {"overlap_grad_reduce": True, "untie_embeddings_and_output_weights": True}
-        | DELAY
-        | FSDP
-        | SIGMOID,
     ),
     "pp 2 interleaved, weights sharded by microbatch, norms after": (
         4,
@@ -73,7 +58,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | OVERLAP
         | SHARED,
     ),
-    "tp 2, etp 1, ep 4, pp 2": (8, {"tp": 2, "ep": 4, "etp": 1, "pp": 2} | DELAY | ZERO | SIGMOID),
 }
 
 

@@ -27,7 +27,6 @@ from tests.parity.test_context_parallel import (
     LATENT,
     LLAMA,
     MODEL,
-    ROPE,
     SINKS,
     UNTIED,
     ZERO,
@@ -52,36 +51,18 @@ UNSCALED = {"rope_scaling_type": "none"}
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"pp 2, {k} slices": (2, {"pp": 2, "k": k}) for k in range(1, 6)},
     **{f"pp 1, {k} slices, one microbatch": (1, {"k": k} | LLAMA | ONE) for k in (2, 5)},
-    "pp 3, one microbatch, equal lengths": (3, {"pp": 3, "k": 4, "num_layers": 3} | ONE | AVERAGE | LLAMA),
     "pp 4, 24 slices of one token": (4, {"pp": 4, "k": 24, "num_layers": 4} | LLAMA),
-    "pp 2 interleaved": (2, {"pp": 2, "k": 3} | INTERLEAVED | LLAMA),
-    "pp 2 zb-h1, full": (2, {"pp": 2, "k": 3} | H1 | FULL | LLAMA),
-    "pp 2 zb-h1, core": (2, {"pp": 2, "k": 5} | H1 | CORE),
-    "pp 2 zb-v": (2, {"pp": 2, "k": 3} | V | LLAMA),
-    "pp 2 zb-v tp 2, full": (4, {"pp": 2, "tp": 2, "k": 4} | V | SP | FULL | ROPE),
-    "pp 2 tp 2, qk norm": (4, {"pp": 2, "tp": 2, "k": 3, "qk_layernorm": True} | SP | LLAMA | ZERO),
     "pp 2, queries that grow": (2, {"pp": 2, "k": 3} | LLAMA | NOPE | UNSCALED),
-    "pp 2 tp 2, without sequence parallelism": (4, {"pp": 2, "tp": 2, "k": 5} | AVERAGE),
     "pp 2 tp 4, one kv head": (8, {"pp": 2, "tp": 4, "k": 4, "num_query_groups": 1} | SP | AVERAGE),
-    "pp 2 dp 2, documents": (4, {"pp": 2, "k": 4} | DOCUMENTS | ZERO | LLAMA),
-    "pp 2 dp 2 zb-h1, documents, tokens": (4, {"pp": 2, "k": 5, "calculate_per_token_loss": True} | H1 | DOCUMENTS),
-    "pp 2 dp 2, weights sharded": (4, {"pp": 2, "k": 3} | SHARDED | LLAMA),
     "pp 2 dp 2, weights sharded in units": (
         4,
         {"pp": 2, "k": 3, "num_layers": 4, "data_parallel_sharding_units": 2} | SHARDED | LLAMA,
     ),
-    "pp 2, window of 5": (2, {"pp": 2, "k": 4, "window_size": 5} | LLAMA),
     "pp 2, window of 1, equal lengths": (2, {"pp": 2, "k": 5, "window_size": 1} | AVERAGE),
     "pp 2, windows in some layers": (
         2,
         {"pp": 2, "k": 4, "window_size": 7, "window_attn_skip_freq": "2", "num_layers": 4} | LLAMA | CORE,
     ),
-    "pp 2, window and documents": (2, {"pp": 2, "k": 3, "window_size": 6} | DOCUMENTS | LLAMA),
-    "pp 2, soft-caps": (
-        2,
-        {"pp": 2, "k": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "num_query_groups": 1},
-    ),
-    "pp 2, softmax in fp32": (2, {"pp": 2, "k": 2, "attention_softmax_in_fp32": True} | DOCUMENTS),
     "pp 2, norm, attention and mlp recomputed": (
         2,
         {
@@ -93,16 +74,12 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | LLAMA
         | H1,
     ),
-    "pp 2, memory budget": (2, {"pp": 2, "k": 3, "recompute_memory_budget": 0.4} | LLAMA | H1),
     "pp 2, ramp, chunked loss": (
         2,
         {"pp": 2, "k": 4, "cross_entropy_chunk_size": 5, "num_query_groups": 2} | UNTIED | INTERLEAVED,
     ),
-    "pp 2, sinks and windows": (2, {"pp": 2, "k": 3, "window_size": 5} | LLAMA | SINKS),
-    "pp 2, latent attention, core": (2, {"pp": 2, "k": 3} | LATENT | CORE),
     "pp 2, attention kept": (2, {"pp": 2, "k": 3} | LLAMA | FULL | {"recompute_keep_attention": True}),
     "pp 2, two modules of multi-token prediction": (2, {"pp": 2, "k": 3, "mtp_num_layers": 2} | LLAMA | H1),
-    "cp 2, window": (2, {"cp": 2, "k": 3, "window_size": 7} | LLAMA),
     "cp 2, all_gather, documents": (2, {"cp": 2, "k": 3} | GATHER | DOCUMENTS),
     "cp 2, a2a, latent attention": (2, {"cp": 2, "k": 2} | A2A | LATENT),
     "pp 2 cp 2, sinks, window": (4, {"pp": 2, "cp": 2, "k": 3, "window_size": 7} | LLAMA | SINKS),
@@ -116,7 +93,6 @@ GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
         | {"window_size": 7, "window_attn_skip_freq": "2", "attention_kind": "chunked"}
         | DOCUMENTS,
     ),
-    "pp 2 dp 2, overlapped": (4, {"pp": 2, "k": 3, "ddp_bucket_size": 200} | ZERO | LLAMA | H1),
 }
 
 
@@ -128,22 +104,7 @@ def differences(
     return plan_differences(rank, plan, [Rates(0.02, 0.1, None), Rates(0.01, 0.2, None)], change=change)
 
 
-EVERYDAY = {
-    *(f"pp 2, {k} slices" for k in range(1, 6)),
-    "pp 3, one microbatch, equal lengths",
-    "pp 2 interleaved",
-    "pp 2 zb-h1, full",
-    "pp 2 zb-v",
-    "pp 2 tp 2, qk norm",
-    "pp 2 dp 2, documents",
-    "pp 2, window of 5",
-    "pp 2, soft-caps",
-    "pp 2 zb-h1, core",
-}
-NAMES = [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.slow) for name in GRIDS]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", GRIDS)
 def test_slices_equal_whole_sequences_in_one_process(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     ranks, options = GRIDS[name]
     assert rank_pools(ranks).run(differences, options)[0] == []

@@ -50,24 +50,6 @@ def test_layers_are_cut_as_the_flags_say(fields: dict[str, object], counts: tupl
         assert resolve(wanted, 2).partition.layer_counts == counts
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"account_for_embedding_in_pipeline_split": True}, r"9 layers \(embedding and loss included"),
-        ({"decoder_first_pipeline_num_layers": 9}, r"are given 9 layers, .* --num-layers 8"),
-        (
-            {"decoder_first_pipeline_num_layers": 2, "account_for_loss_in_pipeline_split": True},
-            r"both relieve the first and last rank",
-        ),
-        ({"decoder_first_pipeline_num_layers": 3, "num_virtual_stages_per_pipeline_rank": 2}, r"do not divide"),
-    ],
-    ids=["embedding", "first", "both_ways", "chunks"],
-)
-def test_a_cut_that_would_drop_layers_is_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve(small_config(pipeline_model_parallel_size=2, **fields), 2)
-
-
 @st.composite
 def layer_fields(draw: st.DrawFn) -> dict[str, object]:
     """Draw a small model, a grid, and one way to cut; about half of the draws are valid."""

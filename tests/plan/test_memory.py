@@ -16,13 +16,9 @@ from hypothesis import strategies as st
 from megapipe.config.config import resolve_model
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
-from megapipe.extras.search.bounds import Bounds
-from megapipe.extras.search.layout import Layout
-from megapipe.extras.search.search import predict
 from megapipe.layers.model import ModelSpec, model_spec
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import LayerGroup, backward_peak, group_backward, replay_bytes
-from megapipe.plan.hardware import hardware_named
 from megapipe.plan.memory import SliceBytes, all_rank_memory, peak_of_row, rank_memory, stage_activation_bytes
 from megapipe.plan.resolve import resolve
 from megapipe.plan.traces import layer_trace
@@ -372,14 +368,3 @@ def test_chunks_of_an_update_count_where_a_step_has_a_lower_peak() -> None:
     assert items["reduction"] == 2 * 4 * 4 * 512 * 512 - step > 0
     assert rank_memory(resolve(small_config(dtype="bf16", **shape, **small), 1), 0).items["reduction"] == 0
     assert rank_memory(resolve(small_config(dtype="bf16", **shape), 1), 0).items["reduction"] == 0
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_the_search_bounds_a_rank_with_narrow_state_from_below(schedule: str) -> None:
-    dtypes = narrow(main_grads_dtype="bf16", exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
-    config = small_config(dtype="bf16", clip_grad=0.0, global_batch_size=16, **dtypes)
-    layout = Layout(1, 2, 1, schedule, 1, RecomputeConfig())
-    hardware = dataclasses.replace(hardware_named("h100"), nccl_bytes=0)
-    bound, found = Bounds(config, 4, hardware).of(layout), predict(config, layout, 4, hardware)
-    assert bound is not None
-    assert 0.5 * found.peak_bytes < bound.least_bytes <= found.peak_bytes

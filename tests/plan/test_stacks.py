@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.command import main
 from megapipe.layers.table import AttentionWork
 from megapipe.plan.expert_load import ExpertLoad
 from megapipe.plan.hardware import HARDWARE, WITHOUT_MATRIX_UNITS, Hardware
@@ -128,19 +127,3 @@ def test_heads_of_odd_sizes_do_not_use_the_matrix_units(channels: int) -> None:
 def test_an_unknown_stack_is_refused_with_the_names_of_all() -> None:
     with pytest.raises(ConfigError, match=r"--stack nemo .*megapipe, megatron-core"):
         stack_named("nemo")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--world-size", "8", "--stack", "pytorch"], "--stack pytorch predicts seconds: add --gpu NAME"),
-        (["--world-size", "8", "--gpu", "h100", "--stack", "nemo"], "--stack nemo is not in the table"),
-        (["--world-size", "8", "--explain"], "--explain is for --world-size N ranks with one of --gpu"),
-        (["--gpus", "8", "--gpu", "h100", "--explain"], "--explain is for --world-size N ranks with one of --gpu"),
-    ],
-    ids=["no hardware", "unknown", "explain without hardware", "explain a search"],
-)
-def test_a_wrong_stack_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--config", "configs/llama3_8b.yaml", *words]) != 0
-    printed = capsys.readouterr()
-    assert message in printed.err and printed.err.count("error") == 1

@@ -11,8 +11,18 @@ from megapipe.errors import ConfigError
 from megapipe.plan.resolve import resolve
 from megapipe.plan.world_rules import world_rules
 from tests.config.examples import job as job_flags
+from tests.tables import rows
 from tests.tiny import small_config
 from tests.train.jobs import job
+
+CASES = rows(Path(__file__).with_name("broken_rules.tsv"))
+
+
+@pytest.mark.parametrize(("world_size", "flags", "named"), CASES, ids=[f"{case[1]} on {case[0]}" for case in CASES])
+def test_a_broken_rule_is_named(world_size: str, flags: str, named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(load_config(job_flags(flags)).config, int(world_size))
+    assert any(all(word in line for word in named.split(" & ")) for line in str(error.value).splitlines())
 
 
 def lines(flags: str, world_size: int) -> list[str]:
@@ -38,19 +48,6 @@ def test_errors_of_the_schedule_and_of_the_ranks_are_among_all_others() -> None:
     assert len(found) == len(starts), found
     for line, start in zip(found, starts, strict=True):
         assert line.startswith(start), (line, start)
-
-
-def test_sharded_weights_need_a_synchronous_schedule_and_instances_divide_the_replicas() -> None:
-    flags = "--data-parallel-sharding-strategy optim_grads_params --pipeline-model-parallel-size 2 "
-    asynchronous = "--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights"
-    (line,) = lines(f"{flags} {asynchronous}", 2)
-    assert line.startswith(
-        "--pipeline-schedule pipedream does not work with --data-parallel-sharding-strategy optim_grads_params: it "
-    )
-    (line,) = lines(f"{flags} --pipeline-schedule dualpipe --global-batch-size 64", 2)
-    assert "with a tied embedding and --pipeline-schedule dualpipe" in line
-    (line,) = lines(f"{flags} --num-distributed-optimizer-instances 3", 8)
-    assert line.startswith("--num-distributed-optimizer-instances 3 does not divide the 4 ranks")
 
 
 def test_ranks_are_not_judged_by_values_that_could_not_be_read() -> None:

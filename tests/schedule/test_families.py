@@ -4,7 +4,6 @@ They are compared with closed forms and memory peaks in the domain of each form,
 lists.
 """
 
-import itertools
 import re
 from pathlib import Path
 from random import Random
@@ -23,14 +22,12 @@ from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
 from tests.schedule.naive import runs
-from tests.schedule.strategies import family_schedules, family_shapes, peak_live_microbatches, uneven_costs
+from tests.schedule.strategies import family_schedules, peak_live_microbatches, uneven_costs
 
 FIXTURES = (
     Path(__file__).parent.parent / "fixtures" / "schedules"
 )  # written by torch 2.13.0 with make_with_torch.py there
 TORCH_LISTS = sorted(FIXTURES.glob("*.csv"))
-SEARCHED = "zb-auto"
-WRITTEN = [name for name in SCHEDULES if name != SEARCHED]
 UNITS = [
     pytest.param(*costs, id="F{}-I{}-W{}".format(*costs))
     for costs in ((1, 1, 1), (1, 1, 0.5), (1, 2, 1), (2, 1, 1), (1, 1, 1.5))
@@ -185,27 +182,6 @@ def test_dualpipe_idle_and_peak(name, p, F, W, FB):
         assert set(timeline.peak_live_chunks) == {stages + 1}
 
 
-def test_dualpipe_of_8_ranks_and_32_microbatches_idles_6_of_102():
-    timeline = timeline_of(build_schedule("dualpipe", 8, 1, 32), FB=3.0)
-    assert timeline.makespan_seconds == 102
-    assert set(timeline.barrier_idle_seconds) == {6}
-
-
-@pytest.mark.parametrize(
-    ("name", "chained_share", "barrier_share"),
-    [("1f1b", 0.1795, 0.1795), ("zb-h1", 0.0680, 0.0680), ("zb-h2", 0, 0.0680), ("zb-v", 0, 0.0352)],
-)
-def test_published_shares_of_8_ranks_and_32_microbatches(name, chained_share, barrier_share):
-    timeline = timeline_of(build_schedule(name, 8, SCHEDULES[name].chunks or 1, 32))
-    assert round(timeline.chained_bubble.share, 4) == chained_share
-    assert round(timeline.barrier_bubble.share, 4) == barrier_share
-
-
-def test_zb_h1_bubble_exceeds_a_third_of_1f1b_if_w_is_short():
-    shares = [timeline_of(build_schedule(name, 8, 1, 32), 1, 1, 0.3).barrier_bubble.share for name in ("zb-h1", "1f1b")]
-    assert [round(share, 4) for share in shares] == [0.1392, 0.1795]
-
-
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
 def test_asynchronous_families_never_drain_and_are_marked_asynchronous(name):
     p, m = 4, 24
@@ -223,11 +199,6 @@ def test_asynchronous_families_never_drain_and_are_marked_asynchronous(name):
         )
     validate(lower(schedule))
     assert all(a.op is not Op.REDUCE_GRAD for row in lower(schedule).rows for a in row)
-
-
-def test_all_synchronous_families_are_marked_so():
-    for name in WRITTEN:
-        assert build_schedule(*family_shapes(name, 2, 2, 8)).is_synchronous is SCHEDULES[name].is_synchronous
 
 
 def assert_above_lower_bounds(schedule, costs):
@@ -261,28 +232,6 @@ def test_every_family_validates_lowers_runs_and_stays_above_the_lower_bounds(sch
 def runs_as_planned(lowered):
     """Run the naive executor, which executes one action per turn: use small schedules only."""
     return sum(map(len, lowered.rows)) > 1500 or runs(lowered)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", WRITTEN)
-@pytest.mark.parametrize("p", range(1, 17))
-def test_every_shape_of_every_family(name, p):
-    random = Random(p)
-    done = set()
-    for m, v in itertools.product(range(1, 65), range(1, 5)):
-        shape = family_shapes(name, p, v, m)
-        if shape in done:
-            continue
-        done.add(shape)
-        schedule = build_schedule(*shape)
-        seconds = {
-            (s, op): random.uniform(0.1, 3.0) for s in range(schedule.num_stages) for op in (Op.F, Op.B, Op.I, Op.W)
-        }
-        lowered = lower(schedule)
-        validate(lowered)
-        assert simulate(lowered, Costs(seconds)).makespan_seconds == simulate(schedule, Costs(seconds)).makespan_seconds
-        assert_above_lower_bounds(schedule, Costs(seconds))
 
 
 @given(family_schedules(max_p=4, max_m=8), st.integers(0, 10**6))

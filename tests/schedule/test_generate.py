@@ -72,33 +72,11 @@ def test_interleaved_peak_and_warm_up(p, m, v, extra):
     assert peak_live_microbatches(timeline_of(schedule))[0] == min(warm[0] + 1, v * m) / v
 
 
-def test_interleaved_peak_is_not_p_microbatches():
-    p, v = 8, 2
-    peak = peak_live_microbatches(timeline_of(build_schedule("interleaved", p, v, 32)))[0]
-    assert peak == p * (1 + (p - 1) / (p * v)) == 11.5
-
-
 @given(ranks, microbatches, st.integers(0, 9))
 def test_groups_cover_all_microbatches_and_fold_a_small_rest(p, m, extra):
     groups = microbatch_groups(m, p + extra, p)
     assert [k for group in groups for k in group] == list(range(m))
     assert all(len(group) >= p for group in groups) or len(groups) == 1
-
-
-def test_first_backwards_of_1f1b_start_at_slots_7_6_5_4():
-    timeline = simulate(build_schedule("1f1b", 4, 1, 8), Costs.equal(4))
-    first = [timeline.starts[r][warm_up(row)] for r, row in enumerate(timeline.schedule.rows)]
-    assert first == [7, 6, 5, 4]
-    assert timeline.makespan_seconds == 22
-
-
-@pytest.mark.parametrize(
-    ("name", "v", "share"),
-    [pytest.param("1f1b", 1, 0.1795, id="1f1b"), pytest.param("interleaved", 2, 0.0986, id="interleaved")],
-)
-def test_published_shares_of_8_ranks_and_32_microbatches(name, v, share):
-    timeline = timeline_of(build_schedule(name, 8, v, 32))
-    assert round(timeline.barrier_bubble.share, 4) == round(timeline.chained_bubble.share, 4) == share
 
 
 @given(ranks, chunks, microbatches)

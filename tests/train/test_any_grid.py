@@ -20,7 +20,7 @@ from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import KEEP_ALL, open_folder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.save import Attempt, Extras, SaveReport
-from megapipe.checkpoint.shard import tensor_box
+from megapipe.checkpoint.shard import TensorBox, tensor_box
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.extras.inspect.checkpoint import compare
 from megapipe.plan.resolve import resolve
@@ -35,7 +35,8 @@ from tests.train.test_resume import train
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 ZERO = {"use_distributed_optimizer": True, "ddp_bucket_size": 700}
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params", "data_parallel_sharding_units": 2}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+Layout = tuple[int, dict[str, Any]]
+LAYOUTS: dict[str, Layout] = {
     "one": (1, {}),
     "dp2": (2, {}),
     "dp4_zero": (4, ZERO),
@@ -85,6 +86,44 @@ def whole(key: str, name: str, shape: tuple[int, ...]) -> Tensor:
     return expected(key, name, shape)
 
 
+def values_of(name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
+    """Return what a part of a tensor of a checkpoint holds."""
+    return whole(*name.split("/", 1), shape)[slices].reshape(-1)
+
+
+def boxes_of(runtime: TrainingRuntime) -> list[TensorBox]:
+    """Return what a rank loads: its optimizer's state, and biases of routers."""
+    found = (tensor_box(held.key, held.piece, held.values) for held in runtime.optimizer.state())
+    return [*(box for box in found if box is not None), *(box for _, box in runtime.held_states("master"))]
+
+
+def assert_all_load(runtimes: dict[str, list[TrainingRuntime]], writer: str, root: Path) -> None:
+    """Save known values on one layout, and assert that every layout loads them."""
+    attempt = Attempt(Disk(), root, 1, Extras({}, ""), KEEP_ALL, 1 << 22)
+    temporary = attempt.begin()
+    assert isinstance(temporary, Path)
+    written = []
+    for rank, runtime in enumerate(runtimes[writer]):
+        for held in runtime.optimizer.state():
+            name = f"{held.key}/{held.piece.spec.name}"
+            held.values.copy_(values_of(name, held.piece.spec.shape, held.piece.box.slices))
+        for _, box in runtime.held_states("master"):
+            box.values.copy_(values_of(box.name, box.shape, box.box.slices))
+        written.append(attempt.write(temporary, list(boxes_to_save(runtime)), rank))
+    report = attempt.finish(temporary, written)
+    assert isinstance(report, SaveReport), report
+    folder = open_folder(report.path)
+    for reader, ranks in runtimes.items():
+        for runtime in ranks:
+            boxes = boxes_of(runtime)
+            for box in boxes:
+                box.values.fill_(math.nan)
+            load_tensors(folder, boxes, Group.alone("world"))
+            for box in boxes:
+                there = values_of(box.name, box.shape, box.box.slices)
+                assert torch.equal(box.values, there), (writer, reader, box.name, box.box)
+
+
 @pytest.fixture(scope="module")
 def all_runtimes() -> dict[str, list[TrainingRuntime]]:
     return {name: simulated(*layout) for name, layout in LAYOUTS.items()}
@@ -94,33 +133,7 @@ def all_runtimes() -> dict[str, list[TrainingRuntime]]:
 def test_every_layout_loads_what_every_other_saved(
     tmp_path: Path, all_runtimes: dict[str, list[TrainingRuntime]], writer: str
 ) -> None:
-    attempt = Attempt(Disk(), tmp_path, 1, Extras({}, ""), KEEP_ALL, 1 << 22)
-    temporary = attempt.begin()
-    assert isinstance(temporary, Path)
-    written = []
-    for rank, runtime in enumerate(all_runtimes[writer]):
-        for held in runtime.optimizer.state():
-            held.values.copy_(
-                whole(held.key, held.piece.spec.name, held.piece.spec.shape)[held.piece.box.slices].reshape(-1)
-            )
-        written.append(attempt.write(temporary, list(boxes_to_save(runtime)), rank))
-    report = attempt.finish(temporary, written)
-    assert isinstance(report, SaveReport), report
-    folder = open_folder(report.path)
-    for reader, ranks in all_runtimes.items():
-        for runtime in ranks:
-            boxes = [
-                box
-                for held in runtime.optimizer.state()
-                if (box := tensor_box(held.key, held.piece, held.values)) is not None
-            ]
-            for box in boxes:
-                box.values.fill_(math.nan)
-            load_tensors(folder, boxes, Group.alone("world"))
-            for box in boxes:
-                key, name = box.name.split("/", 1)
-                there = whole(key, name, box.shape)[box.box.slices].reshape(-1)
-                assert torch.equal(box.values, there), (writer, reader, box.name, box.box)
+    assert_all_load(all_runtimes, writer, tmp_path)
 
 
 # --- pairs with processes: from one layout to another and back
@@ -144,6 +157,22 @@ def taken_over(rank: int, world: int, changes: dict[str, Any], there: str, root:
     return train(runtime, resumed.state, resumed.schedules, 5)
 
 
+def assert_the_way_back_changes_nothing(pools: Pools, root: Path, first: Layout, second: Layout) -> None:
+    """Take a run of one layout to another and back: bits stay, and both continue alike."""
+    here, there, back = (str(root / name) for name in ("here", "there", "back"))
+    (world, changes), (other_world, other_changes) = first, second
+    losses = pools(world).run(begun, changes, here)[0]
+    other_losses = pools(other_world).run(taken_over, other_changes, here, there)[0]
+    again = pools(world).run(taken_over, changes, there, back)[0]
+    assert again == losses
+    assert other_losses == pytest.approx(losses, rel=1e-6, abs=0)
+    assert len(set(losses)) == 3
+    folders = [open_folder(Path(saved) / "step_00000002") for saved in (here, there, back)]
+    for other in folders[1:]:
+        found = list(compare(folders[0], other))
+        assert len(found) > 60 and [one.name for one in found if not one.is_equal] == []
+
+
 NAMES = list(LAYOUTS)
 PAIRS = [
     (name, NAMES[(index + 5) % len(NAMES)]) for index, name in enumerate(NAMES)
@@ -156,15 +185,4 @@ CASES = [pytest.param(*pair, id="-".join(pair), marks=() if pair[0] in QUICK els
 def test_resharding_there_and_back_changes_no_bit_and_training_continues(
     rank_pools: Pools, tmp_path: Path, first: str, second: str
 ) -> None:
-    here, there, back = (str(tmp_path / name) for name in ("here", "there", "back"))
-    (world, changes), (other_world, other_changes) = LAYOUTS[first], LAYOUTS[second]
-    losses = rank_pools(world).run(begun, changes, here)[0]
-    other_losses = rank_pools(other_world).run(taken_over, other_changes, here, there)[0]
-    again = rank_pools(world).run(taken_over, changes, there, back)[0]
-    assert again == losses
-    assert other_losses == pytest.approx(losses, rel=1e-6, abs=0)
-    assert len(set(losses)) == 3
-    folders = [open_folder(Path(root) / "step_00000002") for root in (here, there, back)]
-    for other in folders[1:]:
-        found = list(compare(folders[0], other))
-        assert len(found) > 60 and [one.name for one in found if not one.is_equal] == []
+    assert_the_way_back_changes_nothing(rank_pools, tmp_path, LAYOUTS[first], LAYOUTS[second])

@@ -26,12 +26,21 @@ PP = {"pipeline_model_parallel_size": 2}
 EXPERTS = LLAMA | {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8, "expert_model_parallel_size": 2}
 LATENT = LLAMA | {"multi_latent_attention": True, "kv_lora_rank": 4, "qk_head_dim": 4, "qk_pos_emb_head_dim": 4}
 LATENT |= {"v_head_dim": 6, "kv_channels": None, "num_query_groups": None}
+CHUNKS = {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 8}
 IN_PARTS = {"overlap_moe_expert_parallel_comm": True, "num_layers": 4, "pipeline_schedule": "dualpipe-v"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dense": (2, {}),
     "latent attention, prediction ahead": (2, LATENT | {"mtp_num_layers": 1}),
     "experts": (4, EXPERTS | {"moe_shared_expert_intermediate_size": 8}),
     "experts in parts": (8, PP | EXPERTS | IN_PARTS | {"moe_shared_expert_intermediate_size": 8}),
+    "recomputed norms and activations, two chunks": (
+        4,
+        PP | LLAMA | CHUNKS | {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp")},
+    ),
+    "full recompute, tied, two chunks": (
+        4,
+        PP | CHUNKS | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    ),
     "slices": (4, PP | LLAMA | {"pipe_sp_splits": 2}),
 }
 

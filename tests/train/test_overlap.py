@@ -7,16 +7,13 @@ starts when its operation is launched and ends when it is known to be complete.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
-from megapipe.comm.collectives import Work, all_gather
 from megapipe.comm.trace import Event, Tracer
-from megapipe.data_parallel import store as gather_module
 from megapipe.optimizer.schedule import Rates
-from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
+from megapipe.schedule.action import Op, parse_action
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches, trainer
 from tests.train.runs import tiny
@@ -67,16 +64,6 @@ def reductions_of_step(events: list[Event]) -> list[Event]:
     return [event for event in named(events, "replicas reduce_scatter") if event.start_ns > first.start_ns]
 
 
-def test_gradient_reductions_start_before_the_last_backward_ends(traces: dict[bool, list[list[Event]]]) -> None:
-    for events in traces[True]:
-        last_backward = actions(events, Op.B)[-1]
-        reductions = reductions_of_step(events)
-        before = [event for event in reductions if event.start_ns < last_backward.end_ns]
-        assert len(before) > len(reductions) / 2
-        # buckets of the last stage are reduced while its own backward still runs, not only those of the stage before it
-        assert [event for event in before if event.start_ns > last_backward.start_ns]
-
-
 def test_without_overlap_reductions_start_after_the_last_backward(traces: dict[bool, list[list[Event]]]) -> None:
     for events in traces[False]:
         last_backward = actions(events, Op.B)[-1]
@@ -109,61 +96,3 @@ def test_without_overlap_no_forward_waits_for_parameters(traces: dict[bool, list
         assert not [
             event for event in named(events, "parameters of stage") if first.start_ns < event.start_ns < last.end_ns
         ]
-
-
-@pytest.mark.parametrize("kind", ["receive", "send"])
-def test_messages_travel_under_computation(traces: dict[bool, list[list[Event]]], kind: str) -> None:
-    for events in traces[True]:
-        computing = actions(events, *COMPUTE_OPS)
-        messages = [event for event in events if event.kind == kind]
-        under = [
-            m for m in messages if any(m.start_ns < event.start_ns and event.end_ns < m.end_ns for event in computing)
-        ]
-        assert len(under) > len(messages) / 2
-
-
-class Lazy(Work):
-    """A gather that runs only when it is waited for, as on an infinitely slow network."""
-
-    __slots__ = ("_done", "_run")
-
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self._run, self._done = run, False
-
-    def wait(self) -> None:
-        if not self._done:
-            self._done = True
-            self._run()
-
-
-def losses(rank: int, world_size: int, changes: dict[str, Any], is_lazy: bool) -> list[float]:
-    eager = gather_module.all_gather
-    if is_lazy:
-        gather_module.all_gather = lambda output, tensor, group, async_op: Lazy(
-            lambda: all_gather(output, tensor, group)
-        )
-    try:
-        runtime = runtime_of(tiny(**changes), rank, world_size)
-        step = trainer(runtime)
-        rows = np.random.RandomState(0).randint(0, 29, (16, 9))
-        return [step.run(step_microbatches(runtime, rows, index), Rates(3e-2, 0.0)).loss for index in range(3)]
-    finally:
-        gather_module.all_gather = eager
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"position_embedding_type": "rope", "qk_layernorm": True},
-        {"untie_embeddings_and_output_weights": True, "normalization": "RMSNorm", "recompute_granularity": "selective"},
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
-    ],
-    ids=["rope_qk_layernorm", "untied_rmsnorm_selective", "full_recompute"],
-)
-def test_however_slow_the_gather_no_part_computes_with_old_parameters(
-    rank_pools: Callable[[int], RankPool], changes: dict[str, Any]
-) -> None:
-    plain = rank_pools(4).run(losses, GRID | changes, False)
-    lazy = rank_pools(4).run(losses, GRID | changes | {"overlap_param_gather": True}, True)
-    assert plain == lazy
-    assert plain[0][0] > plain[0][2]

@@ -169,12 +169,8 @@ def test_the_slowest_rank_counts_for_what_all_have_measured() -> None:
         (["--output", "taken.yaml"], "taken.yaml exists: give another name, or --force"),
         (["--output", "folder"], "folder is a folder"),
         (["--output", "nowhere/x.yaml"], "nowhere does not exist"),
-        (["--seconds", "0"], "--seconds 0 must be above 0"),
-        (["--seconds", "nan"], "--seconds nan must be above 0"),
-        (["--dtype", "int8"], "--dtype int8: choose"),
-        (["--second", "3"], "--second is not a flag of megapipe calibrate"),
     ],
-    ids=["taken", "folder", "nowhere", "no time", "nan", "dtype", "flag"],
+    ids=["taken", "folder", "nowhere"],
 )
 def test_impossible_requests_are_refused_before_measuring(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ import gzip
 import importlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from megapipe.extras.cli import quickstart
 from megapipe.extras.cli.command import SUBCOMMANDS, main
 from megapipe.extras.cli.frame import Command, Option
 from megapipe.extras.cli.launch import threads_of_a_rank
+from tests.tables import rows
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+WRONG_COMMANDS = rows(Path(__file__).with_name("wrong_commands.tsv"))
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
@@ -60,6 +63,17 @@ def test_a_misspelled_flag_of_training_is_left_to_its_own_table() -> None:
     assert quickstart.main.parse(["--train-iter", "5"]).flags == ["--train-iter", "5"]
 
 
+@pytest.mark.parametrize(("words", "named"), WRONG_COMMANDS, ids=[words for words, _ in WRONG_COMMANDS])
+def test_a_wrong_command_is_one_error_that_names_what_is_wrong(
+    words: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(words)) in (1, 2)
+    error = capsys.readouterr().err
+    assert any(all(word in line for word in named.split(" & ")) for line in error.splitlines()), error
+    assert error.count("error: ") <= 1 and "Traceback" not in error
+
+
 def test_without_a_subcommand_it_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: megapipe SUBCOMMAND" in capsys.readouterr().out
@@ -93,24 +107,6 @@ def test_a_second_plan_for_16384_ranks_needs_no_torch(tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr
         assert "tp 8 x pp 16 x 8 chunks x dp 128" in ended.stdout
         assert ended.stdout.splitlines()[-1] == str(needs_torch)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--num-layers", "2"], "needs --world-size N"),
-        (["--world-size", "eight"], "--world-size eight"),
-        (["--world-size"], "--world-size"),
-        (["--world-size", "3", "--num-layers", "2", "--tensor-model-parallel-size", "2", "--vocab-size", "64"], "3"),
-    ],
-    ids=["no ranks", "no number", "nothing after it", "a world that does not fit"],
-)
-def test_an_impossible_plan_is_refused_with_the_reason(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", *words]) == 2
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
 
 
 def test_a_rank_gets_its_share_of_the_cores_and_at_least_one() -> None:
@@ -166,32 +162,6 @@ def test_train_tokenizer_takes_what_preprocess_takes(tmp_path: Path, capsys: pyt
     (tmp_path / "c.txt").write_text("one and two")
     assert main(["train-tokenizer", "--input", str(tmp_path / "c.txt"), *output]) == 2
     assert "--vocab-size 420: the text supports at most" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["generate", "--load", "x", "--seed", "two"], "--seed two: expected a whole number"),
-        (["generate", "--load", "x", "--top-p", "most"], "--top-p most: expected a number"),
-        (["convert", "x", "--to", "huggingface"], "--to huggingface: choose hugging-face, megapipe, megatron or dcp"),
-        (["generate", "--prompt", "x"], "the following arguments are required: --load; see --help"),
-        (["convert", "x", "y", "z"], "unrecognized arguments: z; see --help"),
-    ],
-    ids=["whole number", "number", "choice", "missing", "too many"],
-)
-def test_a_wrong_value_is_named_with_its_flag_and_the_rule(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize("seconds", ["-1", "0", "nan"])
-def test_status_repeats_only_after_a_positive_time(
-    seconds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["status", str(tmp_path), "--watch", seconds]) == 2
-    assert f"--watch {seconds} must be above 0" in capsys.readouterr().err
 
 
 def test_help_on_a_full_disk_is_one_line() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,107 +48,8 @@ ACTIVE = {
     "gpt_oss_20b": 3.61 + 0.579,
     "gpt_oss_120b": 5.13 + 0.579,
 }
-# the architecture in transformers, and keys of config.json on the hub; OLMo-3 before its YaRN
-HUB: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2_9b": (
-        "Gemma2ForCausalLM",
-        {
-            "attn_logit_softcapping": 50.0,
-            "cache_implementation": "hybrid",
-            "final_logit_softcapping": 30.0,
-            "head_dim": 256,
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_activation": "gelu_pytorch_tanh",
-            "hidden_size": 3584,
-            "intermediate_size": 14336,
-            "max_position_embeddings": 8192,
-            "num_attention_heads": 16,
-            "num_hidden_layers": 42,
-            "num_key_value_heads": 8,
-            "query_pre_attn_scalar": 256,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 10000.0,
-            "sliding_window": 4096,
-            "sliding_window_size": 4096,
-            "vocab_size": 256000,
-        },
-    ),
-    "gemma3_27b": (
-        "Gemma3ForCausalLM",
-        {
-            "head_dim": 128,
-            "hidden_size": 5376,
-            "intermediate_size": 21504,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 62,
-            "num_key_value_heads": 16,
-            "query_pre_attn_scalar": 168,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-            "sliding_window": 1024,
-            "vocab_size": 262208,
-        },
-    ),
-    "gpt_oss_20b": (
-        "GptOssForCausalLM",
-        {
-            "attention_bias": True,
-            "experts_per_token": 4,
-            "head_dim": 64,
-            "hidden_size": 2880,
-            "initial_context_length": 4096,
-            "intermediate_size": 2880,
-            "max_position_embeddings": 131072,
-            "num_attention_heads": 64,
-            "num_experts_per_tok": 4,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 8,
-            "num_local_experts": 32,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": {
-                "beta_fast": 32.0,
-                "beta_slow": 1.0,
-                "factor": 32.0,
-                "original_max_position_embeddings": 4096,
-                "rope_type": "yarn",
-                "truncate": False,
-            },
-            "rope_theta": 150000,
-            "sliding_window": 128,
-            "swiglu_limit": 7.0,
-            "tie_word_embeddings": False,
-            "vocab_size": 201088,
-        },
-    ),
-    "olmo2_7b": (
-        "Olmo2ForCausalLM",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "max_position_embeddings": 4096,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 500000,
-            "vocab_size": 100352,
-        },
-    ),
-    "olmo3_32b": (
-        "Olmo3ForCausalLM",
-        {
-            "hidden_size": 5120,
-            "intermediate_size": 27648,
-            "max_position_embeddings": 8192,
-            "num_attention_heads": 40,
-            "num_hidden_layers": 64,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 500000,
-            "sliding_window": 4096,
-            "vocab_size": 100278,
-        },
-    ),
-}
+# keys of config.json on the hub, and the architecture in transformers; OLMo-3 before its YaRN
+HUB = ("gemma2_9b", "gemma3_27b", "gpt_oss_20b", "olmo2_7b", "olmo3_32b")
 MADE_FOR_THE_DATA = {name: ["--vocab-size", "2048"] for name in ("quickstart", "quickstart_gpu", "stdlib_llama")}
 OVER_THE_QUICKSTART = {  # values that are defaults, but not those of quickstart.yaml
     "stdlib_llama": {
@@ -195,7 +96,8 @@ def test_a_config_is_the_model_on_the_hub_with_as_many_parameters_as_in_transfor
         "transformers",
         reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'",
     )
-    architecture, settings = HUB[name]
+    settings = json.loads((REPOSITORY / f"tests/fixtures/hugging_face/{name}.json").read_text())
+    (architecture,) = settings.pop("architectures")
     plan = plan_of(REPOSITORY / "configs" / f"{name}.yaml")
     family = FAMILIES[architecture]
     check_expressed(plan.config.model, family.read(settings), architecture)

@@ -58,22 +58,6 @@ def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--mtp-hybrid-override-pattern" not in report["command"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere.sh"], "nowhere.sh cannot be read"),
-        (["--json"], "no script"),
-        (["--set", "1=2", "x.sh"], "expected NAME=VALUE"),
-    ],
-    ids=["no file", "nothing", "set"],
-)
-def test_what_cannot_be_read_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
 def test_a_script_without_a_call_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.sh"
     script.write_text("source common.sh\necho pretrain_gpt.py\n")

@@ -123,24 +123,6 @@ def test_a_file_in_two_directions_loads_with_its_placement(tmp_path: Path, capsy
     assert main(["check", "--csv", str(path), "--placement", "two-directions"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "complaint"),
-    [
-        pytest.param(["draw"], "no schedule given", id="no name"),
-        pytest.param(["draw", "1f1v"], "did you mean 1f1b", id="misspelt"),
-        pytest.param(["paint"], "unknown subcommand", id="command"),
-        pytest.param(["compare", "--p2p", "-1"], "at least 0", id="negative"),
-        pytest.param(["compare", "-p", "0"], "--ranks 0 must be above 0", id="no ranks"),
-        pytest.param(["simulate", "zb-auto", "--memory-limit", "0.5"], "use 1 or more", id="no memory"),
-        pytest.param(["check", "1f1b", "--csv", "x.csv"], "use one", id="both"),
-        pytest.param(["check", "--csv", "nowhere.csv"], "nowhere.csv", id="no file"),
-    ],
-)
-def test_errors_are_one_line(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) != 0
-    assert complaint in capsys.readouterr().err
-
-
 def test_the_command_imports_no_torch() -> None:
     code = (
         "import sys; from megapipe.extras.cli.schedule import main; main(['compare', 'gpipe', '-p', '2']); "
@@ -182,27 +164,6 @@ def test_rows_of_parts_are_proven_by_name_or_from_a_file(tmp_path: Path, capsys:
     path.write_text(text.replace("0F0.0A,0F0.0M", "0F0.0M,0F0.0A", 1))
     assert main(["check", *words, "--parts", str(path)]) == 1
     assert "0F0.0M needs the activation of stage 0, layer 0, attention" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["compare", "--experts", "--forward", "2"], "--forward is only read without --experts"),
-        (["compare", "--layers", "4"], "--layers is only read with --experts"),
-        (["compare", "--experts", "--layers", "2", "--dense-layers", "3"], "use 1 layer or more"),
-        (["compare", "--experts", "--dispatch", "-1", "2"], "--dispatch -1 2: every time must be 0 or more"),
-        (["compare", "--experts", "1f1b", "--layers", "3", "-p", "5"], "would have no layer"),
-        (["check", "1f1b", "--parts", "rows.csv"], "--parts is only read with --experts"),
-        (["draw", "1f1b", "--experts", "--trace", "x.json"], "--trace draws stages"),
-    ],
-    ids=["time of stages", "no --experts", "dense layers", "negative", "too many ranks", "parts", "trace"],
-)
-def test_options_of_experts_that_cannot_be_read_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    printed = capsys.readouterr()
-    assert message in printed.out + printed.err
 
 
 def test_the_picture_of_parts_is_current(tmp_path: Path) -> None:
@@ -249,29 +210,6 @@ def test_units_of_a_stage_are_gathered_one_by_one(capsys: pytest.CaptureFixture[
     row = json.loads(capsys.readouterr().out)
     # on rank 0 the last unit of three forwards stays for a backward, the first of two backwards for a forward
     assert (row["gathers"], row["reductions"], row["most_gathered"]) == (4 * 2 * 4 - 3 - 2, 4 * 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["compare", "--gather", "1"], "--gather is only read with --data-parallel-sharding-strategy; add it"),
-        (["check", "1f1b", "--max-gathered", "1"], "gathers nothing; omit it"),
-        (["compare", "--experts", *SHARDED], "--data-parallel-sharding-strategy is only read without --experts"),
-        (["draw", "1f1b", *SHARDED, "--data-parallel-sharding-units", "0"], "a stage has 1 unit or more"),
-        (["draw", "1f1b", *SHARDED, "--data-parallel-sharding-prefetch", "-1"], "a prefetch of -1 computations"),
-        (["draw", "dualpipe", *SHARDED, "--max-gathered", "1"], "a pair of this schedule needs 2 at once"),
-        (
-            ["draw", "1f1b", *SHARDED, "--data-parallel-sharding-granularity", "step", "--reshard-after-forward"],
-            "once a step are kept from forward to backward",
-        ),
-    ],
-    ids=["no strategy", "no gathers", "experts", "no unit", "prefetch", "pairs", "contradiction"],
-)
-def test_options_of_sharding_that_cannot_be_read_are_refused(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_the_pictures_of_sharded_weights_are_current(tmp_path: Path) -> None:

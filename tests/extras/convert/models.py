@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.tables import rows
+
 LENGTH = 24
 SIZES = {
     "num_hidden_layers": 2,
@@ -622,3 +624,8 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
 
 def draw_tokens(vocab_size: int, seed: int = 5) -> Tensor:
     return torch.randint(vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def refused_settings(model: str) -> list[list[str]]:
+    """Return the rows of refused_settings.tsv for a model: changes of its settings as JSON, what the message names."""
+    return [row[1:] for row in rows(Path(__file__).with_name("refused_settings.tsv")) if row[0] == model]

@@ -60,6 +60,23 @@ ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 UNITS = {"data_parallel_sharding_units": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_layer_freq": "2",
+    "moe_shared_expert_intermediate_size": 64,
+    "add_bias_linear": False,
+    "expert_model_parallel_size": 2,
+}
+WIDE_EXPERTS = EXPERTS | {"num_experts": 8, "moe_router_topk": 4, "moe_layer_freq": None}
+PADDED = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
+ZB_H1 = {"pipeline_schedule": "zb-h1"}
+DOCUMENTS = {
+    "reset_position_ids": True,
+    "reset_attention_mask": True,
+    "eod_mask_loss": True,
+    "tokenizer_type": "ByteTokenizer",
+    "vocab_size": 257,
+}
 
 
 def selective(*modules: str) -> dict[str, Any]:

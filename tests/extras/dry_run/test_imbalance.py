@@ -12,8 +12,7 @@ from megapipe.extras.dry_run.rank import STATE, count_rank
 from megapipe.model.dispatch import Routes, ends_of, even_parts
 from megapipe.plan.expert_load import ExpertLoad
 from megapipe.plan.memory import rank_memory
-from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, make_plan, read_for, selective
-from tests.extras.dry_run.test_planned import WIDE_EXPERTS
+from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, WIDE_EXPERTS, make_plan, read_for, selective
 
 BF16 = {"dtype": "bf16"}
 CASES: dict[str, tuple[int, float, dict[str, Any]]] = {

@@ -14,14 +14,18 @@ from megapipe.plan.memory import rank_memory
 from megapipe.plan.run_plan import RunPlan
 from megapipe.trace.meta import LiveBytes
 from tests.extras.dry_run.grids import (
+    DOCUMENTS,
     FULL,
     LLAMA,
     OVERLAP,
+    PADDED,
     PP2,
     SP2,
     TP2,
     UNITS,
     UNLIKE,
+    WIDE_EXPERTS,
+    ZB_H1,
     ZERO1,
     ZERO3,
     make_plan,
@@ -49,6 +53,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "olmo_pp2_interleaved": (2, UNLIKE["olmo"] | PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "dtype": "bf16"}),
     "mixed_pp2_zb_v": (2, UNLIKE["mixed"] | PP2 | {"pipeline_schedule": "zb-v"}),
     "mixed_offload": (1, UNLIKE["mixed"] | {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}),
+    "experts_padded_again": (2, WIDE_EXPERTS | PADDED | selective("layernorm", "moe_act", "core_attn")),
+    "experts_shared_zb_h1": (4, LLAMA | WIDE_EXPERTS | PP2 | {"moe_shared_expert_gate": True} | ZB_H1),
+    "documents_window_pp2_zb_h1": (2, LLAMA | DOCUMENTS | PP2 | ZB_H1 | {"window_size": 32, "qk_layernorm": True}),
+    "latents_again_zb_h1": (2, UNLIKE["latent"] | PP2 | ZB_H1 | selective("mla_up_proj", "layernorm")),
     "zero3_units_pp2": (4, PP2 | ZERO3 | UNITS),
     "cp2_p2p": (2, LLAMA | {"context_parallel_size": 2}),
     "cp2_all_gather_core_attn": (

@@ -16,7 +16,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from megapipe.errors import ConfigError
 from megapipe.extras.cli.launch import main
 from megapipe.extras.launch.flags import BARE_FLAGS, VALUE_FLAGS, expand_hosts, read_launch
 from megapipe.extras.launch.preview import preview
@@ -142,53 +141,6 @@ def test_many_nodes_are_summarized() -> None:
     assert len(lines) < 25
     assert "  ...  the same, --node-rank 2 to 14" in lines
     assert "  64-127  n09 to n16 (8)   0-7   1  0-63   0" in lines
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--nnodes", "2", SCRIPT], "without --master-addr: every node would look for the others on itself"),
-        (["--nproc-per-node", "gpu", SCRIPT], "a dry run can be on another one"),
-        (["--nproc-per-nod=x", "--foo", "1", SCRIPT], "unrecognized arguments: --foo"),
-        (["--hosts", "n[1-2", SCRIPT], "expected names such as node1,node2 or node"),
-        (["--hosts", "n[2-1]", SCRIPT], "'2-1' is neither a number nor a range"),
-        (["--hosts", "n[1-2]", "--nnodes", "3", SCRIPT], "names 2 nodes, but --nnodes is 3"),
-        (["--hosts", "n1,n1", SCRIPT], "n1 is given twice"),
-        (["--nnodes", "none", SCRIPT], "expected a number of nodes, or MIN:MAX"),
-        (["--config", "a.yaml"], "flags of the script follow its name, as in megapipe launch"),
-        ([str(REPOSITORY / "configs" / "quickstart.yaml")], "is a configuration, not a script; use pretrain --config"),
-        (["not_there.py"], "no such script not_there.py"),
-        (["pretrian"], "generate, doctor; did you mean pretrain?"),
-        ([], "the script is missing"),
-        (["--nproc-per-node", "4", "--ranks-per-gpu", "3", "pretrain", *TINY], "--ranks-per-gpu 3"),
-        (["--ranks-per-gpu", "0", "pretrain", *TINY], "--ranks-per-gpu 0"),
-        (["pretrain", *TINY, "--ranks-per-gpu", "1"], "belongs to the launcher"),
-        ([SCRIPT, *TINY, "--pipeline-model-parallel-size", "2"], "a world of 1 ranks cannot hold"),
-        ([SCRIPT, *TINY, "--hidden-sise", "3"], "did you mean --hidden-size"),
-    ],
-    ids=[
-        *(
-            "no meeting place",
-            "gpu",
-            "unknown",
-            "open bracket",
-            "backwards",
-            "counts",
-            "twice",
-            "no number",
-            "no launcher's flag",
-            "configuration",
-            "no script",
-            "misspelt script",
-            "nothing",
-        ),
-        *("ranks of a GPU", "no rank on a GPU", "ranks of a GPU after the script"),
-        *("grid", "flag"),
-    ],
-)
-def test_errors_are_reported_before_anything_is_started(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        preview(["--dry-run", *words])
 
 
 def test_dry_run_after_the_script_is_a_flag_of_the_script(capsys: pytest.CaptureFixture[str]) -> None:

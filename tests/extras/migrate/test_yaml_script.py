@@ -14,31 +14,8 @@ from megapipe.extras.migrate.judge import TO_CHANGE, Migration
 from megapipe.extras.migrate.shell_script import shown
 from tests.extras.migrate.public_scripts import functional_tests_of_experts
 
-MODEL_ARGS = """
-ENV_VARS:
-  NCCL_NVLS_ENABLE: 0
-MODEL_ARGS:
-  --num-layers: 4
-  --hidden-size: 64
-  --num-attention-heads: 8
-  --seq-length: ${SEQ_LEN}
-  --max-position-embeddings: 32
-  --micro-batch-size: 1
-  --global-batch-size: 16
-  --train-iters: 5
-  --lr: 1e-3
-  --bf16: true
-  --sequence-parallel: false
-  --mock-data: true
-  --vocab-size: 96
-  --num-experts: 8
-  --expert-model-parallel-size: ${EP:-8}
-  --moe-layer-freq: ([0]*1+[1]*3)
-  --moe-permute-fusion: true
-  --recompute-granularity: selective
-  --recompute-modules: "[moe_act layernorm]"
-  --save: ${OUTPUT}/checkpoints
-"""
+LAUNCHERS = Path(__file__).parents[2] / "fixtures/launcher_yaml"
+MODEL_ARGS = (LAUNCHERS / "model_args.yaml").read_text()
 
 
 def arguments(migration: Migration) -> list[str]:
@@ -57,58 +34,8 @@ def test_flags_as_keys_are_read_with_their_variables() -> None:
     assert reported(MODEL_ARGS, "model.yaml").judgement.unchecked == ("--seq-length",)
 
 
-PRIMUS = {
-    "primus/configs/models/megatron/base.yaml": """
-        add_bias_linear: true
-        swiglu: false
-        num_query_groups: null
-        q_lora_rank: 24
-        rotary_scaling_factor: 40.0
-        some_kernel: fast
-        fp8_amax_history_len: 1024
-        hidden_dropout: 0.1
-        norm_epsilon: 1.0e-05
-        """,
-    "primus/configs/models/megatron/mixture.yaml": """
-        extends:
-          - base.yaml
-        num_layers: 4
-        hidden_size: 64
-        num_attention_heads: 8
-        add_bias_linear: false
-        swiglu: true
-        num_experts: 8
-        gradient_accumulation_fusion: false
-        """,
-    "primus/configs/modules/megatron/trainer.yaml": "bf16: true\nseq_length: 64\nlr: 1.0e-3\nsequence_parallel: 1\n",
-    "examples/mixture.yaml": """
-        exp_name: mixture
-        modules:
-          pre_trainer:
-            framework: megatron
-            config: trainer.yaml
-            model: ${PRIMUS_MODEL:mixture}.yaml
-            overrides:
-              seq_length: ${LENGTH:32}
-              max_position_embeddings: 32
-              micro_batch_size: 1
-              global_batch_size: 16
-              train_iters: 5
-              mock_data: true
-              vocab_size: 96
-              expert_model_parallel_size: 4
-              use_turbo_grouped_gemm: true
-              load: null
-              manual_gc: false
-        """,
-}
-
-
-def test_names_of_primus_are_read_through_the_files_that_they_extend(tmp_path: Path) -> None:
-    for name, text in PRIMUS.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    path = tmp_path / "examples/mixture.yaml"
+def test_names_of_primus_are_read_through_the_files_that_they_extend() -> None:
+    path = LAUNCHERS / "examples/mixture.yaml"
     found = reported(path.read_text(), str(path))
     assert found.runs, found.to_change
     words = arguments(found)
@@ -121,49 +48,14 @@ def test_names_of_primus_are_read_through_the_files_that_they_extend(tmp_path: P
     assert found.notes == ("use_turbo_grouped_gemm: true is left out: it is no setting of Megatron-LM's",)
     own = reported(path.read_text().replace("manual_gc: false", "own_kernels: fast"), str(path))
     assert [row.text for row in own.judgement.rows if row.outcome in TO_CHANGE] == ["--own-kernels fast"]
-    named = path.read_text().replace(
-        "vocab_size: 96", "tokenizer_type: MixtralTokenizer\n              tokenizer_model: a/b"
-    )
+    named = path.read_text().replace("vocab_size: 96", "tokenizer_type: MixtralTokenizer\n      tokenizer_model: a/b")
     words = arguments(reported(named, str(path)))
     at = words.index("--tokenizer-type")
     assert words[at : at + 4] == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "a/b"]
 
 
-BRIDGE = """
-_target_: megatron.bridge.training.config.ConfigContainer
-mixed_precision: bf16_mixed
-model:
-  _target_: megatron.bridge.models.GPTModelProvider
-  activation_func: {_target_: torch.nn.functional.silu, _call_: false}
-  gated_linear_unit: true
-  num_layers: 4
-  hidden_size: 64
-  num_attention_heads: 8
-  num_query_groups: 4
-  add_bias_linear: false
-  share_embeddings_and_output_weights: false
-  layernorm_epsilon: 1.0e-06
-  normalization: RMSNorm
-  position_embedding_type: rope
-  num_moe_experts: 8
-  expert_model_parallel_size: 4
-  seq_length: 32
-  vocab_size: 96
-  some_new_option: 3
-  moe_permute_fusion: true
-ddp:
-  data_parallel_sharding_strategy: no_shard
-  overlap_grad_reduce: true
-  use_megatron_fsdp: false
-train: {micro_batch_size: 1, global_batch_size: 16, train_iters: 5}
-optimizer: {lr: 0.001, optimizer: adam}
-dataset: {mock: true}
-rng: {seed: 7}
-"""
-
-
 def test_names_of_megatron_bridge_are_read_in_their_sections() -> None:
-    found = reported(BRIDGE, "run_config.yaml")
+    found = reported((LAUNCHERS / "bridge.yaml").read_text(), "run_config.yaml")
     assert found.runs, found.to_change
     assert found.judgement.loaded is not None
     config = found.judgement.loaded.config

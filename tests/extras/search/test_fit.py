@@ -86,22 +86,3 @@ def test_ranks_that_share_a_gpu_fit_into_their_part_of_it_and_no_times_are_predi
     out = capsys.readouterr().out
     assert codes == {1: 0, 8: 1} and "1/8 of h100" in out
     assert "predicted" not in out and "DOES NOT FIT" in out and "step" in own
-
-
-@pytest.mark.parametrize(
-    ("words", "match"),
-    [
-        (["--gpu", "h100", "--ranks-per-gpu", "3"], "does not divide the 8"),
-        (["--gpu", "h100", "--ranks-per-gpu", "0"], "above 0"),
-        (["--gpu", "t4", "--ranks-per-gpu", "8", "--explain"], "--explain"),
-        (["--gpu", "h100", "--ranks-per-gpu", "80"], "use at most 79"),
-        (["--ranks-per-gpu", "8"], "--gpu"),
-        (["--gpu", "h100", "--ranks-per-gpu", "8", "--gpus", "8"], "--world-size"),
-    ],
-    ids=["no divisor", "none", "times", "no memory", "no GPU", "search"],
-)
-def test_a_plan_of_shared_gpus_that_cannot_be_is_refused(
-    words: list[str], match: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert plan_command([*words, *SHARING]) == 2
-    assert match in capsys.readouterr().err

@@ -1,0 +1,17 @@
+"""Tables of tests in text files: a case a line, its columns between tabs or |, remarks behind #."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def rows(table: Path, names: Mapping[str, str] | None = None) -> list[list[str]]:
+    """Return the columns of each row. names: texts that stand in the table as {NAME}; other braces stay."""
+    text = re.sub(r"{(\w+)}", lambda found: (names or {}).get(found[1], found[0]), table.read_text("utf-8"))
+    # the layout of a pipeline holds | without blanks around it
+    columns = re.compile(r"\t" if "\t" in text else r"\s\|(?=\s|$)")
+    return [
+        [column.strip() for column in columns.split(line)] for line in text.splitlines() if not line.startswith("#")
+    ]
