@@ -42,7 +42,7 @@ TORCH_FREE_PATHS = (
 )
 # tests that measure time; they do not run in parallel with other tests
 ALONE = (
-    *("extras/calibrate/", "extras/doctor/", "lab/", "launch/test_hang.py"),
+    *("extras/calibrate/", "extras/doctor/", "lab/", "launch/test_hang.py", "test_harness.py"),
     *("comm/test_store_exchange.py", "cuda/test_bench.py", "cuda/test_clocks.py"),
     *(f"train/test_{what}.py" for what in ("hangs", "pipeline_profile", "stragglers")),
 )

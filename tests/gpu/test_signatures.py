@@ -183,3 +183,47 @@ def test_a_soft_cap_needs_a_flash_attn_that_has_it(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(library, "flash_attn_func", lambda q, k, v, dropout_p=0.0, causal=False: q)  # before 2.6
         with pytest.raises(ConfigError, match="has no soft-cap"):
             FlashAttention().attention(shape)
+
+
+@pytest.mark.parametrize(("library", "version"), VERSIONS)
+def test_an_argument_that_a_library_does_not_take_is_found(
+    library: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keyword argument of the adapters in turn is one that the library lacks."""
+    table = TABLE[library][version]
+    with checked(library, version) as seen:
+        call_all(library)
+    for name, given in seen.items():
+        for argument in given:
+            with monkeypatch.context() as patch:
+                for key in (name, name.replace("__init__", "**kwargs")):
+                    if key in table:
+                        patch.setitem(table, key, [row for row in table[key] if row[0] not in (argument, "kwargs")])
+                with checked(library, version), pytest.raises(TypeError, match=f"'{argument}'"):
+                    call_all(library)
+    assert library == "apex" or sum(map(len, seen.values())) >= 5
+
+
+class Misspelt(TransformerEngine):
+    """An adapter with a wrong argument in one call."""
+
+    def linear(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        whole = self._linear_type
+        self._linear_type = lambda *sizes, **options: whole(*sizes, delay_wgrad=True, **options)
+        return super().linear(*args, **kwargs)
+
+
+@pytest.mark.parametrize("version", TABLE["transformer_engine"])
+def test_a_wrong_argument_of_an_adapter_is_found(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TransformerEngine", Misspelt)
+    with checked("transformer_engine", version), pytest.raises(TypeError, match="'delay_wgrad'"):
+        call_all("transformer_engine")
+
+
+@pytest.mark.parametrize(
+    ("library", "version"), [(library, version) for library, version in VERSIONS if library != "apex"]
+)
+def test_a_wrong_name_of_the_soft_cap_is_found(library: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megapipe.gpu.libraries.soft_cap", lambda *_: {"soft_cap": 1.0})
+    with checked(library, version), pytest.raises(TypeError, match="'soft_cap'"):
+        call_all(library)
