@@ -15,9 +15,9 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
 from megapipe.layers.model import ModelSpec, model_spec
-from megapipe.layers.table import RankShape
+from megapipe.layers.table import Documents, RankShape
 from megapipe.model.context import LayerContext
-from megapipe.model.microbatch import StageLoss
+from megapipe.model.microbatch import Microbatch, StageLoss
 from megapipe.plan.activations import replay_bytes, shared_bytes, stage_bytes
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.random import DropoutKey
@@ -153,6 +153,7 @@ def counted(
     recompute: RecomputeConfig | tuple[RecomputeConfig, ...],
     dtype: torch.dtype,
     backward: bool = False,
+    microbatch: Microbatch | None = None,
 ) -> Count:
     loss = TrainingConfig(label_smoothing=0.1, z_loss=0.1)
     stage = make_stage(
@@ -162,11 +163,14 @@ def counted(
         recompute=recompute,
         loss=loss,
     )
-    microbatch = dataclasses.replace(make_microbatch(config, dropout_key=DropoutKey(1, 2, 3)), loss_mask=None)
+    if microbatch is None:
+        microbatch = dataclasses.replace(make_microbatch(config, dropout_key=DropoutKey(1, 2, 3)), loss_mask=None)
     inputs: tuple[torch.Tensor, ...] = ()
     if not part.has_embedding:
         inputs = (torch.randn(config.seq_length, BATCH, config.hidden_size, dtype=dtype).requires_grad_(),)
     fields = [field for each in (microbatch, *microbatch.ahead) for field in vars(each).values()]
+    if microbatch.borders is not None:
+        fields += vars(microbatch.borders).values()
     shared = (*fields, *masks_of(stage.make_context(microbatch, dtype)))
     excluded = [tensor for tensor in shared if isinstance(tensor, torch.Tensor)]
     with SavedBytes(stage, excluded) as saved:
@@ -191,8 +195,12 @@ def spec_of(config: ModelConfig) -> ModelSpec:
     return model_spec(config, PrecisionConfig())
 
 
-def shape_of(config: ModelConfig, dtype: str, recompute: RecomputeConfig) -> RankShape:
-    return RankShape(BATCH, config.seq_length, dtype, recompute=recompute, is_cuda=False)
+def shape_of(
+    config: ModelConfig, dtype: str, recompute: RecomputeConfig, documents: Documents | None = None
+) -> RankShape:
+    return RankShape(
+        BATCH, config.seq_length, dtype, recompute=recompute, documents=documents or Documents(), is_cuda=False
+    )
 
 
 def cases_of(shape: str, config: ModelConfig) -> list[tuple[str, str]]:
