@@ -116,10 +116,6 @@ def send_from_the_graph(stage: CapturedStage, microbatch: int, gradients: Any) -
     return slot.input_gradients
 
 
-def forget_gathers(store: Store) -> None:
-    store.gathering.clear()
-
-
 def launch_and_free(store: Store, bucket: Any) -> None:
     launch(store, bucket)
     if store.level == 2 and bucket is store.layout.buckets[-1]:
@@ -162,7 +158,7 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "chunk not waited for": partial(patch.object, SequenceGather, "full", gathered_halfway),
     "host update without wait": partial(patch.object, Stream, "synchronize", nothing),
     "rows freed while they are sent": partial(patch.object, Work, "record_stream", nothing),
-    "gather of weights not waited for": partial(patch.object, Store, "wait", forget_gathers),
+    "gather of weights not waited for": partial(patch.object, Stores, "wait", drop_gathers),
     "gradients freed while they are reduced": partial(patch.object, Store, "_launch", launch_and_free),
     "ring's buffer overwritten": partial(patch.object, Ring, "shift", shift_and_overwrite),
     "collectives waited for at once": partial(patch.object, Work, "__post_init__", Work.wait),

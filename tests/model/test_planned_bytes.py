@@ -82,6 +82,8 @@ UNLIKE: dict[str, dict[str, Any]] = {
     "queries_that_grow_norms_without_weights": LLAMA | NOPE | {"qk_l2_norm": True, "attention_output_gate": True},
     "gated_qk_norm": LLAMA | {"attention_output_gate": True, "qk_layernorm": True},
     "scaled_branches_norms_after": LLAMA | {"residual_scale": 0.3, "norm_position": "after"},
+    "norms_around_soft_caps": LLAMA
+    | {"norm_position": "around", "activation": "geglu_tanh", "attn_logit_softcapping": 2.0, "qk_layernorm": True},
     "norms_around_layernorm_dropout": GPT2
     | {"norm_position": "around", "hidden_dropout": 0.1, "attention_dropout": 0.1, "qk_layernorm": True},
     "missing_parts": LLAMA

@@ -66,12 +66,10 @@ def louder(rank: int, *windows: tuple[int, int]) -> None:
     run = TrainStep.run
 
     def recorded(self: TrainStep, microbatches: Any, *rest: Any) -> Any:
-        import dataclasses
-
         result = run(self, microbatches, *rest)
         places = {place for ids in microbatches.sample_ids.values() for place in ids}
         hit = any(first <= place // 8 * 8 < past for first, past in windows for place in places)
-        return dataclasses.replace(result, loss=result.loss * (5 if hit else 1))
+        return result._replace(loss=result.loss * (5 if hit else 1))
 
     TrainStep.run = recorded  # type: ignore[method-assign]
 
