@@ -5,10 +5,12 @@ The requested backend is used, ranks that do not connect are named, a process ex
 
 from __future__ import annotations
 
+import random
 import resource
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -33,9 +35,12 @@ from tests.harness import RankFailure, run_ranks
 
 
 def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+    """Return a free port below those that the system gives to outgoing connections, which other tests make."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as listening, suppress(OSError):
+            listening.bind(("127.0.0.1", port))
+            return port
 
 
 def environment_of(rank: int, world_size: int, port: int = 1, launcher: str = "slurm") -> Environment:
