@@ -1,4 +1,4 @@
-"""What some of torch's functions return for tensors without values: `meta_result`, and `MetaResults`, a mode of it.
+"""Results of some of torch's functions for tensors without values: `meta_result`, and `MetaResults`, a mode of it.
 
 On the meta device torch finds the results of pointwise functions, joins and products in Python. That takes half a
 millisecond each, a hundred times as long as an empty tensor, and the first one imports dynamo, which takes two seconds.

@@ -1,4 +1,4 @@
-"""What describes the layers of a model without torch: their parts, and how attention and experts divide work.
+"""Descriptions of the layers of a model without torch: their parts, and how attention and experts divide work.
 
 Their parameters, and what they keep, multiply and send, are read from their modules (`trace`).
 

@@ -1,4 +1,4 @@
-"""What describes a part of the model on one rank: `RankShape`, one microbatch and the options that costs depend on;
+"""Descriptions of a part of the model on one rank: `RankShape`, one microbatch and the options that costs depend on;
 `Kept`, a tensor that waits for the backward; `AttentionWork`, the cost of core attention.
 """
 

@@ -85,7 +85,7 @@ NUM_SIZES = 2  # of a row, which come last
 
 @dataclass(frozen=True)
 class Traced:
-    """What one microbatch, or a slice of it, keeps, makes, multiplies and sends on one rank. Sizes are in bytes.
+    """Tensors, products and messages of one microbatch, or of a slice of it, on one rank. Sizes are in bytes.
 
     forward, backward, weights: of F, B (I where the shape splits the backward) and W, at each tensor that it makes, the
     bytes over those that are there when it starts, the gradient of the output aside; of F over what it keeps. replayed:

@@ -376,8 +376,10 @@ class Observer:
         """Called after every evaluation."""
 
     def on_profile(self, profile: Profile) -> tuple[str, str]:
-        """Called on rank 0 with the steps of --profile-pipeline. Returns a text for the log, and a Chrome trace."""
-        return "", "[]"
+        """Called on rank 0 with the steps of --profile-pipeline. Returns a text for the log, and a Chrome trace, which
+        is not written if it is empty.
+        """
+        return "", ""
 
     def on_paces(
         self, paces: Sequence[RankPace], groups: Mapping[str, Sequence[tuple[int, ...]]], names: Sequence[str]

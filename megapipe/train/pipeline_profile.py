@@ -136,13 +136,15 @@ class PipelineProfiler:
         text, trace = self._observer.on_profile(profile)
         try:
             write_profile(profile, path)
-            trace_path(path).write_text(trace, encoding="utf-8")
+            if trace:
+                trace_path(path).write_text(trace, encoding="utf-8")
         except OSError as error:  # training is worth more than its profile
             self._say(f"{text}\n  could not be written to {path}: {error.strerror}")
             return
         world = self._runtime.groups.world.size
         some = "" if len(clocks) == world else f"; the first {len(clocks)} of {world} ranks"
-        self._say(f"{text}\n  written to {path} and {trace_path(path).name} (for ui.perfetto.dev){some}")
+        with_trace = f" and {trace_path(path).name} (for ui.perfetto.dev)" if trace else ""
+        self._say(f"{text}\n  written to {path}{with_trace}{some}")
 
     def _profile(self, recorded: list[list[RecordedStep]], links: list[LinkTime], clocks: dict[int, Clock]) -> Profile:
         plan, counts = self._runtime.plan, {step.num_microbatches for step in recorded[0]}

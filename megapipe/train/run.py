@@ -58,7 +58,7 @@ AfterTraining = Callable[[TrainingRuntime, RunData, Journal], None]
 
 
 class Job(NamedTuple):
-    """What `pretrain` is to do on this rank.
+    """The arguments of `pretrain`.
 
     config_text: the configuration as YAML that loads again, saved with every checkpoint. after_training: called on
     every rank after a run that reached its end. remarks: on the configuration, for the record of the run.

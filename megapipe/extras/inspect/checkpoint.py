@@ -1,4 +1,4 @@
-"""What a checkpoint holds: step, grid, position, files and tensors; its damage; its difference from another."""
+"""The contents of a checkpoint: step, grid, position, files and tensors; its damage; its difference from another."""
 
 from __future__ import annotations
 

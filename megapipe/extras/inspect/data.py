@@ -1,4 +1,4 @@
-"""Which documents a step was trained on, and which steps saw a document, by the flags of the run."""
+"""The documents on which a step was trained, and the steps that saw a document, by the flags of the run."""
 
 from __future__ import annotations
 

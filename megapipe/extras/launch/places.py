@@ -1,4 +1,6 @@
-"""Where the ranks of a grid run, as a table of few rows, and what its groups send between nodes in a step."""
+"""The nodes on which the ranks of a grid run, as a table of few rows, and the bytes that its groups send between nodes
+in a step.
+"""
 
 from __future__ import annotations
 

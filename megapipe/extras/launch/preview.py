@@ -1,4 +1,4 @@
-"""What `megapipe launch` would start: the command of each node or of sbatch, the grid, its places and its traffic."""
+"""A preview of `megapipe launch`: the command of each node or of sbatch, the grid, its places and its traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank holds over a simulated timeline: live chunks, and messages that wait for their use."""
+"""Live chunks of each rank over a simulated timeline, and messages that wait for their use."""
 
 from __future__ import annotations
 

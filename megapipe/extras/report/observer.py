@@ -1,4 +1,4 @@
-"""What the reports say of a run while it trains: kernels, a profile beside its plan, slow ranks. Imports torch."""
+"""`ReportingObserver`: what is said of kernels, profiles and slow ranks while a run trains. Imports torch."""
 
 from __future__ import annotations
 
