@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from statistics import median
 from time import perf_counter_ns
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +25,6 @@ from megapipe.train.watch import rank_text
 
 CAUSES = ("messages", *GROUP_NAMES)  # of waits: messages between stages, and collectives by kind of group
 MOST_MESSAGES = 16  # compared per step and channel
-LEAST_WAIT_NS = 20_000  # of a receiver whose message had not arrived before it asked
 Moments = dict[str, list[MessageTime]]  # by channel
 
 
@@ -104,15 +104,15 @@ class StragglerLog:
         if pp.size == 1:
             return -1, 0.0
         everyone = gather_objects({name: times[:MOST_MESSAGES] for name, times in self.moments.items()}, pp)
-        there: dict[int, float] = {}
-        back: dict[int, float] = {}
+        there: dict[int, Way] = {}
+        back: dict[int, Way] = {}
         for channel in self._runtime.channels.values():
             place = pp.ranks.index(channel.peer)
             here, other = self.moments.get(str(channel), []), everyone[place].get(str(channel), [])
-            taken = transit(here, other) if channel.sends else transit(other, here)
-            if taken is not None and place > pp.rank:
-                (there if channel.sends else back)[channel.peer] = taken
-        found = [(there[peer] + back[peer], peer) for peer in there if peer in back]
+            way = Way.of(here, other) if channel.sends else Way.of(other, here)
+            if way is not None and place > pp.rank:
+                (there if channel.sends else back)[channel.peer] = way
+        found = [(both_ways(there[peer], back[peer]), peer) for peer in there if peer in back]
         seconds, peer = max(found, default=(0.0, -1))
         return peer, seconds
 
@@ -176,14 +176,27 @@ class DeviceWaits:
         return StepTimes(clock.time_of(ended) - clock.time_of(self._began), waits, reading), moments
 
 
-def transit(sent: Sequence[MessageTime], received: Sequence[MessageTime]) -> float | None:
-    """Return the least seconds from a send to its arrival, on two clocks: right only in sum with the way back.
+class Way(NamedTuple):
+    """What the messages of a channel took in a step, in seconds."""
 
-    Counts messages that the receiver waited for; None if there were none: then the link delayed no rank.
+    transit: float  # least from a send to its arrival, on two clocks: right only in sum with the way back
+    wait: float  # longest of the receiver
+
+    @classmethod
+    def of(cls, sent: Sequence[MessageTime], received: Sequence[MessageTime]) -> Way | None:
+        """Return None without messages."""
+        transits = [arrived - begun for (begun, _), (_, arrived) in zip(sent, received, strict=False)]
+        waits = [arrived - asked for asked, arrived in received]
+        return cls(min(transits) / 1e9, max(waits) / 1e9) if transits else None
+
+
+def both_ways(there: Way, back: Way) -> float:
+    """Return the seconds that a message there and one back delay the ranks at the ends of a link.
+
+    A message that arrives before its receiver asks is seen when the receiver asks, which the link is not to blame for.
+    So a link takes at most as long as its receivers waited.
     """
-    pairs = zip(sent, received, strict=False)
-    ways = [arrived - begun for (begun, _), (waited, arrived) in pairs if arrived - waited > LEAST_WAIT_NS]
-    return min(ways) / 1e9 if ways else None
+    return min(there.transit + back.transit, there.wait + back.wait)
 
 
 def _medians(steps: Sequence[StepTimes]) -> list[float]:

@@ -21,7 +21,7 @@ from megapipe.monitor.process import host
 from megapipe.topology import GROUP_NAMES
 from megapipe.train import stragglers
 from megapipe.train.metrics import Observer
-from megapipe.train.stragglers import StragglerLog, transit
+from megapipe.train.stragglers import StragglerLog, Way, both_ways
 from tests.harness import RankPool
 from tests.pipeline.fake_device import FakeDevice
 from tests.train.jobs import job_on_rank
@@ -105,11 +105,19 @@ def test_the_slow_rank_or_link_is_named(
 
 def test_ways_there_and_back_cancel_the_difference_of_clocks() -> None:
     offset, way = 10**12, 3_000_000
-    there = transit([(100, 100), (200, 200)], [(0, 100 + way + offset), (offset, 200 + 2 * way + offset)])
-    back = transit([(offset, offset)], [(50, way)])
+    there = Way.of([(100, 100), (200, 200)], [(offset, 100 + way + offset), (offset, 200 + 2 * way + offset)])
+    back = Way.of([(offset, offset)], [(50, way)])
     assert there is not None and back is not None
-    assert abs(there + back - (2 * way) / 1e9) < 1e-6
-    assert transit([(0, 0)], [(way, way + 10)]) is None, "the message was there already: no rank waited"
+    assert both_ways(there, back) == pytest.approx(2 * way / 1e9, abs=1e-6)
+    assert Way.of([], []) is None
+
+
+def test_a_link_takes_no_longer_than_its_receivers_wait() -> None:
+    late, noise = 300_000_000, 50_000  # the receiver asks when the message is there, and is interrupted
+    there = Way.of([(0, 0), (10, 10)], [(late, late + noise), (late + noise, late + noise + 10)])
+    back = Way.of([(0, 0)], [(0, 1_000_000)])
+    assert there is not None and back is not None
+    assert both_ways(there, back) == pytest.approx((noise + 1_000_000) / 1e9)
 
 
 MILLISECOND = 1_000_000
