@@ -30,13 +30,6 @@ def extension() -> Iterator[str]:
     FAMILIES.forget(PYTHON_CODE)
 
 
-def test_the_page_shows_the_tables_of_the_example() -> None:
-    page = (ROOT / "docs" / "convert.md").read_text()
-    blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]
-    (tables,) = (block for block in blocks if "ROWS =" in block)
-    assert "RULES =" in tables and tables in EXAMPLE.read_text()
-
-
 def test_a_mixture_takes_at_most_120_lines_and_is_listed() -> None:
     files = {path.stem: path.read_text() for path in MIXTURES.glob("[!_]*.py")}
     assert {name: text.count("\n") for name, text in files.items() if text.count("\n") > 120} == {}
