@@ -4,10 +4,10 @@ loop.
 
 python tools/bench/bench_schedules.py                              everything
 python tools/bench/bench_schedules.py --part p4-m8 --part zero     some tables
-python tools/bench/bench_schedules.py --page docs/schedules.md --check   put the tables into the page; exit
+python tools/bench/bench_schedules.py --page docs/performance.md --check   put the tables into the page; exit
 code 1 if a bar is missed
 
-docs/schedules.md explains what is emulated and the results. Needs an otherwise idle machine, and root for
+docs/performance.md explains what is emulated and the results. Needs an otherwise idle machine, and root for
 SCHED_FIFO.
 """
 
