@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/gpu_tested.md, and what README.md and pages of docs say of GPUs, from docs/gpu_record.tsv.
+"""Write the table of docs/gpu.md, and what README.md and pages of docs say of GPUs, from docs/gpu_record.tsv.
 
 python tools/write_gpu_tested.py
 """

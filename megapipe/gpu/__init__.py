@@ -7,5 +7,5 @@
     device_clock  CUDA events as times of the host's clock; timers of the phases of a step
 
 An optional library is imported in one file, only when the configuration names it. The CPU tests run the adapters
-against stubs with the libraries' signatures (tests/gpu/stand_ins); docs/gpu_tested.md says what has run on a GPU.
+against stubs with the libraries' signatures (tests/gpu/stand_ins); docs/gpu.md says what has run on a GPU.
 """

@@ -270,7 +270,7 @@ def test_pages_follow_what_has_run(first_day: ModuleType, tmp_path: Path) -> Non
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     found.write(tmp_path / page.RECORD)
-    assert len(page.write(tmp_path)) == 5 and not page.write(tmp_path)
+    assert len(page.write(tmp_path)) == 4 and not page.write(tmp_path)
     assert H100 in (tmp_path / "README.md").read_text()
 
 

@@ -5,6 +5,6 @@ running  one command with a limit of time, ended with all of its processes
 record   docs/gpu_record.tsv: what ran on which device, and how it ended
 figures  numbers of a part, beside what the planner expects
 summary  first_day.md, and the archive for a report
-page     docs/gpu_tested.md and the sentences of other pages, from the record
+page     the table of docs/gpu.md and the sentences of pages, from the record
 facts    the machine: GPU, compilers, libraries, limits (a script)
 """

@@ -35,7 +35,7 @@ class Part:
     seconds: float  # expected on an H100 or H200
     limit: float
     gpus: int = 1
-    proves: tuple[str, ...] = ()  # rows of docs/gpu_tested.md (`page.ROWS`)
+    proves: tuple[str, ...] = ()  # rows of the table of docs/gpu.md (`page.AREAS`)
     environment: Mapping[str, str] = field(default_factory=dict)
     losses: tuple[float, ...] = ()  # of its steps, as one process on a CPU computes them
     tolerance: float = 1e-4  # relative, of these losses
