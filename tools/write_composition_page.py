@@ -37,17 +37,13 @@ error repeats. Pairs that give one option two values, such as two schedules, are
 
 ![All pairs of features: accepted, or refused with the number of the reason](images/composition.svg)
 
-Every pair, every recipe below and {sets} drawn sets of four to seven features are tests (`tests/ledger.py`). An
-accepted set takes the planned memory and trains as one process does. Features that need a GPU or a library are planned
-and counted, not compared. A refused pair is also tried where a CPU can run it, so that no refusal outlives its reason.
+Every pair, the features of the [published runs](recipes.md#published-runs) and {sets} drawn sets of four to seven
+features are tests. An accepted set takes the planned memory and trains as one process does. Features that need a GPU or
+a library are planned and counted, not compared.
+
+{verdict}
 
 `python tools/write_composition_page.py` writes this page.
-
-"""
-RECIPES_HEAD = """## Recipes
-
-These are the features of published runs. `tests/features.py` has their further flags, and
-[recipes.md](recipes.md) plans them at their real sizes. {verdict}
 
 """
 REASONS_HEAD = """## Reasons
@@ -101,26 +97,23 @@ def rows_of(message: str) -> Iterator[Refusal]:
 def page(found: Matrix) -> str:
     """Return docs/composition.md."""
     count, refused = found.num_pairs, len(found.refused)
-    head = HEAD.format(pairs=count, count=len(FEATURES), accepted=count - refused, refused=refused, sets=NUM_SETS)
+    numbers = {"pairs": count, "count": len(FEATURES), "accepted": count - refused, "refused": refused}
+    head = HEAD.format(**numbers, sets=NUM_SETS, verdict=verdict_text(found.recipes))
     cells = [
         (str(number), f"{row.option} with {', '.join(row.others)}", row.kind, row.reason)
         for number, row in enumerate(found.rows, 1)
     ]
     reasons = markdown_table(("reason", "options", "kind", "why"), cells)
-    recipes = markdown_table(
-        ("recipe", "features", "stands for"),
-        [(recipe.name, ", ".join(recipe.features), recipe.run) for recipe in found.recipes],
-    )
     features = "".join(f"- {feature.name}: `{feature.flags}`\n" for feature in FEATURES)
-    verdict = verdict_text(found.recipes)
-    return f"{head}{RECIPES_HEAD.format(verdict=verdict)}{recipes}\n{REASONS_HEAD}{reasons}\n## Features\n\n{features}"
+    return f"{head}{REASONS_HEAD}{reasons}\n## Features\n\n{features}"
 
 
 def verdict_text(recipes: dict[Recipe, tuple[Refusal, ...]]) -> str:
-    """Return whether all recipes are accepted, and what the others lack."""
+    """Return whether all published runs are accepted, and what the others lack."""
     refused = [f"{recipe.name} ({'; '.join(row.reason for row in rows)})" for recipe, rows in recipes.items() if rows]
-    words = [f"Refused: {', '.join(refused)}." if refused else "All are accepted."]
-    return " ".join([*words, *(f"Not built for {each.name}: {each.lacks}." for each in recipes if each.lacks)])
+    words = [f"Refused: {', '.join(refused)}." if refused else "All published runs are accepted."]
+    words += [f"Not built for {each.name} ({each.run}): {each.lacks}." for each in recipes if each.lacks]
+    return " ".join(words)
 
 
 def picture(found: Matrix) -> str:

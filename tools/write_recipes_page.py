@@ -65,7 +65,7 @@ MEASURED = {
 SHARDED = {"optim_grads": "ZeRO-2", "optim_grads_params": "ZeRO-3"}
 HEAD = """# Recipes
 
-Nothing on this page has run on these GPUs. Read the plan of a configuration before you start it:
+Nothing on this page has run on a GPU. Read the plan of a configuration before you start it:
 
 ```bash
 megapipe plan --world-size 8 --gpu h100 --device cuda --config configs/llama3_8b.yaml
@@ -83,11 +83,10 @@ are our choice.
 
 ## Published runs
 
-These are the recipes of [composition.md](composition.md) at the sizes of public sources. Planned is the memory of the
-fullest rank. A dry run counts the same rank with the code that trains ([without_gpu.md](without_gpu.md)), and the
-difference is counted against planned. Parameters are within 2 % of the published number, active ones within 7 %.
-
-`tools/recipes.yaml` has the flags of every recipe, all sources, and whether its layout was published or is our choice.
+These are published runs at the sizes of their sources; `tools/recipes.yaml` has the flags, all sources, and whether a
+layout was published or is our choice. Planned is the memory of the fullest rank. A dry run counts the same rank with
+the code that trains ([without_gpu.md](without_gpu.md)), and the difference is counted against planned. Parameters are
+within 2 % of the published number, active ones within 7 %.
 
 """
 
@@ -179,7 +178,7 @@ def shipped_row(path: Path) -> tuple[str, ...]:
         speed = f"{time.seconds:.3g}", f"{time.tokens_per_second / ranks:,.0f}"
     return (
         *(name, parameters_text(plan), f"{ranks:,} {gpu}", layout_text(plan)),
-        *(gib_text(fullest_rank(plan)[1]), *speed, MEASURED.get(name, "not measured")),
+        *(gib_text(fullest_rank(plan)[1]), *speed, MEASURED.get(name, "")),
     )
 
 
