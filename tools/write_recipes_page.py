@@ -59,8 +59,8 @@ GPUS = {"deepseek_v3": "h800", "gpt3_175b": "a100-80", "quickstart": "cpu", "std
 OTHER_GPU = "h100"  # of the configurations that are not in GPUS
 MORE_FLAGS = dict.fromkeys(("quickstart", "quickstart_gpu", "stdlib_llama"), ("--vocab-size", "2048"))
 MEASURED = {
-    "quickstart": "four to five minutes on two cores ([readme.md](readme.md))",
-    "stdlib_llama": "4,000 tokens/s ([small_model.md](small_model.md))",
+    "quickstart": "four to five minutes on two cores ([index.md](index.md))",
+    "stdlib_llama": "4,000 tokens/s ([tutorial.md](tutorial.md))",
 }
 SHARDED = {"optim_grads": "ZeRO-2", "optim_grads_params": "ZeRO-3"}
 HEAD = """# Recipes

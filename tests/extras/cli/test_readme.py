@@ -19,7 +19,7 @@ README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
 TESTED = re.findall(r"<!-- tested -->\n```bash\n(.*?)```", README, re.DOTALL)
 ALL_COMMANDS = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
-FLAGS_OF_OTHERS = ("--output", "--gpus", "--gpu")  # of megapipe plan
+FLAGS_OF_OTHERS = ("--output", "--gpus", "--gpu", "--schedule-svg")  # of megapipe plan
 
 
 def test_the_tested_commands_of_the_readme_run_in_order(tmp_path: Path) -> None:
