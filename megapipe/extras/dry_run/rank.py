@@ -1,15 +1,13 @@
 """The audit of every rank, what represents all ranks, and `count_rank`: one step of one rank on the meta device.
 
-Ranks of one kind do the same, so one of them is counted. An action's memory depends on its kind and on what is alive
-around it, not on the microbatch's number: a shorter step has the same peak if every action of the longer one occurs in
-it with the same things alive.
+Ranks of one kind do the same, so one of them is counted.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,13 +19,12 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups, Traffic, fake_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch
-from megapipe.errors import CommunicationError, MegapipeError
+from megapipe.errors import CommunicationError
+from megapipe.extras.dry_run.microbatches import microbatches_to_run
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.activations import layers_of
 from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import Action, Op, stage_action
-from megapipe.schedule.lifetimes import Item, lifetimes
-from megapipe.schedule.placement import Placement
 from megapipe.sharding.audit import audit_buffers
 from megapipe.topology import GROUP_NAMES, all_coordinates
 from megapipe.trace.meta import LiveBytes, MetaMode
@@ -96,45 +93,6 @@ def kinds_of_ranks(plan: RunPlan) -> tuple[RankKind, ...]:
         RankKind(tuple(ranks), tuple(sorted({topology.coordinates(rank).pp_rank for rank in ranks})))
         for ranks in found.values()
     )
-
-
-Situation = tuple[int, Op, tuple[tuple[str, int, int], ...]]
-
-
-def situations(
-    row: Iterable[Action], placement: Placement | None = None, pp_rank: int = 0, send_depth: int | None = None
-) -> set[Situation]:
-    """Return (stage, op, numbers of what is alive at its start) of every action. Arguments: those of `lifetimes`."""
-    alive: Counter[Item] = Counter()
-    found: set[Situation] = set()
-    for (stage, op, _), changes in lifetimes(row, placement, pp_rank, send_depth):
-        found.add((stage, op, tuple(sorted((kind.value, of, count) for (kind, of), count in alive.items() if count))))
-        alive.subtract(changes.takes)
-        alive.update(changes.creates)
-        alive.subtract(changes.frees)
-        alive.update(changes.leaves)
-    return found
-
-
-def microbatches_to_run(plan: RunPlan, pp_rank: int) -> int:
-    """Return the fewest microbatches whose row has all situations of the full step's row, or the full number.
-
-    Asynchronous schedules change their weights within the step, with offloading, or with stages in parts, the actions
-    around decide what is on the device, and slices of a microbatch differ in size: these are always run in full.
-    """
-    full, is_cut = plan.batch.num_microbatches, plan.parts is not None or plan.num_slices > 1
-    if not plan.is_synchronous or plan.config.offload.cpu_offloading_num_layers or is_cut:
-        return full
-    pp, where = plan.topology.pp, (plan.placement, pp_rank, plan.send_depth)
-    wanted = situations(plan.schedule(full).rows[pp_rank], *where)
-    for count in range(2 * pp, full // 2 + 1, pp):
-        try:
-            row = plan.schedule(count).rows[pp_rank]
-        except MegapipeError:  # the schedule cannot run this number
-            continue
-        if wanted <= situations(row, *where):
-            return count
-    return full
 
 
 META = torch.device("meta")

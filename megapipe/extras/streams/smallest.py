@@ -9,16 +9,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
-from megapipe.config.config import Config, convert
-from megapipe.config.layers import layer_configs
-from megapipe.config.model import ModelConfig
-from megapipe.errors import ConfigError, MegapipeError
-from megapipe.extras.verify.shrink import frozen_of_layers, kinds_of_layers, layer_pattern, unlike_layers
+from megapipe.config.config import Config
+from megapipe.errors import ConfigError
+from megapipe.extras.dry_run.microbatches import fewest_microbatches, schedule_of
+from megapipe.extras.verify.fewer_layers import kinds_of_layers, with_layers
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.schedule_choice import BY_HAND
 from megapipe.schedule.action import Action
-from megapipe.schedule.partition import from_counts
+from megapipe.schedule.schedule import Schedule
 
 MIN_LAYERS = 2  # of a stage: one beside another
 MAX_UNITS = 3  # of a stage: one is gathered while another computes and the last is freed
@@ -40,7 +38,7 @@ def smallest(config: Config, plan: RunPlan, has_all_pairs: bool = True) -> tuple
     counts = _layer_counts(plan, has_all_pairs)
     if (total := sum(counts)) != (num_layers := plan.config.model.num_layers):
         try:
-            found = resolve(_with_layers(plan, whole, counts), topology.world_size, topology.ranks_per_node)
+            found = resolve(with_layers(whole, plan, counts), topology.world_size, topology.ranks_per_node)
             cut.append(f"{total} of {num_layers} layers, which have all kinds of layers of every stage")
             return found, cut
         except ConfigError as error:
@@ -51,20 +49,18 @@ def smallest(config: Config, plan: RunPlan, has_all_pairs: bool = True) -> tuple
 def _fewer_microbatches(plan: RunPlan, has_all_pairs: bool) -> int:
     """Return the fewest microbatches, of two or more; those with all pairs of successive actions of the full rows."""
     full, pp = plan.batch.num_microbatches, plan.topology.pp
+    if not has_all_pairs:
+        return fewest_microbatches(plan, range(min(2, full), full), lambda schedule: True)
 
-    def pairs(count: int) -> list[set[tuple[object, ...]]]:
-        rows = (plan.schedule if plan.parts is None else plan.part_schedule)(count).rows
-        return [{_kind(pair) for pair in itertools.pairwise(row)} for row in rows]
+    def pairs(schedule: Schedule) -> list[set[tuple[object, ...]]]:
+        return [{_kind(pair) for pair in itertools.pairwise(row)} for row in schedule.rows]
 
-    wanted = pairs(full) if has_all_pairs else []
-    for count in range(pp, full, pp) if has_all_pairs else range(min(2, full), full):
-        try:
-            found = pairs(count)
-        except MegapipeError:  # the schedule cannot run this number
-            continue
-        if not has_all_pairs or all(all_of <= some for all_of, some in zip(wanted, found, strict=True)):
-            return count
-    return full
+    wanted = pairs(schedule_of(plan, full))
+
+    def has_all(schedule: Schedule) -> bool:
+        return all(all_of <= some for all_of, some in zip(wanted, pairs(schedule), strict=True))
+
+    return fewest_microbatches(plan, range(pp, full, pp), has_all)
 
 
 def _kind(actions: Iterable[Action]) -> tuple[object, ...]:
@@ -88,34 +84,3 @@ def _layer_counts(plan: RunPlan, is_cut: bool) -> list[int]:
         held = layers[stage.first_layer : stage.last_layer_exclusive]
         counts.append(min(len(held), max(groups, len(set(held)))))
     return counts
-
-
-def _with_layers(plan: RunPlan, whole: Config, counts: list[int]) -> Config:
-    """Return the configuration with so many layers of every stage."""
-    config = plan.config
-    partition = plan.whole_stages().partition
-    numbers = unlike_layers(kinds_of_layers(plan), partition, counts)
-    layers = [layer_configs(config.model)[number] for number in numbers]
-    has_experts = [int(layer.num_experts is not None) for layer in layers]
-    model = convert(
-        ModelConfig,
-        config.model,
-        num_layers=len(layers),
-        layer_pattern=layer_pattern(config.model, layers, lambda layer: {}),
-        window_attn_skip_freq=None,
-        no_rope_freq=None,
-        moe_layer_freq=str(has_experts) if any(has_experts) and not all(has_experts) else None,
-    )
-    kinds = config.parallel.cp_comm_type
-    if len(kinds) > 1:
-        kinds = tuple(kind for kind, _ in zip(itertools.cycle(dict.fromkeys(kinds)), layers, strict=False))
-    layout = from_counts(counts, len(layers)).layout()
-    parallel = dataclasses.replace(
-        whole.parallel,
-        cp_comm_type=kinds,
-        **BY_HAND | {"pipeline_model_parallel_layout": layout},
-        pipeline_schedule=plan.schedule_name,
-        num_virtual_stages_per_pipeline_rank=config.parallel.num_virtual_stages_per_pipeline_rank,
-    )
-    optimizer = dataclasses.replace(whole.optimizer, freeze=frozen_of_layers(plan, numbers))
-    return dataclasses.replace(whole, model=model, parallel=parallel, optimizer=optimizer)

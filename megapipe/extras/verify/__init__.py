@@ -1,5 +1,6 @@
 """Comparison of a grid with one plain process: `pretrain_gpt.py --verify-grid` and the parity tests.
 
+- `fewer_layers`: a plan with fewer layers in its stages; also for the smallest step of `megapipe.extras.streams`
 - `shrink`:  the user's configuration with small sizes; grid, chunks, partition, schedule and switches are kept
 - `oracle`:  megapipe.extras.reference trained in one process in fp64, with the grid's dropout masks; random weights and
   batches, drawn in slices on the grid and whole for the oracle

@@ -8,24 +8,21 @@ shrink.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megapipe.config.config import Config, ResolvedConfig, ResolvedModelConfig, convert
-from megapipe.config.fields import value_text
+from megapipe.config.config import Config, ResolvedConfig, ResolvedModelConfig
 from megapipe.config.files import DataConfig
 from megapipe.config.layers import LayerConfig, layer_configs
-from megapipe.config.model import ModelConfig, PrecisionConfig
+from megapipe.config.model import PrecisionConfig
 from megapipe.config.rules.context import heads_exchanged
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.errors import ConfigError
+from megapipe.extras.verify.fewer_layers import kept_layers, with_layers
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.schedule_choice import BY_HAND
-from megapipe.schedule.partition import Partition, from_counts
 from megapipe.sharding.buffers import BufferLayout
 from megapipe.sharding.state_dtypes import state_dtypes
 
@@ -41,7 +38,7 @@ INITIAL_LOSS_SCALE = 2.0**12
 DATA_KEPT = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 TRAINING_KEPT = "seed deterministic_mode label_smoothing z_loss calculate_per_token_loss device".split()
 OPTIMIZER_KEPT = (
-    "optimizer weight_decay start_weight_decay end_weight_decay weight_decay_incr_style clip_grad adam_beta1 "
+    "optimizer freeze weight_decay start_weight_decay end_weight_decay weight_decay_incr_style clip_grad adam_beta1 "
     "adam_beta2 sgd_momentum optimizer_options muon_momentum muon_nesterov muon_coefficient_type muon_num_ns_steps "
     "muon_scale_mode muon_extra_scale_factor muon_no_split_qkv muon_tp_mode muon_fp32_matmul_prec".split()
 )
@@ -64,51 +61,39 @@ def shrink(
     plan: RunPlan, mode: str, world_size: int, ranks_per_node: int | None = None, on_gpus: bool = False
 ) -> Shrunk:
     """Return the plan with small sizes. mode: 'fp64', or 'native' for the configuration's own dtype."""
-    config, partition = plan.config, plan.whole_stages().partition
+    config, counts = plan.config, plan.whole_stages().partition.layer_counts
     if mode == "native" and plan.model.has_experts:
         raise ConfigError(
             f"--verify-grid native compares with fp64, in which tokens may choose other experts than in "
             f"{config.precision.dtype}; use --verify-grid for a model with experts"
         )
-    layers, numbers = layer_configs(config.model), list(range(config.model.num_layers))
-    if partition.num_layers > MAX_LAYERS:  # all stages lose the same number of layers, so that the largest keeps two
-        fewer = max(max(partition.layer_counts) - 2, 0)
-        counts = [max(count - fewer, min(count, 1)) for count in partition.layer_counts]
-        numbers = unlike_layers(kinds_of_layers(plan), partition, counts)
-        layers = tuple(layers[number] for number in numbers)
-        partition = from_counts(counts, sum(counts))
+    if sum(counts) > MAX_LAYERS:  # all stages lose the same number of layers, so that the largest keeps two
+        fewer = max(max(counts) - 2, 0)
+        counts = tuple(max(count - fewer, min(count, 1)) for count in counts)
+    layers = [layer_configs(config.model)[number] for number in kept_layers(plan, counts)]
+    values, sizes = _model_sizes(config, layers, plan.topology.tp)
+    cut = with_layers(config, plan, counts, sizes)
     training, num_microbatches = _training(plan)
     precision, recompute, offload = _precision(config.precision, mode), config.recompute, config.offload
-    kinds = config.parallel.cp_comm_type
-    if len(kinds) > len(layers):
-        kinds = tuple(kind for kind, _ in zip(itertools.cycle(dict.fromkeys(kinds)), layers))
     parallel = dataclasses.replace(
-        config.parallel,
-        cp_comm_type=kinds,
-        # balancing small sizes would move layers between stages
-        **BY_HAND | {"pipeline_model_parallel_layout": partition.layout()},
-        pipeline_schedule=plan.schedule_name,
-        grad_reduce_in_bf16=config.parallel.grad_reduce_in_bf16 and mode == "native",
+        cut.parallel, grad_reduce_in_bf16=config.parallel.grad_reduce_in_bf16 and mode == "native"
     )
     if mode == "fp64" and on_gpus:  # in fp64 GPUs have no fused attention whose results could be kept
         recompute = dataclasses.replace(recompute, recompute_keep_attention=False)
     if offload.cpu_offloading_num_layers:  # the tensors are small now and still have to move
         offload = dataclasses.replace(offload, min_offloaded_tensor_size=1)
-    optimizer, rounds_to_bf16 = config.optimizer, parallel.grad_reduce_in_bf16
+    optimizer, rounds_to_bf16 = cut.optimizer, parallel.grad_reduce_in_bf16
     if mode == "native":
         rounds_to_bf16 = rounds_to_bf16 or state_dtypes(optimizer, precision).is_narrow
     else:
         optimizer = dataclasses.replace(optimizer, **_values(OptimizerConfig(), NARROW))
     small = Config(
-        model=_model(config, layers, plan.topology.tp),
+        model=dataclasses.replace(cut.model, **values),
         parallel=parallel,
         recompute=recompute,
         offload=offload,
         training=training,
-        optimizer=dataclasses.replace(
-            _optimizer(optimizer, *RATES["bf16" if rounds_to_bf16 else precision.dtype]),
-            freeze=frozen_of_layers(plan, numbers),
-        ),
+        optimizer=_optimizer(optimizer, *RATES["bf16" if rounds_to_bf16 else precision.dtype]),
         precision=precision,
         data=DataConfig(**_values(config.data, DATA_KEPT)),
     )
@@ -129,40 +114,12 @@ def _values(section: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(section, name) for name in names}
 
 
-def unlike_layers(kinds: Sequence[Any], partition: Partition, counts: Sequence[int]) -> list[int]:
-    """Return the numbers of the layers that the stages keep, so many of each: first kinds new to the model, then new to
-    the stage. kinds: of the layers, in order.
+def _model_sizes(
+    config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int
+) -> tuple[dict[str, Any], Callable[[LayerConfig], dict[str, Any]]]:
+    """Return the small sizes of a model of these layers, and a function that returns those of a layer. What layers have
+    in other sizes keeps its proportions.
     """
-    kept: list[int] = []
-    for stage, count in zip(partition.stages, counts, strict=True):
-        first, seen = stage.first_layer, [kinds[number] for number in kept]
-        held = kinds[first : stage.last_layer_exclusive]
-        known = [kind in held[:place] for place, kind in enumerate(held)]
-        order = sorted(range(len(held)), key=lambda place: (known[place], held[place] in seen))
-        kept += [first + place for place in sorted(order[:count])]
-    return kept
-
-
-def kinds_of_layers(plan: RunPlan) -> list[tuple[LayerConfig, frozenset[str]]]:
-    """Return the layers of a plan with the names, within the layer, of parameters that are not trained."""
-    return [(layer, _frozen_in(plan, number)) for number, layer in enumerate(layer_configs(plan.config.model))]
-
-
-def _frozen_in(plan: RunPlan, layer: int) -> frozenset[str]:
-    """Return the names, within a layer, of its parameters that are not trained."""
-    frozen = (spec.name for spec in plan.specs if spec.owner == layer and not spec.trainable)
-    return frozenset(name.removeprefix(f"decoder.layers.{layer}.") for name in frozen)
-
-
-def frozen_of_layers(plan: RunPlan, numbers: Sequence[int]) -> tuple[str, ...]:
-    """Return the names of the parameters that are not trained in a model of the layers of these numbers."""
-    ends = [spec.name for spec in plan.specs if not spec.trainable and isinstance(spec.owner, str)]
-    held = ((place, name) for place, layer in enumerate(numbers) for name in sorted(_frozen_in(plan, layer)))
-    return (*ends, *(f"decoder.layers.{place}.{name}" for place, name in held))
-
-
-def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> ModelConfig:
-    """Return the model of these layers with small sizes. What layers have in other sizes keeps its proportions."""
     kinds = (model := config.model, *dict.fromkeys(layers))
     heads, whole, held = model.num_attention_heads, 1, 1
     if all(kind.num_query_groups % tp == 0 for kind in kinds):
@@ -202,10 +159,7 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
         model.softmax_scale,
         dataclasses.replace(model, softmax_scale=None).attention_scale(),  # type: ignore[arg-type]
     )
-    return convert(
-        ModelConfig,
-        model,
-        num_layers=len(layers),
+    values = dict(
         hidden_size=min(model.hidden_size, 32),
         num_attention_heads=heads // whole * held,
         kv_channels=None if model.multi_latent_attention else next(sizes, model.kv_channels),
@@ -214,13 +168,11 @@ def _model(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> Mo
         vocab_size=vocab,
         padded_vocab_size=padded,
         softmax_scale=None if is_derived_scale else model.softmax_scale,
-        layer_pattern=layer_pattern(model, layers, small),
-        window_attn_skip_freq=None,
-        no_rope_freq=None,
-        **_experts(config, layers, tp),
+        **_experts(config, tp),
         **_latents(model),
         **small(model),
     )
+    return values, small
 
 
 def _latents(model: ResolvedModelConfig) -> dict[str, Any]:
@@ -232,16 +184,14 @@ def _latents(model: ResolvedModelConfig) -> dict[str, Any]:
     return {name: None if value is None else min(value, smallest[name]) for name, value in values.items()}
 
 
-def _experts(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> dict[str, Any]:
-    """Return the options of experts with small widths, and which of these layers have experts."""
+def _experts(config: ResolvedConfig, tp: int) -> dict[str, Any]:
+    """Return the options of experts with small widths."""
     model, etp = config.model, config.parallel.expert_tensor_parallel_size or tp
     if model.num_experts is None:
         return {}
     widths = {"moe_ffn_hidden_size": etp, "moe_shared_expert_intermediate_size": tp}
     given = {name: (width, widths[name]) for name, width in _values(model, widths).items() if width is not None}
-    has_experts = [int(layer.num_experts is not None) for layer in layers]
     return {
-        "moe_layer_freq": None if all(has_experts) else str(has_experts),
         "moe_router_force_load_balancing": False,  # the reference chooses experts by their scores
         **{name: ranks * min(width // ranks, MAX_NORMED_FFN) for name, (width, ranks) in given.items()},
     }
@@ -250,21 +200,6 @@ def _experts(config: ResolvedConfig, layers: Sequence[LayerConfig], tp: int) -> 
 def _scaled(size: int, largest: int, limit: int) -> int:
     """Return a size in its proportion to the largest one, which becomes `limit` if it is above; at least a quarter."""
     return size if largest <= limit else min(size, max(1, limit // 4, limit * size // largest))
-
-
-def layer_pattern(
-    model: ResolvedModelConfig, layers: Sequence[LayerConfig], small: Callable[[LayerConfig], dict[str, Any]]
-) -> tuple[str, ...]:
-    """Return --layer-pattern for these layers with small sizes; nothing if all are like the model."""
-    words = []
-    for layer, run in itertools.groupby(layers):
-        names = layer.used_options  # those without effect in this layer are refused
-        values = {name: getattr(layer, name) for name in names if getattr(layer, name) != getattr(model, name)}
-        values |= {name: size for name, size in small(layer).items() if name in values}
-        settings = dict.fromkeys(layer.missing_parts, "none")
-        settings |= {name: value if isinstance(value, str) else value_text(value) for name, value in values.items()}
-        words.append(" ".join([str(len(list(run))), *(f"{name}={text}" for name, text in settings.items())]))
-    return tuple(words) if any(" " in word for word in words) else ()
 
 
 def _training(plan: RunPlan) -> tuple[TrainingConfig, tuple[int, ...]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megapipe.extras.dry_run.rank import count_rank, microbatches_to_run, situations
+from megapipe.extras.dry_run.microbatches import microbatches_to_run, situations
+from megapipe.extras.dry_run.rank import count_rank
 from megapipe.schedule.action import parse_action
 from tests.extras.dry_run.grids import PP2, SP2, make_plan, read_for
 
