@@ -14,7 +14,7 @@ from typing import Any
 from megapipe.config.config import all_fields, fields_by_key
 from megapipe.config.fields import expected_range, nearest_word, read_value, value_text
 from megapipe.config.megatron_flags import SUPPORTED, WITHOUT, megatron_flags, row_of
-from megapipe.config.options import TAKES_VALUE, ConfigField, Flag, Need
+from megapipe.config.options import NONE_WORDS, TAKES_VALUE, ConfigField, Flag, Need
 from megapipe.config.problems import Problems
 from megapipe.errors import ConfigError
 from megapipe.formatting import shortened
@@ -124,6 +124,15 @@ def takes_values(field: ConfigField, flag: Flag) -> str:
     if flag.value is not TAKES_VALUE:
         return ""
     return "+" if field.kind.many and flag.read is None else "1"
+
+
+def flag_words(field: ConfigField, value: Any) -> list[str]:
+    """Return the words of a command line that give a field a value."""
+    flag = next(flag for flag in field.flags if flag.value is TAKES_VALUE or flag.value is value)
+    if flag.value is not TAKES_VALUE:
+        return [flag.name]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [flag.name, *(NONE_WORDS[0] if each is None else str(each) for each in values)]
 
 
 def normalised(token: str) -> str:

@@ -21,9 +21,9 @@ from typing import Any
 
 from megapipe.assembly.datasets import planned, with_vocabulary
 from megapipe.config.config import fields_by_key
+from megapipe.config.flags import flag_words
 from megapipe.config.layers import layer_kinds
 from megapipe.config.load import DEFAULT, LoadedConfig, load_config
-from megapipe.config.options import TAKES_VALUE
 from megapipe.config.training import DEVICES
 from megapipe.config.tuned import TUNABLE, Tuned, to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
@@ -360,12 +360,7 @@ def search(decisions: Iterator[tuple[Settings, ...]], measure: Measure) -> tuple
 
 def flags_of(settings: Settings) -> list[str]:
     """Return the flags that give a run these settings."""
-    words: list[str] = []
-    for key, value in settings.items():
-        flag = next(flag for flag in fields_by_key()[key].flags if flag.value is TAKES_VALUE or flag.value is value)
-        values = value if isinstance(value, list) else [value]
-        words += [flag.name, *(map(str, values) if flag.value is TAKES_VALUE else ())]
-    return words
+    return [word for key, value in settings.items() for word in flag_words(fields_by_key()[key], value)]
 
 
 def measured_run(flags: Sequence[str], num_ranks: int, num_steps: int) -> Measure:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from megapipe.config.config import Config
+from megapipe.config.config import Config, all_fields, value_of
+from megapipe.config.flags import flag_words
 from megapipe.config.layers import expert_layers, is_explicit, layer_configs
 from megapipe.extras.verify.compare import Difference, OtherChoice, ParityStep, RankStep, tolerance_of, worst
-from megapipe.extras.verify.shrink import Shrunk
+from megapipe.extras.verify.shrink import DATA_KEPT, NARROW, OPTIMIZER_KEPT, TRAINING_KEPT, Shrunk
 from megapipe.formatting import grid_text
-from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
 from megapipe.sharding.state_dtypes import state_dtypes
@@ -19,6 +19,10 @@ LINE_WIDTH = 125
 MARGIN = 15  # columns of the titles in the lines about a failure
 MAX_NAMES = 4
 MAX_RANKS = 16
+# sections that the small configuration takes over, but for sizes, and fields that it takes over of others
+WHOLE_SECTIONS = ("model", "parallel", "recompute", "offload", "precision")
+KEPT = {"training": TRAINING_KEPT, "optimizer": (*OPTIMIZER_KEPT, *NARROW), "data": DATA_KEPT}
+SIZES = ("parallel.ddp_bucket_size", "training.micro_batch_size")  # besides those of the model
 
 
 def plan_text(small: Shrunk) -> str:
@@ -42,12 +46,7 @@ def plan_text(small: Shrunk) -> str:
         "weights that its paper gives for each stage), not with ordinary training; gradients and norm are those of a "
         "step's last update"
     )
-    before, after = _sizes(small.original), _sizes(plan)
-    changed = [
-        f"{name} {size:,} -> {after[name]:,}"
-        for name, size in before.items()
-        if size != after[name] and size is not None and after[name]
-    ]
+    changed = list(_sizes_changed(small))
     if len(small.original.batch.sizes) > 2:
         num_sizes = len(small.original.batch.sizes)
         changed.append(f"batch ramp-up: its first and its last of {num_sizes} batch sizes")
@@ -58,8 +57,8 @@ def plan_text(small: Shrunk) -> str:
         ("replaced", _replaced(small)),
         ("allowed", [allowed]),
     ):
-        wrapped = [line for entry in entries for line in textwrap.wrap(entry, LINE_WIDTH, subsequent_indent="  ")]
-        lines += [f"  {title if place == 0 else '':<9}{line}" for place, line in enumerate(wrapped)]
+        shown = [line for entry in entries for line in _wrapped(entry, LINE_WIDTH, 2)]
+        lines += [f"  {title if place == 0 else '':<9}{line}" for place, line in enumerate(shown)]
     return "\n".join(lines)
 
 
@@ -69,64 +68,39 @@ def _kept(small: Shrunk) -> Iterator[str]:
     groups = model.query_groups()
     heads = f"{model.num_attention_heads // groups} query head(s) for each key/value head"
     copies = f", each key/value head on {tp // groups} tp ranks" if groups < tp else ""
+    explicit = [is_explicit(layer) for layer in layer_configs(model) if layer.has_attention]
+    fused = "torch's fused attention"
+    if any(explicit):
+        fused = "unfused attention" if all(explicit) else f"{fused} and, in some layers, an unfused one"
     yield f"rank order {plan.topology.order}, stages {plan.partition}"
     yield f"schedule {plan.schedule_name}, {counts} microbatches on each dp rank, {heads}{copies}"
-    yield ", ".join(_switches(plan))
+    strategy = plan.config.parallel.data_parallel_sharding_strategy
+    yield f"data-parallel sharding {strategy}, {fused}"
+    yield ", ".join(_flags_kept(small)) or "no other flag"
     if model.layer_pattern:
         yield f"layers {' '.join(map(repr, model.layer_pattern))}"
 
 
-def _switches(plan: RunPlan) -> Iterator[str]:
-    """Yield the names of the switches that are on; each option that is not a size has the value it has in training."""
-    config, model = plan.config, plan.config.model
-    parallel, training, recompute = config.parallel, config.training, config.recompute
-    yield f"{model.normalization}, {model.activation}, positions {model.position_embedding_type}"
-    layers = layer_configs(model)
-    explicit = [is_explicit(layer) for layer in layers if layer.has_attention]
-    unfused = "unfused attention" if all(explicit) else "torch's fused attention and, in some layers, an unfused one"
-    yield unfused if any(explicit) else "torch's fused attention"
-    yield "untied head" if model.untie_embeddings_and_output_weights else "tied head"
-    yield f"optimizer {config.optimizer.optimizer}"
-    is_selective = recompute.recompute_granularity == "selective"
-    modules = f" ({' '.join(recompute.recompute_modules)})" if is_selective else ""
-    offloaded = config.offload.cpu_offloading_num_layers
-    switches = {
-        f"rope scaling {model.rope_scaling_type}": model.rope_scaling_type != "none",
-        **{f"norms {layer.norm_position} branches": True for layer in layers if layer.norm_position != "before"},
-        **{f"qk-norm of each {layer.qk_layernorm_scope}": True for layer in layers if layer.qk_layernorm},
-        "qk-norm after the rotation": model.qk_layernorm_after_rope,
-        "qk-norm without weights": any(layer.qk_l2_norm for layer in layers),
-        f"queries scaled by {model.nope_query_scale:g}": model.nope_query_scale > 0,
-        "expert inputs times their weights": model.moe_apply_probs_on_input,
-        "gated attention output": model.attention_output_gate,
-        f"branches times {model.residual_scale:g}": model.residual_scale != 1.0,
-        f"logits divided by {model.logits_scaling:g}": model.logits_scaling != 1.0,
-        f"embeddings times {model.embedding_scale:g}": model.embedding_scale != 1.0,
-        "sliding window": any(layer.window_size is not None for layer in layers),
-        "attention soft-cap": any(layer.attn_logit_softcapping is not None for layer in layers),
-        f"{model.mtp_num_layers} modules of multi-token prediction": model.mtp_num_layers is not None,
-        "final soft-cap": model.final_logit_softcapping is not None,
-        f"hidden dropout {model.hidden_dropout:g}": model.hidden_dropout > 0,
-        f"attention dropout {model.attention_dropout:g}": model.attention_dropout > 0,
-        "sequence parallel": parallel.sequence_parallel,
-        "distributed optimizer": parallel.use_distributed_optimizer,
-        "overlapped gradient reduce": parallel.overlap_grad_reduce,
-        "overlapped parameter gather": parallel.overlap_param_gather,
-        "gradients reduced in bf16": parallel.grad_reduce_in_bf16,
-        _narrow_text(config): state_dtypes(config.optimizer, config.precision).is_narrow,
-        f"{offloaded} layers of each stage offloaded": offloaded > 0,
-        "attention kept through recompute": recompute.recompute_keep_attention,
-        f"recompute {recompute.recompute_granularity}{modules}": recompute.recompute_granularity is not None,
-        recompute_text(recompute): recompute.recompute_memory_budget is not None,
-        "per-token loss": training.calculate_per_token_loss,
-        f"label smoothing {training.label_smoothing:g}": training.label_smoothing > 0,
-        f"z-loss {training.z_loss:g}": training.z_loss > 0,
-        "document masks": config.data.reset_attention_mask,
-        "document positions": config.data.reset_position_ids,
-        "no loss at document ends": config.data.eod_mask_loss,
-        f"clipping at {config.optimizer.clip_grad:g}": config.optimizer.clip_grad > 0,
-    }
-    yield from (name for name, is_on in switches.items() if is_on)
+def _flags_kept(small: Shrunk) -> Iterator[str]:
+    """Yield the flags of the run that the small configuration has as well: what is neither a size nor replaced."""
+    for field in all_fields():
+        is_kept = field.name in KEPT[field.section] if field.section in KEPT else field.section in WHOLE_SECTIONS
+        value = value_of(small.plan.config, field)
+        is_default = value == field.default or field.option.derived or field.key == "model.layer_pattern"
+        if is_kept and not is_default and value == value_of(small.original.config, field):
+            yield " ".join(flag_words(field, value))
+
+
+def _sizes_changed(small: Shrunk) -> Iterator[str]:
+    """Yield the sizes of the run and those of the small configuration, where they differ."""
+    for field in all_fields():
+        before, after = (value_of(plan.config, field) for plan in (small.original, small.plan))
+        is_size = field.kind.scalar is int and not field.kind.many and (field.section == "model" or field.key in SIZES)
+        if is_size and before != after and before is not None and after:
+            yield f"{field.main_flag} {before:,} -> {after:,}"
+    counts = [plan.batch.full // plan.batch.samples_per_microbatch for plan in (small.original, small.plan)]
+    if counts[0] != counts[1]:
+        yield f"microbatches {counts[0]:,} -> {counts[1]:,}"
 
 
 def _narrow_text(config: Config) -> str:
@@ -134,25 +108,6 @@ def _narrow_text(config: Config) -> str:
     dtypes = state_dtypes(config.optimizer, config.precision)
     states = ", ".join(f"{state} {dtype}" for state, dtype in dtypes.states.items())
     return f"main gradients {dtypes.gradient}, {states}"
-
-
-def _sizes(plan: RunPlan) -> dict[str, int | None]:
-    model = plan.config.model
-    return {
-        "layers": model.num_layers,
-        "hidden": model.hidden_size,
-        "ffn": model.ffn_hidden_size,
-        "heads": model.num_attention_heads,
-        "key/value heads": model.num_query_groups,
-        "head size": model.kv_channels,
-        "sequence": model.seq_length,
-        "window": model.window_size,
-        "vocabulary": model.vocab_size,
-        "padded vocabulary": model.padded_vocab_size,
-        "micro batch": plan.config.training.micro_batch_size,
-        "parameters in a bucket": plan.config.parallel.ddp_bucket_size,
-        "microbatches": plan.batch.full // plan.batch.samples_per_microbatch,
-    }
 
 
 def _replaced(small: Shrunk) -> Iterator[str]:
@@ -203,8 +158,13 @@ def found_text(small: Shrunk, steps: Sequence[ParityStep]) -> str:
     else:
         lines.append("")
         for text in _failure(small, failed):
-            lines += textwrap.wrap(text, LINE_WIDTH + MARGIN, subsequent_indent=" " * MARGIN)
+            lines += _wrapped(text, LINE_WIDTH + MARGIN, MARGIN)
     return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int, indent: int) -> list[str]:
+    """Return the lines of a text, those after the first indented; a flag stays on one line."""
+    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _row(step: ParityStep) -> str:

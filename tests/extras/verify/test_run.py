@@ -41,7 +41,14 @@ def test_every_rank_returns_the_exit_code(
 def test_one_rank_is_compared_too(flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, *flag]) == 0
     printed = capsys.readouterr().out
-    for words in ("kept", "shrunk   hidden 64 -> 32", "replaced", "allowed", "loss plain", "same: loss, gradient norm"):
+    for words in (
+        "kept",
+        "shrunk   --hidden-size 64 -> 32",
+        "replaced",
+        "allowed",
+        "loss plain",
+        "same: loss, gradient norm",
+    ):
         assert words in printed
 
 

@@ -233,6 +233,16 @@ def test_every_option_that_is_not_a_size_is_kept() -> None:
         assert getattr(small.plan.config.data, name)
 
 
+def test_the_report_names_each_kept_flag_and_each_smaller_size() -> None:
+    """Nothing that the two configurations have in common but the defaults is left out, nor a size that differs."""
+    text = plan_text(shrink(resolve(tiny_config(**GPT3, **CHANGED), 8), "fp64", 8))
+    for flag in ("--rotary-percent 0.5", "--no-overlap-p2p-communication", "--muon-nesterov", "--eod-mask-loss"):
+        assert flag in text
+    assert "--lr " not in text and "--save" not in text
+    text = plan_text(shrunk("latent attention"))
+    assert all(f"--{name} " in text for name in ("q-lora-rank", "kv-lora-rank", "qk-head-dim", "v-head-dim"))
+
+
 def test_deep_models_lose_layers_but_no_stage_and_no_end() -> None:
     small = shrunk("llama405b")
     assert small.original.partition.layer_counts == (7, *[8] * 14, 7)
@@ -360,7 +370,7 @@ def test_narrow_state_is_replaced_in_fp64_and_kept_in_the_native_mode() -> None:
     replaced, kept = shrink(plan, "fp64", 2), shrink(plan, "native", 2)
     assert f"{narrow} by fp64 ones" in " ".join(plan_text(replaced).split())
     assert kept.plan.config.optimizer.exp_avg_sq_dtype == "bf16"
-    assert narrow in " ".join(plan_text(kept).split())
+    assert "--exp-avg-sq-dtype bf16" in plan_text(kept) and "--exp-avg-sq-dtype" not in plan_text(replaced)
     assert "by fp64 ones" not in plan_text(kept)
 
 
