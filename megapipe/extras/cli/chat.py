@@ -40,7 +40,7 @@ SERVE_OPTIONS = (
     *GRID_OPTIONS,
     "server",
     option("--host", "address to listen on; another than this machine's own needs --token", default="127.0.0.1"),
-    option("--port", default=8000, at_least=0),
+    option("--port", "0: a free one", default=8000, at_least=0, at_most=65535),
     option("--token", "requests must have Authorization: Bearer TOKEN", metavar="TOKEN"),
     option(
         "--max-request-bytes", "of the body of a request (default: what the context can need)", type=int, at_least=1
@@ -172,8 +172,6 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
         try:
             family = socket.AF_INET6 if ":" in own.host else socket.AF_INET
             listener = socket.create_server((own.host, own.port), family=family)
-        except OverflowError:
-            raise ConfigError(f"--port {own.port}: a port is at most 65535; 0 takes a free one") from None
         except OSError as error:
             of_port, rule = error.errno in (errno.EADDRINUSE, errno.EACCES), str(error.strerror).partition(" (")[0]
             way = "choose another port, or 0 for a free one" if of_port else "give an address of this machine"

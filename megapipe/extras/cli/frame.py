@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,18 +55,57 @@ METAVARS = {int: "N", float: "X", Path: "FILE"}  # type of an option -> name of 
 
 @dataclass(frozen=True)
 class Option:
-    """One option or positional argument: the arguments of `ArgumentParser.add_argument`, and a range for its number."""
+    """One option or positional argument: the arguments of `ArgumentParser.add_argument`, a range for its number, and
+    other options of the command.
+    """
 
     names: tuple[str, ...]
     settings: Mapping[str, Any]
     above: float | None = None
     at_least: float | None = None
+    at_most: float | None = None
+    needs: str = ""  # the option without which this one is not read, an error; several: one of them is enough
+    excludes: str = ""  # options that cannot be given with it
+
+    @property
+    def attribute(self) -> str:
+        """The name of its value among the parsed options."""
+        return str(self.settings.get("dest") or self.names[-1].lstrip("-").replace("-", "_"))
+
+    def is_given(self, own: argparse.Namespace) -> bool:
+        """Return True if a value other than the default was given."""
+        value = getattr(own, self.attribute)
+        return value not in (None, self.settings.get("default")) and value is not False
+
+    def check(self, own: argparse.Namespace, given: Collection[str]) -> None:
+        """Raise ConfigError if the value is out of range, or does not go with the options that are given."""
+        name, value = self.names[-1], getattr(own, self.attribute)
+        if value is not None and self.above is not None and not value > self.above:
+            raise ConfigError(f"{name} {value:g} must be above {self.above:g}")
+        # infinity is not at least anything
+        if value is not None and self.at_least is not None and not self.at_least <= value < math.inf:
+            raise ConfigError(f"{name} {value:g} must be at least {self.at_least:g}")
+        if value is not None and self.at_most is not None and not value <= self.at_most:
+            raise ConfigError(f"{name} {value:g} must be at most {self.at_most:g}")
+        if name in given and self.needs and not any(other in given for other in self.needs.split()):
+            raise ConfigError(f"{name} is only read with {' or '.join(self.needs.split())}; add that, or omit {name}")
+        for other in self.excludes.split() if name in given else ():
+            if other in given:
+                raise ConfigError(f"{name} does not go with {other}; give one of the two")
 
 
 def option(
-    names: str, help: str = "", above: float | None = None, at_least: float | None = None, **settings: Any
+    names: str,
+    help: str = "",
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    needs: str = "",
+    excludes: str = "",
+    **settings: Any,
 ) -> Option:
-    """Return an option for the table of a command. names: separated by blanks. settings: as for `add_argument`.
+    """Return an option for the table of a command. names, needs, excludes: separated by blanks. settings: as for
+    `add_argument`.
 
     A default gives the type of a number, and is added to the help.
     """
@@ -77,23 +116,29 @@ def option(
         help = f"{help} (default: %(default)s)".lstrip()
     if settings.get("type") in METAVARS and "choices" not in settings and names.startswith("-"):
         settings.setdefault("metavar", METAVARS[settings["type"]])
-    return Option(tuple(names.split()), {"help": help, **settings}, above, at_least)
+    return Option(tuple(names.split()), {"help": help, **settings}, above, at_least, at_most, needs, excludes)
 
 
-def switch(name: str, help: str) -> Option:
+def each_with(*options: str | Option, needs: str = "", excludes: str = "") -> tuple[str | Option, ...]:
+    """Return options and titles of a table of a command, the options all with these needs or exclusions."""
+    return tuple(each if isinstance(each, str) else replace(each, needs=needs, excludes=excludes) for each in options)
+
+
+def switch(name: str, help: str, needs: str = "", excludes: str = "") -> Option:
     """Return an option without a value, for the table of a command."""
-    return option(name, help, action="store_true")
+    return option(name, help, needs=needs, excludes=excludes, action="store_true")
 
 
 HARDWARE_OPTIONS = (
     option("--gpu", "the accelerator, by its name in the hardware table (docs/planner.md)", metavar="NAME"),
-    option("--hardware", "the accelerator and its links, as a YAML file", type=Path),
+    option("--hardware", "the accelerator and its links, as a YAML file", type=Path, excludes="--gpu"),
 )
 PREDICTION_OPTIONS = (
     *HARDWARE_OPTIONS,
     option(
         "--stack",
         "the software that seconds are predicted for (default: megapipe; docs/time_model.md has the others)",
+        needs="--gpu --hardware",
         metavar="NAME",
     ),
 )
@@ -103,11 +148,7 @@ def hardware_given(own: argparse.Namespace) -> Hardware | None:
     """Return the hardware of HARDWARE_OPTIONS or PREDICTION_OPTIONS, None if none is given. Raises ConfigError."""
     stack = getattr(own, "stack", None)
     if own.gpu is None and own.hardware is None:
-        if stack is not None:
-            raise ConfigError(f"--stack {stack} predicts seconds: add --gpu NAME or --hardware FILE")
         return None
-    if own.gpu is not None and own.hardware is not None:
-        raise ConfigError("--gpu and --hardware both give the accelerator; give one of the two")
     from megapipe.plan.hardware import hardware_named, read_hardware  # here, since most commands start without plans
     from megapipe.plan.stacks import stack_named
 
@@ -215,16 +256,10 @@ class Command:
         else:
             own = parser.parse_intermixed_args(dashed)  # positional arguments may come after flags
         own.command = self
-        for each in self.options:
-            if not isinstance(each, Option) or (each.above, each.at_least) == (None, None):
-                continue
-            name = each.names[-1]
-            value = getattr(own, name.lstrip("-").replace("-", "_"))
-            if value is not None and each.above is not None and not value > each.above:
-                raise ConfigError(f"{name} {value:g} must be above {each.above:g}")
-            # infinity is not at least anything
-            if value is not None and each.at_least is not None and not each.at_least <= value < math.inf:
-                raise ConfigError(f"{name} {value:g} must be at least {each.at_least:g}")
+        options = [each for each in self.options if isinstance(each, Option)]
+        given = {name for each in options if each.is_given(own) for name in each.names}
+        for each in options:
+            each.check(own, given)
         return own
 
 

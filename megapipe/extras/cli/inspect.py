@@ -21,7 +21,7 @@ CHECKPOINT_OPTIONS = (
     option("path", "directory given to --save, or the folder of one step", type=Path, metavar="CHECKPOINT"),
     option("--step", "step to look at (default: the newest complete one)", type=int),
     switch("--tensors", "list every tensor; with --diff also the equal ones"),
-    switch("--verify", "read all files and check all checksums"),
+    switch("--verify", "read all files and check all checksums", excludes="--diff"),
     option("--diff", "compare all tensors with those of this checkpoint", type=Path, metavar="OTHER"),
     switch("--json", "print one JSON object"),
 )
@@ -29,7 +29,13 @@ DATA_OPTIONS = (
     option("--step", "samples and documents of this step, counted from 1", type=int),
     option("--sample", "documents of this sample, counted from 0, and the step and rank that take it", type=int),
     option("--document", "samples and steps that hold some of this document, counted from 0", type=int),
-    option("--in", "file prefix of the document, if there are several files", dest="prefix", metavar="PREFIX"),
+    option(
+        "--in",
+        "file prefix of --document, if there are several files",
+        needs="--document",
+        dest="prefix",
+        metavar="PREFIX",
+    ),
     option("--text", "show the first tokens of each piece, decoded", type=int, metavar="TOKENS"),
     switch("--json", "print one JSON object"),
 )
@@ -48,8 +54,6 @@ def checkpoint(own: argparse.Namespace) -> int:
     """
     from megapipe.extras.inspect.checkpoint import chosen, show, show_difference
 
-    if own.diff is not None and own.verify:
-        raise ConfigError("--verify and --diff are two checks; ask for one at a time")
     try:
         folder = chosen(own.path, own.step)
         if own.diff is not None:
@@ -75,8 +79,6 @@ def data(own: argparse.Namespace) -> None:
 
     if sum(value is not None for value in (own.step, own.sample, own.document)) != 1:
         raise ConfigError("give one of --step, --sample and --document")
-    if own.prefix is not None and own.document is None:
-        raise ConfigError(f"--in {own.prefix} names the file of --document; give --document N or leave it out")
     try:
         run = read_run(own.flags)
         if own.step is not None:

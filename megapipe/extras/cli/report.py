@@ -21,14 +21,17 @@ from megapipe.extras.report.status import newest_run, read_folder, summary, tabl
 from megapipe.monitor.diagnosis import doing, waits_for
 
 FILE_NAME = "report.html"
-PORT = 8020
 OPTIONS = (
     option("run", "the run's folder", type=Path, metavar="RUN"),
     option("--output", f"where to write it (default: RUN/{FILE_NAME})", type=Path),
     option("--loss-svg", "also write only the chart of losses, as SVG", type=Path),
     option("--svg", "also write only the drawing of plan and measurement, as SVG", type=Path),
-    switch("--serve", "show it at an address of this machine and keep it up to date, until Ctrl-C"),
-    option("--port", f"port of --serve (default: {PORT})", type=int),
+    switch(
+        "--serve",
+        "show it at an address of this machine and keep it up to date, until Ctrl-C; writes nothing",
+        excludes="--output --loss-svg --svg",
+    ),
+    option("--port", "port of --serve", default=8020, at_least=1, at_most=65535, needs="--serve"),
 )
 COMPARE_OPTIONS = (
     option("runs", "the runs' folders", type=Path, nargs="+", metavar="RUN"),
@@ -51,10 +54,8 @@ def main(own: argparse.Namespace) -> None:
     torch.
     """
     if own.serve:
-        serve(own)
+        serve(own.run, own.port)
         return
-    if own.port is not None:
-        raise ConfigError(f"--port {own.port} is for --serve; add --serve or leave it out")
     path = write_report(own.run, own.output)
     if own.loss_svg is not None:
         drawn = loss_svg(read_run(own.run))
@@ -70,17 +71,11 @@ def main(own: argparse.Namespace) -> None:
     print(f"{path} ({path.stat().st_size / 2**10:,.0f} KiB): open it in any browser")
 
 
-def serve(own: argparse.Namespace) -> None:
+def serve(run: Path, port: int) -> None:
     """Serve the report until Ctrl-C. Raises ConfigError."""
-    port = PORT if own.port is None else own.port
-    if not 1 <= port <= 65535:
-        raise ConfigError(f"--port {port} is out of range; give a number from 1 to 65535")
-    for flag, value in (("--output", own.output), ("--loss-svg", own.loss_svg), ("--svg", own.svg)):
-        if value is not None:
-            raise ConfigError(f"{flag} {value} is for a report that is written; leave out {flag} or --serve")
-    with ReportServer(own.run, port) as server:
+    with ReportServer(run, port) as server:
         print(
-            f"{own.run}: http://{ADDRESS}:{port}/ shows its report and keeps it up to date; Ctrl-C ends this",
+            f"{run}: http://{ADDRESS}:{port}/ shows its report and keeps it up to date; Ctrl-C ends this",
             flush=True,
         )
         try:

@@ -6,14 +6,14 @@ import argparse
 import csv
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import Option, command, option, switch
+from megapipe.extras.cli.frame import command, each_with, option, switch
 from megapipe.extras.cli.group import CommandGroup
 from megapipe.extras.report.schedules import Measures, Model, ShardingTimes, Unmeasured, compare, measure
 from megapipe.extras.report.timeline import parts_svg, svg, timeline_text
@@ -58,21 +58,29 @@ GATHERS = {"optim_grads": False, "optim_grads_params": True}  # strategy -> weig
 NAME = (
     option("name", f"one of {', '.join(SCHEDULES)}; or give --csv", nargs="?", metavar="NAME"),
     option("--csv", "read the schedule from this file instead, one line per rank: 0F0,0F1,...", type=Path),
-    option("--placement", "of the CSV file's stages (default: taken from its forwards)", choices=tuple(PLACEMENTS)),
+    option(
+        "--placement",
+        "of the CSV file's stages (default: taken from its forwards)",
+        needs="--csv",
+        choices=tuple(PLACEMENTS),
+    ),
 )
 _HALVES: dict[str, Any] = {"type": float, "nargs": 3, "metavar": ("F", "I", "W")}
 _WAYS: dict[str, Any] = {"type": float, "nargs": 2, "metavar": ("F", "B")}
 EXPERTS = (
     "mixture of experts; times in milliseconds (or any unit) of a layer and microbatch, defaults like DeepSeek-V3's",
-    switch("--experts", "cut stages into attention, dispatch, MLP and combine; overlap"),
-    option("--layers", "of the model", default=61),
-    option("--dense-layers", "the first of them, which have no experts", default=3),
-    option("--attention", "with norms and router: forward, I and W", default=(5.5, 7.5, 3.5), **_HALVES),
-    option("--expert-mlp", "routed and shared experts", default=(4.6, 4.6, 4.6), **_HALVES),
-    option("--dense-mlp", "of the dense layers", default=(4.6, 4.6, 4.6), **_HALVES),
-    option("--head", "output layer and loss", default=(19.0, 19.0, 19.0), **_HALVES),
-    option("--dispatch", "all-to-all to the experts: forward and backward", default=(2.3, 4.7), **_WAYS),
-    option("--combine", "all-to-all back", default=(4.7, 2.3), **_WAYS),
+    switch("--experts", "cut stages into attention, dispatch, MLP and combine, with the times below; overlap"),
+    *each_with(
+        option("--layers", "of the model", default=61, at_least=1),
+        option("--dense-layers", "the first of them, which have no experts", default=3, at_least=0),
+        option("--attention", "with norms and router: forward, I and W", default=(5.5, 7.5, 3.5), **_HALVES),
+        option("--expert-mlp", "routed and shared experts", default=(4.6, 4.6, 4.6), **_HALVES),
+        option("--dense-mlp", "of the dense layers", default=(4.6, 4.6, 4.6), **_HALVES),
+        option("--head", "output layer and loss", default=(19.0, 19.0, 19.0), **_HALVES),
+        option("--dispatch", "all-to-all to the experts: forward and backward", default=(2.3, 4.7), **_WAYS),
+        option("--combine", "all-to-all back", default=(4.7, 2.3), **_WAYS),
+        needs="--experts",
+    ),
 )
 NAMES = option("names", "which schedules (default: all)", nargs="*", metavar="NAME")
 MODEL = (
@@ -81,38 +89,54 @@ MODEL = (
     option("-m --microbatches", "default: twice the ranks", type=int, above=0),
     option("-v --chunks", "stages a rank (default: 2 where a schedule has several)", type=int, above=0),
     option("-g --group-size", "microbatches that run through a chunk before the next, at least the ranks", type=int),
-    option("-k --slices", "cut every microbatch into so many slices along its sequence (Seq1F1B)", default=1, above=0),
-    "costs, in seconds (or any unit), of all the layers of one rank",
-    option("--forward", default=1.0, at_least=0),
-    option("--input-grad", default=1.0, at_least=0),
-    option("--weight-grad", default=1.0, at_least=0),
-    option("--costs", "CSV of forward,input_grad,weight_grad: one line per slice of the model, in order", type=Path),
-    option("--rank-speeds", "speed of each rank relative to the given seconds (mixed GPUs)", type=float, nargs="+"),
+    *each_with(  # with experts a stage has the times of its parts
+        option("-k --slices", "cut a microbatch into so many slices along its sequence (Seq1F1B)", default=1, above=0),
+        "costs, in seconds (or any unit), of all the layers of one rank",
+        option("--forward", default=1.0, at_least=0),
+        option("--input-grad", default=1.0, at_least=0),
+        option("--weight-grad", default=1.0, at_least=0),
+        option("--costs", "CSV of forward,input_grad,weight_grad: a line per slice of the model, in order", type=Path),
+        option("--rank-speeds", "speed of each rank relative to the given seconds (mixed GPUs)", type=float, nargs="+"),
+        excludes="--experts",
+    ),
     option("--p2p", "latency of a message: from an action's end to its use on the next rank", default=0.0, at_least=0),
     option("--transfer", "time that a message occupies its channel, before --p2p", default=0.0, at_least=0),
-    switch("--no-overlap", "a rank is idle while it sends (for --transfer)"),
-    option("--pair-share", "time of an overlapped F and B relative to their sum (DualPipe)", default=1.0, at_least=0),
-    option("--optimizer", "norm, update and gather after the last action", default=0.0, at_least=0),
-    option("--activation-bytes", "of one microbatch in the layers of one rank", default=0.0, at_least=0),
-    option("--kept-for-weights", "fraction of it that is kept between I and W, 0 to 1", default=1.0, at_least=0),
+    *each_with(
+        switch("--no-overlap", "a rank is idle while it sends (for --transfer)"),
+        option(
+            "--pair-share", "time of an overlapped F and B as a part of their sum (DualPipe)", default=1.0, at_least=0
+        ),
+        option("--optimizer", "norm, update and gather after the last action", default=0.0, at_least=0),
+        option("--activation-bytes", "of one microbatch in the layers of one rank", default=0.0, at_least=0),
+        excludes="--experts",
+    ),
+    option("--kept-for-weights", "fraction of it kept between I and W, 0 to 1", default=1.0, at_least=0, at_most=1),
     option("--memory-limit", "of zb-auto, in microbatches (compare: may be repeated)", type=float, action="append"),
     switch("--json", "machine-readable output"),
 )
 _SHARDING = "data-parallel-sharding-"
-SHARDING = (
+_MAX_GATHERED = "stages (or units) of a rank gathered at once, at most"
+_STRATEGY = (
     "sharded gradients and weights (docs/memory.md); times are those of all the layers of one rank",
-    option(f"--{_SHARDING}strategy", "what is sharded besides the optimizer", choices=tuple(GATHERS)),
-    option(f"--{_SHARDING}granularity", "gather and reduce for each", choices=GRANULARITIES, default="run"),
-    option(f"--{_SHARDING}prefetch", "computations that a gather starts ahead of its use", default=1),
-    option(f"--{_SHARDING}units", "of every stage, gathered and reduced one by one", default=1),
-    switch("--reshard-after-forward", "also where the backward of a stage follows at once"),
-    option("--max-gathered", "stages (or units) of a rank gathered at once, at most", type=int),
-    option("--gather", "of the weights, once", default=0.0, at_least=0),
-    option("--reduce", "of the gradients, once", default=0.0, at_least=0),
+    option(
+        f"--{_SHARDING}strategy", "what is sharded besides the optimizer", excludes="--experts", choices=tuple(GATHERS)
+    ),
+    *each_with(
+        option(f"--{_SHARDING}granularity", "gather and reduce for each", choices=GRANULARITIES, default="run"),
+        option(f"--{_SHARDING}prefetch", "computations that a gather starts ahead of its use", default=1),
+        option(f"--{_SHARDING}units", "of every stage, gathered and reduced one by one", default=1, above=0),
+        switch("--reshard-after-forward", "also where the backward of a stage follows at once"),
+        option("--gather", "of the weights, once", default=0.0, at_least=0),
+        option("--reduce", "of the gradients, once", default=0.0, at_least=0),
+        needs=f"--{_SHARDING}strategy",
+    ),
 )
+SHARDING = (*_STRATEGY, option("--max-gathered", _MAX_GATHERED, type=int, needs=f"--{_SHARDING}strategy"))
+# a file may have gathers without a strategy
+CHECKED_SHARDING = (*_STRATEGY, option("--max-gathered", _MAX_GATHERED, type=int, excludes="--experts"))
 DRAWINGS = (
     option("--svg", "write a drawing", type=Path),
-    option("--trace", "write a trace for ui.perfetto.dev", type=Path),
+    option("--trace", "write a trace for ui.perfetto.dev; of stages, not of parts", type=Path, excludes="--experts"),
     option("--csv-out", "write the rows as CSV", type=Path),
     switch("--lowered", "CSV with messages and reductions"),
     option("--width", "pixels of the drawing, columns of the text (default: as needed, 160)", type=int),
@@ -121,12 +145,12 @@ DEPTHS = (
     option("--send-depth", "sends that a channel may have in flight (default: the smallest number)", type=int),
     option("--receive-depth", "actions by which a receive is posted ahead", default=2),
 )
-PARTS = option("--parts", "with --experts: prove these rows, as draw --experts --csv-out writes them", type=Path)
+PARTS = option(
+    "--parts", "with --experts: prove these rows, as draw --experts --csv-out writes them", type=Path, needs="--experts"
+)
 
 
 def _model(own: argparse.Namespace) -> Model:
-    if own.kept_for_weights > 1:
-        raise ConfigError(f"--kept-for-weights {own.kept_for_weights}: expected a fraction between 0 and 1")
     speeds = tuple(own.rank_speeds or ())
     if speeds and (len(speeds) != own.ranks or min(speeds) <= 0):
         given = " ".join(map(str, speeds))
@@ -147,13 +171,10 @@ def _model(own: argparse.Namespace) -> Model:
 
 
 def _sharding(own: argparse.Namespace) -> ShardingTimes | None:
-    """Return the sharding that is asked for. Raises ConfigError for flags that would not be read."""
+    """Return the sharding that is asked for."""
     strategy = own.data_parallel_sharding_strategy
     if strategy is None:
-        _check_unread(own, SHARDING[2:], f"with --{_SHARDING}strategy", "add it")
         return None
-    if own.data_parallel_sharding_units < 1:
-        raise ConfigError(f"--{_SHARDING}units {own.data_parallel_sharding_units}: a stage has 1 unit or more")
     policy = ShardingPolicy(
         GATHERS[strategy],
         own.data_parallel_sharding_granularity,
@@ -168,26 +189,12 @@ def _is_sharded(own: argparse.Namespace) -> bool:
     return own.data_parallel_sharding_strategy is not None
 
 
-def _check_unread(own: argparse.Namespace, options: Iterable[object], where: str, use: str) -> None:
-    """Raise ConfigError for an option that is given but would not be read."""
-    for each in (each for each in options if isinstance(each, Option)):
-        value = getattr(own, each.names[-1][2:].replace("-", "_"))
-        if value not in (None, each.settings.get("default")) and value is not False:
-            raise ConfigError(f"{each.names[-1]} is only read {where}; {use} or omit it")
-
-
 def _expert_model(own: argparse.Namespace) -> ExpertModel | None:
-    """Return the model of --experts, None without it. Raises ConfigError for flags that would not be read."""
-    read = "ranks microbatches chunks group-size p2p transfer kept-for-weights memory-limit json".split()
+    """Return the model of --experts, None without it. Raises ConfigError."""
     if not own.experts:
-        _check_unread(own, EXPERTS[2:], "with --experts", "use --experts")
         return None
-    unread = (each for each in MODEL if isinstance(each, Option) and each.names[-1][2:] not in read)
-    _check_unread(own, (*unread, *SHARDING), "without --experts", "use the times of parts, as --attention F I W,")
-    if own.layers < 1 or not 0 <= own.dense_layers <= own.layers:
-        raise ConfigError(
-            f"--layers {own.layers} --dense-layers {own.dense_layers}: use 1 layer or more, of them 0 or more dense"
-        )
+    if own.dense_layers > own.layers:
+        raise ConfigError(f"--dense-layers {own.dense_layers} must be at most --layers {own.layers}")
     flags = ("attention", "dense-mlp", "expert-mlp", "head", "dispatch", "combine")
     times = [getattr(own, flag.replace("-", "_")) for flag in flags]
     for flag, values in zip(flags, times, strict=True):
@@ -252,8 +259,6 @@ def draw_one(own: argparse.Namespace) -> None:
         text, picture = partial(timeline_text, timeline, own.width or 160), partial(svg, timeline, own.width)
         rows = partial(to_csv, timeline.schedule if own.lowered else schedule)
     else:
-        if own.trace is not None:
-            raise ConfigError("--trace draws stages, not their parts; use --svg with --experts")
         measures, timeline = measure_experts(schedule.compute_only(), model)
         parts = model.parts(schedule.num_stages)
         text = rows = partial(parts.to_csv, timeline.schedule if own.lowered else timeline.schedule.compute_only())
@@ -359,20 +364,16 @@ def table_text(rows: Sequence[Measures | ExpertMeasures | Unmeasured], is_sharde
     return "\n".join(lines)
 
 
-@command("megapipe schedule check", (*NAME, *MODEL, *SHARDING, *EXPERTS, *DEPTHS, PARTS), needs_words=False)
+@command("megapipe schedule check", (*NAME, *MODEL, *CHECKED_SHARDING, *EXPERTS, *DEPTHS, PARTS), needs_words=False)
 def check_one(own: argparse.Namespace) -> None:
     """Prove a schedule, by name or from a CSV file, and print the send depth of every channel.
 
     With --experts the parts of its layers are proven, in megapipe's order or in that of --parts.
     """
-    experts, max_gathered = _expert_model(own), own.max_gathered
-    if not _is_sharded(own):  # then it limits the gathers of a file
-        own.max_gathered = None
+    experts = _expert_model(own)
     schedule = _schedule(own, experts or _model(own))
-    if max_gathered is not None and not _is_sharded(own) and Op.UNSHARD not in schedule.ops:
-        raise ConfigError(f"--max-gathered {max_gathered}: schedule {schedule} gathers nothing; omit it")
-    if own.parts is not None and experts is None:
-        raise ConfigError("--parts is only read with --experts; add it")
+    if own.max_gathered is not None and not _is_sharded(own) and Op.UNSHARD not in schedule.ops:
+        raise ConfigError(f"--max-gathered {own.max_gathered}: schedule {schedule} gathers nothing; omit it")
     if experts is not None:
         _check_parts(own, schedule.compute_only(), experts)
         return
@@ -383,9 +384,9 @@ def check_one(own: argparse.Namespace) -> None:
             schedule = split_stages(schedule, (sharding.units,) * schedule.num_stages)
         schedule = lower(schedule, own.receive_depth)
         schedule = schedule if sharding is None else shard(schedule, sharding.policy)
-    else:
-        _check_unread(own, SHARDING[1:6], "with rows without messages", "leave them out of the file,")
-    report = validate(schedule, own.send_depth, max_gathered)
+    elif _is_sharded(own):
+        raise ConfigError(f"--{_SHARDING}strategy is only read with rows without messages; omit it")
+    report = validate(schedule, own.send_depth, own.max_gathered)
     least = report.least_send_depth
     order = sorted(least, key=lambda channel: (channel.boundary, channel.kind.value, channel.direction))
     channels = [

@@ -325,7 +325,7 @@ def test_mistakes_at_the_start_are_one_message(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"--port {port}: Address already in use" in refused(str(run), "--port", port)
-    assert "--port 99999: a port is at most 65535; 0 takes" in refused(str(run), "--port", "99999")
+    assert "--port 99999 must be at most 65535" in refused(str(run), "--port", "99999")
     for host in ("no.such.invalid", "192.0.2.1"):  # unknown, and of another machine
         assert refused(str(run), "--host", host, "--token", "x").endswith("; give an address of this machine\n")
     assert "give a --token that they must send" in refused(str(run), "--host", "0.0.0.0")

@@ -142,11 +142,11 @@ def test_what_cannot_be_served_is_one_message(recorded: Path, capsys: pytest.Cap
         port = taken.getsockname()[1]
         for words, message in (
             (["--serve", "--port", str(port)], f"--port {port} cannot be used: Address already in use; choose another"),
-            (["--serve", "--port", "0"], "--port 0 is out of range; give a number from 1 to 65535"),
-            (["--serve", "--port", "65536"], "--port 65536 is out of range"),
-            (["--port", "8123"], "--port 8123 is for --serve; add --serve or leave it out"),
-            (["--serve", "--output", "x.html"], "leave out --output or --serve"),
-            (["--serve", "--svg", "x.svg"], "leave out --svg or --serve"),
+            (["--serve", "--port", "0"], "--port 0 must be at least 1"),
+            (["--serve", "--port", "65536"], "--port 65536 must be at most 65535"),
+            (["--port", "8123"], "--port is only read with --serve"),
+            (["--serve", "--output", "x.html"], "--serve does not go with --output"),
+            (["--serve", "--svg", "x.svg"], "--serve does not go with --svg"),
         ):
             assert main([str(recorded), *words]) == 2
             assert message in capsys.readouterr().err
