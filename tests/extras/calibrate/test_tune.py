@@ -11,19 +11,19 @@ from megapipe.assembly.datasets import planned
 from megapipe.config.load import load_config
 from megapipe.config.tuned import read_tuned
 from megapipe.errors import MegapipeError
-from megapipe.extras.cli import calibrate as tune
-from megapipe.extras.cli.calibrate import (
+from megapipe.extras.calibrate import tune
+from megapipe.extras.calibrate.tune import (
     CARVEOUT,
     CHUNKS,
     DEPTH,
     NCCL,
     OVERLAP,
     Settings,
-    calibrate,
     choices,
     flags_of,
     search,
 )
+from megapipe.extras.cli.calibrate import calibrate
 from tests.tiny import TINY_FLAGS
 
 RUN = [*TINY_FLAGS, "--global-batch-size", "4", "--train-iters", "9", "--mock-data"]
