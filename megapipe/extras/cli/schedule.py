@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,24 @@ from typing import Any
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, each_with, option, switch
 from megapipe.extras.cli.group import CommandGroup
-from megapipe.extras.report.schedules import Measures, Model, ShardingTimes, Unmeasured, compare, measure
+from megapipe.extras.report.schedules import (
+    NOT_SYNCHRONOUS,
+    Measures,
+    Model,
+    ShardingTimes,
+    Unmeasured,
+    channels_data,
+    channels_text,
+    compare,
+    in_units,
+    lowered,
+    measure,
+    read_slices,
+    row_data,
+    table_text,
+)
 from megapipe.extras.report.timeline import parts_svg, svg, timeline_text
 from megapipe.extras.report.trace import chrome_trace
-from megapipe.formatting import text_table
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Seconds
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
@@ -27,7 +39,7 @@ from megapipe.schedule.lower import lower
 from megapipe.schedule.parts import expand, pair_up, prove
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
-from megapipe.schedule.sharding import GRANULARITIES, ShardingPolicy, shard, split_stages
+from megapipe.schedule.sharding import GRANULARITIES, ShardingPolicy
 from megapipe.schedule.validate import ValidationReport, validate
 
 main = CommandGroup(
@@ -157,7 +169,7 @@ def _model(own: argparse.Namespace) -> Model:
         raise ConfigError(f"--rank-speeds {given}: give a number above 0 for each of the {own.ranks} ranks")
     seconds = Seconds(own.forward, own.input_grad, own.weight_grad)
     return Model(
-        (seconds,) * max(1, own.ranks) if own.costs is None else _read_slices(own.costs),
+        (seconds,) * max(1, own.ranks) if own.costs is None else read_slices(own.costs),
         transfer_seconds=own.transfer,
         latency_seconds=own.p2p,
         pair_share=own.pair_share,
@@ -207,21 +219,6 @@ def _expert_model(own: argparse.Namespace) -> ExpertModel | None:
     return ExpertModel(has_experts, attention, dense, expert, head, dispatch, combine, *costs)
 
 
-def _read_slices(path: Path) -> tuple[Seconds, ...]:
-    columns = ("forward", "input_grad", "weight_grad")
-    heading = f"the heading {','.join(columns)}"
-    slices = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for number, line in enumerate(csv.DictReader(file), 2):
-            try:
-                slices.append(Seconds(*(float(line[column]) for column in columns)))
-            except (KeyError, TypeError, ValueError):
-                raise ConfigError(f"{path}, line {number}: expected three numbers under {heading}") from None
-    if not slices:
-        raise ConfigError(f"{path} holds no costs; expected {heading} and one line per slice of the model")
-    return tuple(slices)
-
-
 def _schedule(own: argparse.Namespace, model: Model | ExpertModel) -> Schedule:
     """Return the compute-only schedule by name or from the file."""
     if own.csv is not None:
@@ -269,7 +266,7 @@ def draw_one(own: argparse.Namespace) -> None:
             path.write_text(content(), encoding="utf-8")
             written.append(str(path))
     if own.json:
-        print(json.dumps({**_data(measures, own), "written": written}))
+        print(json.dumps({**row_data(measures, _is_sharded(own)), "written": written}))
     else:
         print("wrote " + ", ".join(written) if written else text())
 
@@ -282,86 +279,9 @@ def compare_all(own: argparse.Namespace) -> int:
     experts = _expert_model(own)
     rows: Sequence[Measures | ExpertMeasures | Unmeasured]
     rows = compare(_model(own), *sizes, own.slices) if experts is None else compare(experts, *sizes)
-    print(json.dumps([_data(row, own) for row in rows]) if own.json else table_text(rows, _is_sharded(own)))
+    is_sharded = _is_sharded(own)
+    print(json.dumps([row_data(row, is_sharded) for row in rows]) if own.json else table_text(rows, is_sharded))
     return ConfigError.exit_code if all(isinstance(row, Unmeasured) for row in rows) else 0
-
-
-_COLUMNS: dict[str, Callable[[Measures], str]] = {
-    "schedule": lambda row: row.schedule + ("" if row.is_synchronous else " *"),
-    "stages": lambda row: str(row.stages_per_rank),
-    "makespan": lambda row: f"{row.makespan_seconds:.5g}",
-    "step": lambda row: f"{row.step_seconds:.5g}",
-    "barrier": lambda row: f"{row.barrier_share:.2%}",
-    "chained": lambda row: f"{row.chained_share:.2%}",
-    "peak": lambda row: f"{row.peak_microbatches:.4g}",
-    "to I": lambda row: f"{row.peak_until_input_gradient:.4g}",
-    "bytes": lambda row: f"{row.peak_bytes:.4g}",
-    "inputs": lambda row: str(row.inputs_held),
-    "messages": lambda row: str(row.messages_sent),
-    "depth": lambda row: str(row.send_depth),
-    "gathers": lambda row: str(row.gathers),
-    "reductions": lambda row: str(row.reductions),
-    "gathered": lambda row: str(row.most_gathered),
-}
-_SHARDING_LEGEND = """
-gathers, reductions: of the rank with the most; gathered: stages of a rank whose weights are there at once, at most"""
-_LEGEND = """
-barrier, chained: idle share of the step, with the barrier after each step that runs have, and as if there were none
-peak: microbatches alive until W (to I: until I) on the worst rank, each 1/p of the model; inputs: received, waiting
-depth: sends that a channel must be able to have in flight without a posted receive"""
-_NOT_SYNCHRONOUS = "NOT synchronous: weights change while microbatches are in flight"
-
-
-_EXPERT_COLUMNS: dict[str, Callable[[ExpertMeasures], str]] = {
-    "schedule": lambda row: row.schedule + ("" if row.is_synchronous else " *"),
-    "stages": lambda row: str(row.num_stages // row.num_ranks),
-    "serial": lambda row: f"{row.serial_seconds:.5g}",
-    "weights": lambda row: f"{row.weights_seconds:.5g}",
-    "pairs": lambda row: "-" if row.pairs_seconds is None else f"{row.pairs_seconds:.5g}",
-    "bound": lambda row: f"{row.bound_seconds:.5g}",
-    "all-to-all": lambda row: f"{row.exchange_seconds:.5g}",
-    "exposed": lambda row: f"{row.exposed_seconds:.5g}",
-    "hidden": lambda row: f"{row.hidden_share:.1%}",
-    "peak": lambda row: f"{row.peak_microbatches:.4g}",
-}
-_EXPERT_LEGEND = """
-serial: step whose all-to-alls block the computation; weights: they overlap with weight gradients of the same backward
-pairs: forwards and backwards are merged; bound: no order on these stages is faster; peak: with the pairs
-all-to-all: on the busiest rank; exposed: of that, while the rank computes nothing, in the faster of weights and pairs
-hidden: the part of all all-to-alls that is not exposed"""
-
-
-def _data(row: Measures | ExpertMeasures | Unmeasured, own: argparse.Namespace) -> dict[str, Any]:
-    """Return a row as JSON data; only with a strategy of sharding it has the numbers of gathers and reductions."""
-    unread = () if _is_sharded(own) else ("gathers", "reductions", "most_gathered")
-    return {key: value for key, value in asdict(row).items() if key not in unread}
-
-
-def table_text(rows: Sequence[Measures | ExpertMeasures | Unmeasured], is_sharded: bool = False) -> str:
-    """Return the table for a terminal, with a legend. is_sharded: gradients, or weights too, are sharded."""
-    measured = [row for row in rows if not isinstance(row, Unmeasured)]
-    columns: dict[str, Callable[[Any], str]] = dict(_COLUMNS)
-    legend = _LEGEND
-    if any(isinstance(row, ExpertMeasures) for row in rows):
-        columns, legend = dict(_EXPERT_COLUMNS), _EXPERT_LEGEND
-    else:
-        if not any(row.peak_bytes for row in measured if isinstance(row, Measures)):
-            del columns["bytes"]
-        if any(row.gathers for row in measured if isinstance(row, Measures)):
-            legend += _SHARDING_LEGEND
-        else:
-            for name in ("gathers", "gathered", *(() if is_sharded else ("reductions",))):
-                del columns[name]
-        if all(row.step_seconds == row.makespan_seconds for row in measured if isinstance(row, Measures)):
-            del columns["step"]
-    cells = [list(columns), *([cell(row) for cell in columns.values()] for row in measured)]
-    width = max(len(line[0]) for line in cells)
-    lines = list(text_table(cells, left=(0,), indent=0))
-    lines += [f"{row.schedule.ljust(width)}  refused: {row.refused}" for row in rows if isinstance(row, Unmeasured)]
-    lines.append(legend)
-    if any(not row.is_synchronous for row in measured):
-        lines.append(f"*: {_NOT_SYNCHRONOUS}; part of an endless stream, including its ends")
-    return "\n".join(lines)
 
 
 @command("megapipe schedule check", (*NAME, *MODEL, *CHECKED_SHARDING, *EXPERTS, *DEPTHS, PARTS), needs_words=False)
@@ -380,28 +300,14 @@ def check_one(own: argparse.Namespace) -> None:
     if not schedule.is_lowered:
         validate(schedule)
         sharding = _sharding(own)
-        if sharding is not None and sharding.units > 1:
-            schedule = split_stages(schedule, (sharding.units,) * schedule.num_stages)
-        schedule = lower(schedule, own.receive_depth)
-        schedule = schedule if sharding is None else shard(schedule, sharding.policy)
+        schedule = lowered(in_units(schedule, sharding), sharding, own.receive_depth)
     elif _is_sharded(own):
         raise ConfigError(f"--{_SHARDING}strategy is only read with rows without messages; omit it")
     report = validate(schedule, own.send_depth, own.max_gathered)
-    least = report.least_send_depth
-    order = sorted(least, key=lambda channel: (channel.boundary, channel.kind.value, channel.direction))
-    channels = [
-        {"channel": str(each), "least_send_depth": least[each], "most_posted": report.most_posted.get(each, 0)}
-        for each in order
-    ]
+    channels = channels_data(report)
     _print_proof(own, report, is_synchronous=schedule.is_synchronous, channels=channels)
-    if own.json:
-        return
-    if not schedule.is_synchronous:
-        print(_NOT_SYNCHRONOUS)
-    width = max((len(str(entry["channel"])) for entry in channels), default=0)
-    for entry in channels:
-        depths = f"send depth {entry['least_send_depth']}, receives posted {entry['most_posted']}"
-        print(f"  {str(entry['channel']).ljust(width)}  {depths}")
+    if not own.json:
+        print("\n".join([*([] if schedule.is_synchronous else [NOT_SYNCHRONOUS]), *channels_text(channels)]))
 
 
 def _check_parts(own: argparse.Namespace, schedule: Schedule, model: ExpertModel) -> None:
@@ -430,7 +336,7 @@ def simulate_one(own: argparse.Namespace) -> None:
     rows = list(zip(*(getattr(timeline, key) for key in keys), strict=True))
     if own.json:
         ranks = [{"pp_rank": rank, **dict(zip(keys, row, strict=True))} for rank, row in enumerate(rows)]
-        print(json.dumps({**_data(measures, own), "ranks": ranks}))
+        print(json.dumps({**row_data(measures, _is_sharded(own)), "ranks": ranks}))
         return
     print(table_text([measures], _is_sharded(own)))
     print("\nrank      work  chained idle  barrier idle  peak chunks")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import csv
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.extras.report.curves import peak_waiting_messages
+from megapipe.formatting import text_table
 from megapipe.schedule.action import SEND_OPS, Op
 from megapipe.schedule.costs import AutoGoal, Costs, Seconds, seconds_of_stages
+from megapipe.schedule.experts import ExpertMeasures
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.sharding import ShardingPolicy, shard, split_stages
 from megapipe.schedule.simulate import Timeline, simulate
-from megapipe.schedule.validate import validate
+from megapipe.schedule.validate import ValidationReport, validate
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,22 @@ class Model:
         return measure(schedule, self)[0]
 
 
+def read_slices(path: Path) -> tuple[Seconds, ...]:
+    """Return the seconds of equal parts of a model, in order, from a CSV file. Raises ConfigError, OSError."""
+    columns = ("forward", "input_grad", "weight_grad")
+    heading = f"the heading {','.join(columns)}"
+    slices = []
+    with path.open(newline="", encoding="utf-8") as file:
+        for number, line in enumerate(csv.DictReader(file), 2):
+            try:
+                slices.append(Seconds(*(float(line[column]) for column in columns)))
+            except (KeyError, TypeError, ValueError):
+                raise ConfigError(f"{path}, line {number}: expected three numbers under {heading}") from None
+    if not slices:
+        raise ConfigError(f"{path} holds no costs; expected {heading} and one line per slice of the model")
+    return tuple(slices)
+
+
 @dataclass(frozen=True)
 class Measures:
     """Time and memory of a step.
@@ -119,15 +139,25 @@ class Unmeasured:
     refused: str
 
 
+def in_units(schedule: Schedule, sharding: ShardingTimes | None) -> Schedule:
+    """Return a compute-only schedule whose stages are the units that are gathered and reduced one by one."""
+    if sharding is None or sharding.units == 1:
+        return schedule
+    return split_stages(schedule, (sharding.units,) * schedule.num_stages)
+
+
+def lowered(schedule: Schedule, sharding: ShardingTimes | None, receive_depth: int = 2) -> Schedule:
+    """Return a schedule of `in_units` with its messages and, if it is sharded, its gathers and reductions."""
+    schedule = lower(schedule, receive_depth)
+    return schedule if sharding is None else shard(schedule, sharding.policy)
+
+
 def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[Measures, Timeline]:
     """Validate, lower and simulate a compute-only schedule, with its gathers and reductions if the model has any."""
-    if model.sharding is not None and model.sharding.units > 1:
-        schedule = split_stages(schedule, (model.sharding.units,) * schedule.num_stages)
-    lowered = lower(schedule, receive_depth)
-    if model.sharding is not None:
-        lowered = shard(lowered, model.sharding.policy)
-    proof = validate(lowered)
-    timeline = simulate(lowered, model.costs(schedule.num_stages))
+    schedule = in_units(schedule, model.sharding)
+    whole = lowered(schedule, model.sharding, receive_depth)
+    proof = validate(whole)
+    timeline = simulate(whole, model.costs(schedule.num_stages))
     barrier, chained = timeline.barrier_bubble, timeline.chained_bubble
     # of the layers of a rank that holds each parameter once, and of the microbatch if it has slices
     chunk = schedule.num_ranks / schedule.num_stages / schedule.num_slices
@@ -148,11 +178,11 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
         peak_until_input_gradient=max(peak_live_chunks(schedule, until_input_gradient=True)) * chunk,
         peak_bytes=max(timeline.peak_live_chunks) * chunk * model.activation_bytes,
         inputs_held=max(peak_waiting_messages(timeline)),
-        messages_sent=sum(op in SEND_OPS for row in lowered.rows for _, op, _ in row),
+        messages_sent=sum(op in SEND_OPS for row in whole.rows for _, op, _ in row),
         send_depth=proof.send_depth,
         num_actions=proof.num_actions,
-        gathers=max(sum(op is Op.UNSHARD for _, op, _ in row) for row in lowered.rows),
-        reductions=max(sum(op is Op.REDUCE_GRAD for _, op, _ in row) for row in lowered.rows),
+        gathers=max(sum(op is Op.UNSHARD for _, op, _ in row) for row in whole.rows),
+        reductions=max(sum(op is Op.REDUCE_GRAD for _, op, _ in row) for row in whole.rows),
         most_gathered=max(proof.most_gathered),
     )
     return measures, timeline
@@ -207,3 +237,101 @@ def compare(
             except (ConfigError, ScheduleError) as error:
                 rows.append(Unmeasured(label, str(error).splitlines()[0]))
     return rows
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+_COLUMNS: dict[str, Callable[[Measures], str]] = {
+    "schedule": lambda row: row.schedule + ("" if row.is_synchronous else " *"),
+    "stages": lambda row: str(row.stages_per_rank),
+    "makespan": lambda row: f"{row.makespan_seconds:.5g}",
+    "step": lambda row: f"{row.step_seconds:.5g}",
+    "barrier": lambda row: f"{row.barrier_share:.2%}",
+    "chained": lambda row: f"{row.chained_share:.2%}",
+    "peak": lambda row: f"{row.peak_microbatches:.4g}",
+    "to I": lambda row: f"{row.peak_until_input_gradient:.4g}",
+    "bytes": lambda row: f"{row.peak_bytes:.4g}",
+    "inputs": lambda row: str(row.inputs_held),
+    "messages": lambda row: str(row.messages_sent),
+    "depth": lambda row: str(row.send_depth),
+    "gathers": lambda row: str(row.gathers),
+    "reductions": lambda row: str(row.reductions),
+    "gathered": lambda row: str(row.most_gathered),
+}
+_SHARDING_LEGEND = """
+gathers, reductions: of the rank with the most; gathered: stages of a rank whose weights are there at once, at most"""
+_LEGEND = """
+barrier, chained: idle share of the step, with the barrier after each step that runs have, and as if there were none
+peak: microbatches alive until W (to I: until I) on the worst rank, each 1/p of the model; inputs: received, waiting
+depth: sends that a channel must be able to have in flight without a posted receive"""
+NOT_SYNCHRONOUS = "NOT synchronous: weights change while microbatches are in flight"
+
+
+_EXPERT_COLUMNS: dict[str, Callable[[ExpertMeasures], str]] = {
+    "schedule": lambda row: row.schedule + ("" if row.is_synchronous else " *"),
+    "stages": lambda row: str(row.num_stages // row.num_ranks),
+    "serial": lambda row: f"{row.serial_seconds:.5g}",
+    "weights": lambda row: f"{row.weights_seconds:.5g}",
+    "pairs": lambda row: "-" if row.pairs_seconds is None else f"{row.pairs_seconds:.5g}",
+    "bound": lambda row: f"{row.bound_seconds:.5g}",
+    "all-to-all": lambda row: f"{row.exchange_seconds:.5g}",
+    "exposed": lambda row: f"{row.exposed_seconds:.5g}",
+    "hidden": lambda row: f"{row.hidden_share:.1%}",
+    "peak": lambda row: f"{row.peak_microbatches:.4g}",
+}
+_EXPERT_LEGEND = """
+serial: step whose all-to-alls block the computation; weights: they overlap with weight gradients of the same backward
+pairs: forwards and backwards are merged; bound: no order on these stages is faster; peak: with the pairs
+all-to-all: on the busiest rank; exposed: of that, while the rank computes nothing, in the faster of weights and pairs
+hidden: the part of all all-to-alls that is not exposed"""
+
+
+def row_data(row: Measures | ExpertMeasures | Unmeasured, is_sharded: bool) -> dict[str, Any]:
+    """Return a row as JSON data; only with sharded gradients it has the numbers of gathers and reductions."""
+    unread = () if is_sharded else ("gathers", "reductions", "most_gathered")
+    return {key: value for key, value in asdict(row).items() if key not in unread}
+
+
+def table_text(rows: Sequence[Measures | ExpertMeasures | Unmeasured], is_sharded: bool = False) -> str:
+    """Return the table for a terminal, with a legend. is_sharded: gradients, or weights too, are sharded."""
+    measured = [row for row in rows if not isinstance(row, Unmeasured)]
+    columns: dict[str, Callable[[Any], str]] = dict(_COLUMNS)
+    legend = _LEGEND
+    if any(isinstance(row, ExpertMeasures) for row in rows):
+        columns, legend = dict(_EXPERT_COLUMNS), _EXPERT_LEGEND
+    else:
+        if not any(row.peak_bytes for row in measured if isinstance(row, Measures)):
+            del columns["bytes"]
+        if any(row.gathers for row in measured if isinstance(row, Measures)):
+            legend += _SHARDING_LEGEND
+        else:
+            for name in ("gathers", "gathered", *(() if is_sharded else ("reductions",))):
+                del columns[name]
+        if all(row.step_seconds == row.makespan_seconds for row in measured if isinstance(row, Measures)):
+            del columns["step"]
+    cells = [list(columns), *([cell(row) for cell in columns.values()] for row in measured)]
+    width = max(len(line[0]) for line in cells)
+    lines = list(text_table(cells, left=(0,), indent=0))
+    lines += [f"{row.schedule.ljust(width)}  refused: {row.refused}" for row in rows if isinstance(row, Unmeasured)]
+    lines.append(legend)
+    if any(not row.is_synchronous for row in measured):
+        lines.append(f"*: {NOT_SYNCHRONOUS}; part of an endless stream, including its ends")
+    return "\n".join(lines)
+
+
+def channels_data(report: ValidationReport) -> list[dict[str, Any]]:
+    """Return the depths of every channel of a schedule that was proven, as JSON data."""
+    least = report.least_send_depth
+    order = sorted(least, key=lambda channel: (channel.boundary, channel.kind.value, channel.direction))
+    return [
+        {"channel": str(each), "least_send_depth": least[each], "most_posted": report.most_posted.get(each, 0)}
+        for each in order
+    ]
+
+
+def channels_text(channels: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each channel of `channels_data`."""
+    width = max((len(each["channel"]) for each in channels), default=0)
+    for each in channels:
+        depths = f"send depth {each['least_send_depth']}, receives posted {each['most_posted']}"
+        yield f"  {each['channel'].ljust(width)}  {depths}"
