@@ -7,5 +7,5 @@ Their parameters, and what they keep, multiply and send, are read from their mod
 - `branch`:    `Branch`: what every part of a layer says of itself; its norms are part of it
 - `attention`, `latent_attention`, `mixer`, `mlp`, `moe`, `ends`: the parts
 - `linear`:    the layers in 8 bits, and what casts to 8 bits move
-- `table`:     `RankShape`: the microbatch and the options that a trace depends on; `Kept`, `AttentionWork`
+- `table`:     `RankShape`: the microbatch and the options that a trace depends on; `Kept`
 """

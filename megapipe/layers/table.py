@@ -1,5 +1,5 @@
 """Descriptions of a part of the model on one rank: `RankShape`, one microbatch and the options that costs depend on;
-`Kept`, a tensor that waits for the backward; `AttentionWork`, the cost of core attention.
+`Kept`, a tensor that waits for the backward.
 """
 
 from __future__ import annotations
@@ -137,18 +137,6 @@ class Kept:
     @property
     def num_bytes(self) -> int:
         return self.elements * self.element_bytes
-
-
-@dataclass(frozen=True)
-class AttentionWork:
-    """The cost of softmax(q k^T) v."""
-
-    flops: float
-    moved_bytes: tuple[float, float]  # by its pointwise kernels, in a forward and in a backward
-    backward_forwards: float  # the FLOPs of its backward as a multiple of the forward's
-    kernel: str = ""  # which fused one: 'cudnn' (on A100 flash attention) or 'flash2'; '' for others and written out
-    keys: float = 0.0  # that a query sees in the mean, of one call
-    head_size: int = 0  # channels of a query's head
 
 
 def total_bytes(tensors: Iterable[Kept]) -> int:

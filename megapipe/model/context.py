@@ -65,6 +65,7 @@ class LayerContext:
     # attention is written out: fused kernels lack soft-capping, keyed dropout and a softmax in fp32
     explicit: bool
     dropout_key: DropoutKey | None  # None outside training
+    seen: Visibility | None = None  # the keys that core attention sees; None without attention
     cache: KVCache | None = None
     borders: DocumentBorders | None = None  # attention stays within documents, without a mask
     kept_attention: KeptAttention | None = None  # keeps attention's results from the forward for the recompute
@@ -151,13 +152,14 @@ class ContextBuilder:
             if microbatch.loss_tokens is not None:
                 weight = microbatch.loss_tokens
         for layer, ring in self._kinds:
-            mask, explicit, adds = None, False, False
+            mask, explicit, adds, seen = None, False, False, None
             blocks: Mapping[int, MaskedBlocks] = {}
-            if layer.has_attention and not has_kernel:
+            if layer.has_attention:
+                seen = Visibility.of(place, microbatch.document_ids is not None, ring, **layer.limits)
+            if seen is not None and not has_kernel:
                 explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
                 explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
                 explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
-                seen = Visibility.of(place, microbatch.document_ids is not None, ring, **layer.limits)
                 has_sinks = layer.softmax_type != "vanilla"  # in blocks a sink is one more block
                 in_blocks = ring.ranks > 1 or of_slice is not None
                 is_one_block = has_sinks or has_narrow_values(layer)
@@ -178,6 +180,7 @@ class ContextBuilder:
                 mask,
                 explicit,
                 key,
+                seen,
                 *kept,
                 blocks=blocks,
                 adds_key_gradients=adds,

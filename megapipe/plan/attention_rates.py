@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+FUSED_BACKWARD = 2.5  # of a forward's FLOPs: five products for two, since it computes the probabilities again
 FULL_HEAD = 128  # channels of a head from which its size no longer matters
 
 

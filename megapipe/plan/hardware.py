@@ -33,9 +33,9 @@ from megapipe.config.gpu import shared_bytes
 from megapipe.config.yaml_file import read_object
 from megapipe.dtypes import FP8
 from megapipe.errors import ConfigError
-from megapipe.layers.table import AttentionWork
 from megapipe.plan.attention_rates import AMPERE, BLACKWELL, HOPPER, Rates
 from megapipe.plan.stacks import STACKS, Stack
+from megapipe.trace.traced import AttentionWork
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
 FP32_NAMES = ("fp32", "fp64")
@@ -130,7 +130,7 @@ class Hardware:
 
     def attention_share_of(self, work: AttentionWork, is_backward: bool) -> float:
         """Return the share of the peak that the kernel of core attention reaches."""
-        if any(work.moved_bytes):
+        if not work.kernel:
             return self._written_out_share(work, is_backward)
         rate = self.attention_rates.get(work.kernel)
         return self.attention_share if rate is None else rate.share(work.keys, work.head_size, is_backward)

@@ -27,6 +27,7 @@ from megapipe.config.parallel import RecomputeConfig
 from megapipe.errors import ConfigError
 from megapipe.layers.model import LayerSpec, ModelSpec, comm_chunks, model_spec
 from megapipe.layers.table import RankShape
+from megapipe.plan.attention_rates import FUSED_BACKWARD
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Costs
@@ -38,7 +39,7 @@ FORMAT = "megapipe layer times"
 VERSION = 1
 FLAG = "--pipeline-layer-times"
 GEMM_PASSES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}  # of a forward's FLOPs
-ATTENTION_PASSES = {Op.F: 1.0, Op.B: 2.5, Op.I: 2.5, Op.W: 0.0}
+ATTENTION_PASSES = {Op.F: 1.0, Op.B: FUSED_BACKWARD, Op.I: FUSED_BACKWARD, Op.W: 0.0}
 LINEARS_OF = {  # that recomputing a module runs again; of `moe` all
     "mla_up_proj": tuple(f"self_attention.linear_{name}" for name in ("q_proj", "q_up_proj", "kv_up_proj")),
     "mlp": ("mlp.linear_fc1",),

@@ -23,6 +23,7 @@ from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec, ModelSpec
 from megapipe.layers.moe import MoETable
 from megapipe.layers.table import ALL_REDUCE, Documents, RankShape, ring_bytes, total_bytes
+from megapipe.plan.attention_rates import FUSED_BACKWARD
 from megapipe.plan.hardware import Hardware, Link
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traces import (
@@ -37,7 +38,7 @@ from megapipe.plan.traces import (
 )
 from megapipe.schedule.action import Op
 from megapipe.topology import Topology
-from megapipe.trace.traced import OUTPUT_LAYER, STAGE, Message, Product
+from megapipe.trace.traced import CORE_ATTENTION, OUTPUT_LAYER, STAGE, AttentionWork, Message, Product
 
 # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
 POINTWISE_PASSES = 2.0
@@ -189,7 +190,7 @@ def layer_seconds(
     whole, of_frozen = (layer_trace(each, plain, has_levels=False) for each in (layer.unfrozen, layer))
     linears = clock.linears(whole.products, messages_over_tp(whole, plain))
     in_w = clock.linears(of_frozen.products, messages_over_tp(of_frozen, plain)).weights
-    attention, core_backward = clock.attention(layer, plain), clock.attention(layer, plain, True)
+    attention, core_backward = clock.attention(whole.attention), clock.attention(whole.attention, is_backward=True)
     pointwise = POINTWISE_PASSES * _pointwise_kept(layer, plain) / hardware.pointwise_bytes_per_second
     biases = clock.biases(mixture) if mixture is not None else 0.0
     forward = {"gemm": 0.0, "attention": attention, "pointwise": pointwise + biases / 3, "tp": 0.0}
@@ -219,13 +220,14 @@ def _pointwise_kept(layer: LayerSpec, shape: RankShape) -> int:
     """Return what a layer keeps for its backward, but for what core attention moves in its own time: matrices of
     queries and keys, and copies of a fused kernel's output.
     """
-    kept, part = layer_trace(layer.unfrozen, shape, has_levels=False).kept, layer.attention
-    if part is None:
-        return total_bytes(kept)
-    of_core = [tensor for tensor in kept if tensor.name == "core_attention" and tensor.elements < part.squares(shape)]
-    others = total_bytes(tensor for tensor in kept if tensor.name != "core_attention")
-    copies = part.runs_fused(shape) and not part.exchanges(shape)
-    return others + total_bytes(set(of_core) if copies else of_core)
+    traced = layer_trace(layer.unfrozen, shape, has_levels=False)
+    of_core = [tensor for tensor in traced.kept if tensor.name == CORE_ATTENTION]
+    others = traced.kept_bytes - total_bytes(of_core)
+    written = [work for work in traced.attention if work.op is Op.F and not work.kernel]
+    for work in written:
+        of_core = [tensor for tensor in of_core if 4 * work.head_size * tensor.elements < work.flops]
+    exchanges = any(each.operation == "all_to_all" and each.name == CORE_ATTENTION for each in traced.messages)
+    return others + total_bytes(of_core if written or exchanges else set(of_core))
 
 
 def _context_seconds(messages: Iterable[Message], shape: RankShape, links: ContextLinks, computed: float) -> float:
@@ -343,15 +345,16 @@ class _Clock:
         elements = part.model.add_bias_linear * part.arrived_rows(self.shape) * part.model.hidden_size
         return self.hardware.stack.bias_bytes * elements / self.hardware.pointwise_bytes_per_second
 
-    def attention(self, layer: LayerSpec, shape: RankShape, is_backward: bool = False) -> float:
+    def attention(self, works: Iterable[AttentionWork], is_backward: bool = False) -> float:
         """Return the seconds of core attention's forward, or of its backward."""
-        if layer.attention is None:
-            return 0.0
-        hardware, core = self.hardware, layer.attention.core(shape)
-        reached = hardware.peak(self.shape.dtype) * hardware.attention_share_of(core, is_backward)
-        moved = hardware.stack.softmax_shares[is_backward] * core.moved_bytes[is_backward]
-        times = core.backward_forwards if is_backward else 1.0
-        return times * core.flops / reached + moved / hardware.pointwise_bytes_per_second
+        hardware, seconds = self.hardware, 0.0
+        for work in works:
+            if work.op is (Op.I if is_backward and not work.kernel else Op.F):
+                reached = hardware.peak(self.shape.dtype) * hardware.attention_share_of(work, is_backward)
+                moved = hardware.stack.softmax_shares[is_backward] * work.moved_bytes
+                times = FUSED_BACKWARD if is_backward and work.kernel else 1.0
+                seconds += times * work.flops / reached + moved / hardware.pointwise_bytes_per_second
+        return seconds
 
     def exposed(self, num_bytes: int, is_gather: bool, near: Product | None = None) -> float:
         """Return the seconds of a gather, or of a sum, of so many bytes over tp that its GEMM does not hide.
@@ -388,7 +391,7 @@ def _recomputed(
     messages = (each._replace(again=False, op=Op.F) for each in messages_over_tp(traced, shape) if each.again)
     again = {**dict.fromkeys(forward, 0.0), **clock.linears(products, messages).forward}
     if shape.recomputes("core_attn"):
-        again["attention"] = clock.attention(layer, plain)
+        again["attention"] = clock.attention(each for each in traced.attention if each.again)
     # core attention's results are already part of its time
     timed = () if layer.attention is None else ("core_attn",)
     others = tuple(module for module in recompute.recompute_modules if module not in timed)

@@ -130,10 +130,9 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
             mlps += ("shared_experts",), ("moe_act", "shared_experts")
     attention = layer.attention
     keeps_results = False  # of a fused kernel, which a recompute of attention then uses
-    if attention is not None and shape.attention_impl != "te" and not (shape.dtype == "fp64" and shape.is_cuda):
-        model = attention.model
-        is_fused = attention.runs_fused(shape) and not model.attention_dropout and not model.attention_softmax_in_fp32
-        keeps_results = is_fused and model.kv_channels <= MOST_FUSED_CHANNELS
+    if attention is not None and shape.attention_impl != "te":
+        works = (work for traced in _traces(layer, shape) for work in traced.attention)
+        keeps_results = all(work.kernel and work.head_size <= MOST_FUSED_CHANNELS for work in works)
     if attention is not None and "mla_up_proj" in attention.recompute_modules:
         cores += [("mla_up_proj", "core_attn"), *([("mla_up_proj",)] if keeps_results else [])]
     found = [RecomputeConfig(), FULL, *([replace(FULL, recompute_keep_attention=True)] if keeps_results else [])]
@@ -155,9 +154,7 @@ def _choice(layer: LayerSpec, whole: RankShape, recompute: RecomputeConfig) -> C
     elements = sum(tensor.elements for tensor in everything) - sum(tensor.elements for tensor in kept)
     flops = ELEMENTWISE_FLOPS * elements
     flops += sum(product.flops for traced in traces for product in traced.products if product.again)
-    repeats_attention = not recompute.recompute_keep_attention if is_full else shape.recomputes("core_attn")
-    if repeats_attention and layer.attention is not None:
-        flops += layer.attention.core(whole).flops
-    elif repeats_attention:  # a token mixer
+    flops += sum(work.flops for traced in traces for work in traced.attention if work.again)
+    if layer.mixer is not None and (is_full or shape.recomputes("core_attn")):
         flops += layer.attention_flops(whole.whole_seq, causal=True) * whole.tokens / whole.tp
     return Choice(recompute, total_bytes(kept), flops)

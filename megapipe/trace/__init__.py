@@ -7,6 +7,7 @@ make.
 - `store`:     traces and declarations of earlier processes, in the user's cache folder
 - `unit`:      `Unit`, a stage of a few layers on one rank of a grid
 - `recorder`:  `Recorder`, live bytes, products and messages by the element of a layer that they are of
+- `attention`: `CoreAttention`, the operations that compute core attention
 - `libraries`: stand-ins for libraries that need not be installed where a plan is made
 - `meta`:      `LiveBytes`, the bytes of all live storages; `WithoutValues` and `MetaMode`, tensors without values in
   code that reads them, with the kernels that CUDA or a CPU would choose

@@ -1,5 +1,5 @@
-"""`Recorder`: the bytes that the run of some layers makes and keeps, its products and its messages, each with the
-element of a layer that it is of.
+"""`Recorder`: the bytes that the run of some layers makes and keeps, its products, core attention and messages, each
+with the element of a layer that it is of.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from megapipe.comm.groups import Traffic
 from megapipe.layers.table import Kept
 from megapipe.model.block import Block
+from megapipe.model.context import LayerContext
 from megapipe.model.embedding_and_head import Embedding
 from megapipe.model.experts import ExpertWeights
 from megapipe.model.segments import Again, Element, Elements, Operator
@@ -25,8 +26,9 @@ from megapipe.schedule.action import Op
 from megapipe.tensor_parallel.gemms import Gemms, RowGroups
 from megapipe.tensor_parallel.gradients import QueuedGradient, WeightQueue
 from megapipe.tensor_parallel.linear import ParallelLinear
+from megapipe.trace.attention import CoreAttention
 from megapipe.trace.meta import LiveBytes
-from megapipe.trace.traced import OUTPUT_LAYER, STAGE, Message, Product
+from megapipe.trace.traced import CORE_ATTENTION, OUTPUT_LAYER, STAGE, AttentionWork, Message, Product
 
 # labels: what is counted, what of it a backward computes again, and what passes between stages or parts
 STEP, AGAIN, MESSAGES = "step", "again", "messages"
@@ -54,9 +56,12 @@ class Recorder(LiveBytes):
         self._element, self._linear = STAGE, ""
         # the elements that make autograd's nodes, each with the number of its first one
         self._first: list[int] = [0]
+        self._watched, self._outer = 0, STAGE  # the first node since `watch`, and the element of the last one before
         self._elements: list[str] = [STAGE]
         self._products: dict[Product, tuple[int, int]] = {}  # without their sizes -> these
         self._messages: dict[Message, tuple[int, int]] = {}  # likewise
+        self._attention: dict[AttentionWork, tuple[int, int]] = {}  # likewise
+        self._core: CoreAttention | None = None  # of the layer that has run last
         self._multiplies = False  # within a method of `Gemms`
         self._copies: set[int] = set()  # addresses of storages with the values of one weight
         self.reads_weights = False  # in W
@@ -76,9 +81,13 @@ class Recorder(LiveBytes):
     def messages(self) -> tuple[Message, ...]:
         return tuple(each._replace(times=times, num_bytes=size) for each, (times, size) in self._messages.items())
 
+    @property
+    def attention(self) -> tuple[AttentionWork, ...]:
+        return tuple(each._replace(flops=flops, moved_bytes=size) for each, (flops, size) in self._attention.items())
+
     def begin_forward(self) -> None:
-        """Forget products and messages of the past."""
-        self._products, self._messages = {}, {}
+        """Forget products, attention and messages of the past."""
+        self._products, self._attention, self._messages = {}, {}, {}
 
     @property
     def level(self) -> int:
@@ -88,6 +97,8 @@ class Recorder(LiveBytes):
     def watch(self) -> int:
         """Return the level, and note it whenever a tensor is made from now on."""
         self._levels, self.replayed = [self.level], []
+        self._make_nodes(self._element)
+        self._watched, self._outer = self._first[-1], STAGE
         return self.level
 
     def levels_over(self, level: int) -> tuple[int, ...]:
@@ -136,6 +147,8 @@ class Recorder(LiveBytes):
             if isinstance(each, Again):
                 return each._replace(elements=self._named(each.elements))
             within = partial(partial, self._within, each.name)
+            if each.name == CORE_ATTENTION:
+                return each._replace(function=within(partial(self._attend, each.function)))
             if isinstance(each, Operator):
                 return each._replace(function=within(each.function))
             run: dict[str, Any] = {"operands": within(each.operands)}
@@ -153,6 +166,23 @@ class Recorder(LiveBytes):
         finally:
             self._element, self.label = before
             self._make_nodes(self._element)
+
+    def _attend(self, function: Callable[..., Any], context: LayerContext, q: Tensor, *others: Any) -> Any:
+        """Run core attention, and record what has computed it."""
+        assert context.seen is not None
+        self._core = core = CoreAttention(q.numel() // q.shape[-1], q.shape[-1], context.seen)
+        made = function(context, q, *others)
+        self._see_attention(*core.forward())
+        return made
+
+    def _see_attention(self, kernel: str, keys: float, flops: int, moved_bytes: int) -> None:
+        if self._core is None or not (flops or moved_bytes):
+            return
+        again = self.is_backward and self._element != STAGE
+        op = Op.I if self.is_backward and not again else Op.F
+        work = AttentionWork(CORE_ATTENTION, op, again, kernel, keys, self._core.head_size, 0, 0)
+        before = self._attention.get(work, (0, 0))
+        self._attention[work] = before[0] + flops, before[1] + moved_bytes
 
     def _make_nodes(self, name: str) -> None:
         self._first.append(torch.autograd._get_sequence_nr())
@@ -174,7 +204,13 @@ class Recorder(LiveBytes):
         node = torch._C._current_autograd_node()
         if self._linear or self._element != STAGE or node is None:
             return self._linear or self._element
-        return self._elements[bisect_right(self._first, node._sequence_nr()) - 1]
+        number = node._sequence_nr()
+        found = self._elements[bisect_right(self._first, number) - 1]
+        if number < self._watched:
+            self._outer = found
+        elif found == STAGE:  # of a backward within that of an older node
+            return self._outer
+        return found
 
     def _recorded(self, gemms: Gemms, name: str, is_fp8: bool) -> Gemms:
         """Return the GEMMs of a linear with their products recorded."""
@@ -222,6 +258,11 @@ class Recorder(LiveBytes):
         operands = [each for each in args if isinstance(each, Tensor)]
         if self._multiplies or not operands:
             return made
+        core = self._core
+        if core is not None and self._element == CORE_ATTENTION:
+            core.see(func, args, made)
+        elif core is not None and self.is_backward and not core.kernels and self.place == CORE_ATTENTION:
+            self._see_attention("", core.keys, *core.written(func, args, made))
         if func.overloadpacket in PRODUCTS:
             rows, matrix = operands[-2:]
             op = Op.F if self.phase is Op.F or self._element != STAGE else Op.I if self._is_weight(matrix) else Op.W

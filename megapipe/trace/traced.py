@@ -23,6 +23,7 @@ SIZES = (
 )
 LEVELS = ("forward", "backward", "weights", "replayed")
 STAGE, OUTPUT_LAYER = "stage", "output_layer"  # the names of what no element makes, and of a linear
+CORE_ATTENTION = "core_attention"  # that of an element
 
 
 class TracedLayer(NamedTuple):
@@ -79,13 +80,33 @@ class Message(NamedTuple):
     num_bytes: int
 
 
-ROWS: dict[str, type[Product] | type[Message]] = {"products": Product, "messages": Message}
+class AttentionWork(NamedTuple):
+    """Core attention, softmax(q k^T) v: the forward of a fused kernel, with the FLOPs of the keys that queries see, or
+    what is written out, where all keys are multiplied.
+
+    kernel: the fused one: 'cudnn', 'flash2', 'efficient', which takes masks, or 'cpu'; '' where it is written out.
+    keys: that a query has in the mean of one call. head_size: channels of a query's head. moved_bytes: of matrices of
+    queries and keys, by kernels that are no products.
+    """
+
+    name: str
+    op: Op  # F, or I for B too
+    again: bool
+    kernel: str
+    keys: float
+    head_size: int
+    flops: int
+    moved_bytes: int
+
+
+Row = Product | Message | AttentionWork
+ROWS: dict[str, type[Row]] = {"products": Product, "messages": Message, "attention": AttentionWork}
 NUM_SIZES = 2  # of a row, which come last
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Tensors, products and messages of one microbatch, or of a slice of it, on one rank. Sizes are in bytes.
+    """Tensors, products, attention and messages of one microbatch, or a slice of it, on one rank. Sizes are in bytes.
 
     forward, backward, weights: of F, B (I where the shape splits the backward) and W, at each tensor that it makes, the
     bytes over those that are there when it starts, the gradient of the output aside; of F over what it keeps. replayed:
@@ -108,6 +129,7 @@ class Traced:
     reads_weights: bool = False  # W does, to compute again what is not kept
     products: tuple[Product, ...] = ()
     messages: tuple[Message, ...] = ()
+    attention: tuple[AttentionWork, ...] = ()
 
     @cached_property
     def kept_bytes(self) -> int:
@@ -171,6 +193,6 @@ class Traced:
         return cls(tuple(Kept(*tensor) for tensor in data["kept"]), **found)
 
 
-def _kinds(rows: Iterable[Product | Message]) -> list[tuple[Any, ...]]:
+def _kinds(rows: Iterable[Row]) -> list[tuple[Any, ...]]:
     """Return rows without their sizes."""
     return [row[:-NUM_SIZES] for row in rows]

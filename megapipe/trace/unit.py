@@ -194,6 +194,7 @@ class Unit:
             replayed=replayed,
             reads_weights=live.reads_weights,
             products=live.products,
+            attention=live.attention,
             messages=live.messages,
         )
 

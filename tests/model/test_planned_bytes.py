@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megapipe.config.layers import is_explicit
 from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.config.training import TrainingConfig
@@ -207,7 +208,7 @@ def shape_of(
 
 def cases_of(shape: str, config: ModelConfig) -> list[tuple[str, str]]:
     """Return parts of a model and recompute options, but for those that the configuration rejects."""
-    keeps_none = any(layer.attention and layer.attention.is_explicit for layer in spec_of(config).layers)
+    keeps_none = any(layer.attention and is_explicit(layer.config) for layer in spec_of(config).layers)
     cases = CASES_OF_UNLIKE if shape in UNLIKE else CASES
     return [(part, name) for part, name in cases if not (name in KEEPS_ATTENTION and keeps_none)]
 

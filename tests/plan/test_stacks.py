@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from megapipe.errors import ConfigError
-from megapipe.layers.table import AttentionWork
 from megapipe.plan.expert_load import ExpertLoad
 from megapipe.plan.hardware import HARDWARE, WITHOUT_MATRIX_UNITS, Hardware
 from megapipe.plan.layer_time import KERNELS, OpSeconds
@@ -16,6 +15,8 @@ from megapipe.plan.report import TERMS, terms_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.stacks import OVERLAP_LAUNCHES, STACKS, stack_named
 from megapipe.plan.step_time import StepTime, predict_step, stage_seconds
+from megapipe.schedule.action import Op
+from megapipe.trace.traced import CORE_ATTENTION, AttentionWork
 from tests.tiny import small_config
 
 H100 = HARDWARE["h100"]
@@ -117,8 +118,8 @@ def test_a_fused_softmax_moves_its_share_of_the_bytes() -> None:
 
 @pytest.mark.parametrize("channels", [60, 62])
 def test_heads_of_odd_sizes_do_not_use_the_matrix_units(channels: int) -> None:
-    work = AttentionWork(4.0 * 4096 * 1024 * channels, (1.0, 1.0), 2.0, "", 1024, channels)
-    aligned = replace(work, flops=4.0 * 4096 * 1024 * 64, head_size=64)
+    work = AttentionWork(CORE_ATTENTION, Op.F, False, "", 1024, channels, 1, 1)
+    aligned = work._replace(head_size=64)
     assert H100.attention_share_of(work, False) == 1 / WITHOUT_MATRIX_UNITS < H100.attention_share_of(aligned, False)
     # of the four products of a backward only one has the depth of a head
     assert H100.attention_share_of(aligned, False) < H100.attention_share_of(aligned, True)

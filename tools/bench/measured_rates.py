@@ -18,9 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench_table import as_markdown
 
 from megapipe.errors import MegapipeError
-from megapipe.extras.calibrate.rates import BACKWARD_OF_ATTENTION, GEMM_SIZES, SIZES
-from megapipe.layers.table import AttentionWork
+from megapipe.extras.calibrate.rates import GEMM_SIZES, SIZES
+from megapipe.plan.attention_rates import FUSED_BACKWARD
 from megapipe.plan.hardware import Hardware, hardware_of, read_hardware
+from megapipe.schedule.action import Op
+from megapipe.trace.traced import CORE_ATTENTION, AttentionWork
 
 Pair = tuple[float | None, float | None]  # measured here, assumed by the planner
 
@@ -29,9 +31,9 @@ def attention_share(hardware: Hardware, device: str) -> float:
     """Return the share of the peak, forward and backward together, at the sizes that calibrate measures."""
     seq, _, _, head_size = SIZES[device].attention
     # "cudnn": the kernel of --attention-impl sdpa, which calibrate measures too
-    core = AttentionWork(1.0, (0.0, 0.0), BACKWARD_OF_ATTENTION, "cudnn", seq / 2, head_size)
+    core = AttentionWork(CORE_ATTENTION, Op.F, False, "cudnn", seq / 2, head_size, 1, 0)
     forward, backward = (hardware.attention_share_of(core, is_backward) for is_backward in (False, True))
-    return (1.0 + core.backward_forwards) / (1.0 / forward + core.backward_forwards / backward)
+    return (1.0 + FUSED_BACKWARD) / (1.0 / forward + FUSED_BACKWARD / backward)
 
 
 def rates(found: Hardware, sheet: Hardware | None, device: str, num_ranks: int) -> Iterator[tuple[str, Pair]]:

@@ -37,6 +37,7 @@ from megapipe.gpu.device_clock import DeviceClock, device_clock
 from megapipe.model.attention import fused_attention
 from megapipe.model.microbatch import Microbatch
 from megapipe.monitor.process import host
+from megapipe.plan.attention_rates import FUSED_BACKWARD
 from megapipe.plan.hardware import Link
 from megapipe.plan.layer_costs import PartCost
 from megapipe.plan.run_plan import RunPlan
@@ -54,7 +55,6 @@ TORCH_DTYPES = {dtype.name: getattr(torch, dtype.torch_name) for dtype in TENSOR
 DEFAULT_DTYPES = {"cpu": "fp32", "cuda": "bf16"}
 GEMM_SIZES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 WIDENING = 4  # outputs / inputs of the measured linear, as in linear_fc1
-BACKWARD_OF_ATTENTION = 2.5  # in forwards, as the planner counts a fused kernel
 NODE, NETWORK = "node", "network"  # the links of a hardware file
 LEGS = 2  # latencies in a small trial: an all-reduce has two passes, a message a receipt
 WARM_UPS = {"cpu": 1, "cuda": 3}
@@ -207,7 +207,7 @@ class _Bench:
             torch.autograd.grad(fused_attention(q, k, v, None, head_dim**-0.5), (q, k, v), grad)
 
         forward = 4.0 * seq * batch * (seq / 2) * heads * head_dim
-        return (1 + BACKWARD_OF_ATTENTION) * forward / self._stopwatch.seconds(run, budget_seconds)
+        return (1 + FUSED_BACKWARD) * forward / self._stopwatch.seconds(run, budget_seconds)
 
     def memory(self, budget_seconds: float) -> float:
         """Return the bytes/s, read and written, of a copy and an addition of large tensors."""

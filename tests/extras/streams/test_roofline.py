@@ -37,6 +37,7 @@ from megapipe.extras.streams.order import COMMUNICATOR, HOST, Mark, Wait
 from megapipe.extras.streams.roofline import read, roofline_of, roofline_text, written
 from megapipe.extras.streams.timeline import timed
 from megapipe.plan.hardware import hardware_named
+from megapipe.plan.traces import layer_trace
 from tests.tiny import plan_for
 
 pytestmark = pytest.mark.timeout(200)
@@ -190,10 +191,8 @@ def test_written_out_attention_moves_the_planned_bytes(name: str) -> None:
     text = roofline_text([*words, "--world-size", "1"], H100)
     counted = re.search(r"^  core_attention +\d+ +[\d.]+ +([\d.]+) ", text, re.M)
     plan = plan_for(words, 1)
-    attention = plan.model.layers[0].attention
-    assert attention is not None
-    core = attention.core(plan.shape)
-    assert counted and sum(core.moved_bytes) / 1e9 == pytest.approx(float(counted[1]), rel=0.08)
+    works = layer_trace(plan.model.layers[0], plan.shape).attention
+    assert counted and sum(work.moved_bytes for work in works) / 1e9 == pytest.approx(float(counted[1]), rel=0.08)
 
 
 SMALL = (
