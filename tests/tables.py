@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 def rows(table: Path, names: Mapping[str, str] | None = None) -> list[list[str]]:
@@ -15,3 +17,11 @@ def rows(table: Path, names: Mapping[str, str] | None = None) -> list[list[str]]
     return [
         [column.strip() for column in columns.split(line)] for line in text.splitlines() if not line.startswith("#")
     ]
+
+
+def value(text: str) -> Any:
+    """Return the value of a literal of Python; a text that is none stands for itself."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text

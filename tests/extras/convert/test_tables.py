@@ -6,6 +6,7 @@ Names, layouts and settings are bijections for every model that an architecture 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -32,6 +33,7 @@ from megapipe.extras.convert.tables import (
     unpadded,
 )
 from megapipe.trace.parameters import model_parameters, model_states
+from tests.tables import rows, value
 from tests.tiny import NOPE
 
 
@@ -60,8 +62,6 @@ def test_layouts_are_bijections_of_the_announced_shapes(case: tuple[Layout, tupl
     assert all(torch.equal(again, part) for again, part in zip(layout.split(layout.join(parts)), parts, strict=True))
 
 
-COMMON = {"num_layers": st.integers(1, 3), "hidden_size": st.sampled_from([16, 32]), "vocab_size": st.integers(1, 300)}
-ROPE = {"position_embedding_type": st.just("rope"), "rotary_base": st.sampled_from([1e4, 5e5])}
 SCALED = st.one_of(
     st.just({}),
     st.fixed_dictionaries({"rope_scaling_type": st.just("linear"), "rope_scaling_factor": st.floats(1, 8)}),
@@ -87,47 +87,6 @@ SCALED = st.one_of(
         }
     ),
 )
-SIZES = COMMON | {
-    "num_attention_heads": st.just(4),
-    "num_query_groups": st.sampled_from([1, 2, 4]),
-    "ffn_hidden_size": st.integers(1, 40),
-    "norm_epsilon": st.sampled_from([1e-5, 1e-6]),
-    "max_position_embeddings": st.integers(128, 256),
-    "untie_embeddings_and_output_weights": st.booleans(),
-    "attention_dropout": st.sampled_from([0.0, 0.1]),
-    "init_method_std": st.sampled_from([0.01, 0.02]),
-}
-LLAMA_LIKE = SIZES | ROPE | {
-    "normalization": st.just("RMSNorm"), "activation": st.sampled_from(["swiglu", "geglu_tanh"]),
-    "hidden_dropout": st.just(0.0),
-}  # fmt: skip
-WIDE = {"kv_channels": st.sampled_from([4, 8])}
-DEEP = {"num_layers": st.integers(1, 7)}
-WINDOW = {"window_size": st.sampled_from([None, 5])}
-GEMMA = {
-    "activation": st.just("geglu_tanh"),
-    "add_bias_linear": st.just(False),
-    "layernorm_zero_centered_gamma": st.just(True),
-}
-GEMMA_2 = GEMMA | DEEP | {"norm_position": st.just("around"), "softmax_scale": st.sampled_from([None, 168**-0.5, 0.5])}
-CAPS = {name: st.sampled_from([None, 30.0]) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-OLMO = {
-    "activation": st.sampled_from(["swiglu", "geglu_tanh"]),
-    "add_bias_linear": st.just(False),
-    "norm_position": st.just("after"),
-    "qk_layernorm": st.just(True),
-    "qk_layernorm_scope": st.just("projection"),
-}
-EXPERTS = LLAMA_LIKE | {
-    "add_bias_linear": st.just(False),
-    "num_experts": st.integers(4, 6),
-    "moe_router_topk": st.integers(2, 4),
-    "moe_router_dtype": st.sampled_from([None, "fp32"]),
-    "moe_aux_loss_coeff": st.sampled_from([(0.0,), (0.1,)]),
-}
-PRE_SOFTMAX = {"moe_router_pre_softmax": st.booleans()}
-QWEN_EXPERTS = EXPERTS | PRE_SOFTMAX | DEEP | {"moe_ffn_hidden_size": st.integers(1, 30)}
-SHARED = {"moe_shared_expert_intermediate_size": st.integers(1, 30), "moe_shared_expert_gate": st.just(True)}
 GROUPS = {"num_experts": 8, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
 SOME = ("Qwen2Moe", "Qwen3Moe")  # experts in any layers
 WINDOWED = (
@@ -141,234 +100,40 @@ WINDOWED = (
     "Olmo3",
     "GptOss",
 )  # in any layers
-DEEPSEEK = {
-    "num_query_groups": st.none(),
-    "norm_epsilon": st.sampled_from([1e-5, 1e-6]),
-    "latent_norm_epsilon": st.just(1e-6),
-    "add_bias_linear": st.just(False),
-    "multi_latent_attention": st.just(True),
-    "qk_layernorm": st.just(True),
-    "q_lora_rank": st.sampled_from([None, 6]),
-    "kv_lora_rank": st.integers(1, 8),
-    "qk_head_dim": st.integers(1, 6),
-    "qk_pos_emb_head_dim": st.sampled_from([2, 4]),
-    "v_head_dim": st.integers(1, 3),
-    "num_experts": st.just(8),
-    "moe_router_score_function": st.just("sigmoid"),
-    "moe_router_enable_expert_bias": st.just(True),
-    "moe_router_dtype": st.sampled_from([None, "fp32"]),
-    "moe_router_topk_scaling_factor": st.sampled_from([None, 1.5, 2.5]),
-}
-DEEPSEEK_V2 = DEEPSEEK | {
-    "moe_router_score_function": st.just("softmax"),
-    "moe_router_enable_expert_bias": st.just(False),
-    "moe_router_pre_softmax": st.just(True),
-}
-GLM = {
-    "moe_ffn_hidden_size": st.just(6),
-    "moe_shared_expert_intermediate_size": st.sampled_from([6, 18]),
-    "moe_router_score_function": st.just("sigmoid"),
-    "moe_router_enable_expert_bias": st.just(True),
-    "moe_router_dtype": st.just("fp32"),
-    "moe_router_topk_scaling_factor": st.sampled_from([None, 1.0, 2.5]),
-    "add_qkv_bias": st.booleans(),
-}
-LOCAL_ROPE = {  # positions in layers with a window alone
-    "num_layers": st.just(3),
-    "window_size": st.just(5),
-    "window_attn_skip_freq": st.sampled_from(["3", "[0]*1+[1]*1+[0]*1"]),
-}
-NO_ROPE = "position_embedding_type=none"
-FACTORS = {
-    "embedding_scale": st.sampled_from([1.0, 12.0]),
-    "softmax_scale": st.sampled_from([0.015625, 0.3]),
-    "residual_scale": st.sampled_from([1.0, 0.22]),
-    "logits_scaling": st.sampled_from([1.0, 6.0]),
-}
 ROTATED = ("Gemma3", "Mellum", "Olmo3")  # with other rotary positions in layers with a window
-EXPRESSED: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": LLAMA_LIKE | WIDE | {"add_bias_linear": st.booleans()},
-    "MistralForCausalLM": LLAMA_LIKE | WIDE | WINDOW | {"add_bias_linear": st.just(False)},
-    "MinistralForCausalLM": LLAMA_LIKE | WIDE | DEEP | {"add_bias_linear": st.just(False)},
-    "Qwen2ForCausalLM": LLAMA_LIKE | DEEP | {"add_bias_linear": st.just(False), "add_qkv_bias": st.just(True)},
-    "Qwen3ForCausalLM": LLAMA_LIKE | WIDE | DEEP | {"add_bias_linear": st.just(False), "qk_layernorm": st.just(True)},
-    "GemmaForCausalLM": LLAMA_LIKE | WIDE | GEMMA,
-    "Gemma2ForCausalLM": LLAMA_LIKE | WIDE | GEMMA_2 | CAPS,
-    "Gemma3ForCausalLM": LLAMA_LIKE | WIDE | GEMMA_2 | {"qk_layernorm": st.just(True)},
-    "Olmo2ForCausalLM": LLAMA_LIKE | WIDE | OLMO,
-    "Olmo3ForCausalLM": LLAMA_LIKE | WIDE | DEEP | OLMO,
-    "Phi3ForCausalLM": LLAMA_LIKE
-    | WIDE
-    | WINDOW
-    | {"add_bias_linear": st.just(False), "rotary_percent": st.sampled_from([0.5, 1.0])},
-    "SmolLM3ForCausalLM": LLAMA_LIKE
-    | WIDE
-    | {
-        "add_bias_linear": st.booleans(),
-        "num_layers": st.just(3),
-        "layer_pattern": st.sampled_from(
-            [(), (f"1 {NO_ROPE} window_size=5", "2 window_size=5"), ("2", f"1 {NO_ROPE}"), (f"3 {NO_ROPE}",)]
-        ),
-    },
-    "SeedOssForCausalLM": LLAMA_LIKE
-    | WIDE
-    | {
-        "add_bias_linear": st.just(False),
-        "add_qkv_bias": st.booleans(),
-        "hidden_dropout": st.sampled_from([0.0, 0.1]),
-    },
-    "Exaone4ForCausalLM": LLAMA_LIKE
-    | WIDE
-    | LOCAL_ROPE
-    | {"add_bias_linear": st.just(False), "norm_position": st.just("after"), "qk_layernorm": st.just(True)},
-    "Ernie4_5ForCausalLM": LLAMA_LIKE | WIDE | {"attention_dropout": st.just(0.0), "add_bias_linear": st.booleans()},
-    "GraniteForCausalLM": LLAMA_LIKE | WIDE | FACTORS | {"add_bias_linear": st.booleans()},
-    "MixtralForCausalLM": EXPERTS | WIDE | WINDOW,
-    "Qwen2MoeForCausalLM": QWEN_EXPERTS | SHARED | {"add_qkv_bias": st.booleans()},
-    "Qwen3MoeForCausalLM": QWEN_EXPERTS | WIDE | WINDOW | {"qk_layernorm": st.just(True)},
-    "OlmoeForCausalLM": EXPERTS
-    | WIDE
-    | PRE_SOFTMAX
-    | {
-        "qk_layernorm": st.just(True),
-        "qk_layernorm_scope": st.just("projection"),
-    },
-    "Glm4MoeForCausalLM": EXPERTS
-    | WIDE
-    | DEEP
-    | GLM
-    | {"rotary_percent": st.sampled_from([0.5, 1.0]), "qk_layernorm": st.booleans()},
-    "SolarOpenForCausalLM": EXPERTS | WIDE | GLM,
-    "Dots1ForCausalLM": EXPERTS
-    | WIDE
-    | DEEP
-    | GLM
-    | {"add_qkv_bias": st.just(False), "qk_layernorm": st.just(True), "moe_router_norm_topk_prob": st.booleans()},
-    "MiniMaxM2ForCausalLM": EXPERTS
-    | WIDE
-    | {
-        "qk_layernorm": st.just(True),
-        "qk_layernorm_scope": st.just("projection"),
-        "rotary_percent": st.sampled_from([0.5, 1.0]),
-        "moe_router_score_function": st.just("sigmoid"),
-        "moe_router_enable_expert_bias": st.just(True),
-        "moe_router_dtype": st.just("fp32"),
-    },
-    "Ernie4_5_MoeForCausalLM": EXPERTS
-    | WIDE
-    | {
-        "attention_dropout": st.just(0.0),
-        "moe_ffn_hidden_size": st.just(6),
-        "moe_shared_expert_intermediate_size": st.sampled_from([None, 6, 12]),
-        "moe_layer_freq": st.sampled_from([None, "[0]*1+[1]*1", "[1]*1+[0]*1"]),
-        "num_layers": st.just(2),
-        "moe_router_enable_expert_bias": st.just(True),
-        "moe_router_dtype": st.just("fp32"),
-    },
-    "HunYuanMoEV1ForCausalLM": EXPERTS
-    | WIDE
-    | {
-        "ffn_hidden_size": st.just(6),
-        "moe_shared_expert_intermediate_size": st.just(6),
-        "qk_layernorm": st.just(True),
-        "qk_layernorm_after_rope": st.just(True),
-        "moe_router_dtype": st.just("fp32"),
-    },
-    "GraniteMoeForCausalLM": EXPERTS | WIDE | FACTORS,
-    "GraniteMoeSharedForCausalLM": EXPERTS
-    | WIDE
-    | {
-        "softmax_scale": st.sampled_from([0.015625, 0.3]),
-        "residual_scale": st.sampled_from([1.0, 0.22]),
-        "moe_shared_expert_intermediate_size": st.sampled_from([None, 7]),
-    },
-    "GraniteMoeSWAForCausalLM": EXPERTS
-    | WIDE
-    | {
-        "softmax_scale": st.sampled_from([0.015625, 0.3]),
-        "softmax_type": st.just("learnable"),
-        "num_layers": st.just(3),
-        "layer_pattern": st.sampled_from(
-            [(), ("1 window_size=5", "1 position_embedding_type=none", "1 rotary_base=77"), ("1 window_size=5", "...")]
-        ),
-    },
-    "AfmoeForCausalLM": EXPERTS
-    | WIDE
-    | GLM
-    | LOCAL_ROPE
-    | {
-        "add_qkv_bias": st.just(False),
-        "qk_layernorm": st.just(True),
-        "norm_position": st.just("around"),
-        "attention_output_gate": st.just(True),
-        "moe_layer_freq": st.sampled_from([None, "[0]*1+[1]*2"]),
-    },
-    "Llama4ForCausalLM": EXPERTS
-    | WIDE
-    | {
-        "num_layers": st.just(3),
-        "moe_router_topk": st.integers(1, 2),
-        "moe_router_score_function": st.just("sigmoid"),
-        "moe_router_norm_topk_prob": st.just(False),
-        "moe_apply_probs_on_input": st.just(True),
-        "moe_ffn_hidden_size": st.just(5),
-        "moe_shared_expert_intermediate_size": st.just(5),
-        "moe_layer_freq": st.sampled_from([None, "2", "[0]*1+[1]*2"]),
-    },
-    "FlintForCausalLM": EXPERTS
-    | WIDE
-    | LOCAL_ROPE
-    | {
-        "qk_layernorm": st.just(True),
-        "softmax_type": st.just("learnable"),
-        "moe_router_score_function": st.just("sigmoid"),
-        "moe_router_norm_topk_prob": st.booleans(),
-        "moe_shared_expert_intermediate_size": st.integers(1, 30),
-        "moe_layer_freq": st.sampled_from([None, "[0]*1+[1]*2", "[1]*1+[0]*1+[1]*1"]),
-    },
-    "MellumForCausalLM": QWEN_EXPERTS
-    | WIDE
-    | {"qk_layernorm": st.just(True), "moe_layer_freq": st.sampled_from([None, "1"])},
-    "HYV3ForCausalLM": EXPERTS | WIDE | DEEP | GLM | {"add_qkv_bias": st.just(False), "qk_layernorm": st.just(True)},
-    "ExaoneMoeForCausalLM": EXPERTS
-    | WIDE
-    | GLM
-    | LOCAL_ROPE
-    | {"add_qkv_bias": st.just(False), "qk_layernorm": st.just(True)},
-    "FlexOlmoForCausalLM": EXPERTS | PRE_SOFTMAX | OLMO,
-    "GptOssForCausalLM": EXPERTS
-    | WIDE
-    | DEEP
-    | {
-        "activation": st.just("quick_geglu"),
-        "glu_linear_offset": st.just(1.0),
-        "add_bias_linear": st.just(True),
-        "activation_func_clamp_value": st.sampled_from([1.0, 7.0]),
-        "softmax_type": st.just("learnable"),
-    },
-    "DeepseekV3ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK,
-    "Mistral4ForCausalLM": LLAMA_LIKE
-    | DEEP
-    | DEEPSEEK
-    | {
-        "moe_router_score_function": st.just("softmax"),
-        "moe_router_enable_expert_bias": st.just(False),
-        "moe_router_pre_softmax": st.booleans(),
-        "rope_scaling_type": st.just("yarn"),
-        "yarn_query_scale": st.sampled_from([0.0, 0.1]),
-        "moe_ffn_hidden_size": st.just(5),
-        "moe_shared_expert_intermediate_size": st.sampled_from([5, 10]),
-        "moe_router_topk": st.integers(2, 4),
-    },
-    "Glm4MoeLiteForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK,
-    "DeepseekV2ForCausalLM": LLAMA_LIKE | DEEP | DEEPSEEK_V2,
-    "GPT2LMHeadModel": SIZES
-    | {
-        "num_query_groups": st.just(4),
-        "activation": st.sampled_from(["gelu", "gelu_tanh", "relu", "squared_relu"]),
-        "hidden_dropout": st.sampled_from([0.0, 0.1]),
-    },
+LAYERS = {  # patterns of three layers
+    "SmolLM3ForCausalLM": [
+        (),
+        ("1 position_embedding_type=none window_size=5", "2 window_size=5"),
+        ("2", "1 position_embedding_type=none"),
+        ("3 position_embedding_type=none",),
+    ],
+    "GraniteMoeSWAForCausalLM": [
+        (),
+        ("1 window_size=5", "1 position_embedding_type=none", "1 rotary_base=77"),
+        ("1 window_size=5", "..."),
+    ],
 }
+
+
+def expressed() -> dict[str, dict[str, list[Any]]]:
+    """Return the values of each option of the models that an architecture can express, as expressed.tsv has them."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for name, words in rows(Path(__file__).with_name("expressed.tsv")):
+        options: dict[str, list[Any]] = {}
+        for word in words.split():
+            key, _, values = word.partition("=")
+            options |= {key: values_of(values)} if values else found[key]
+        found[name] = options
+    return {name: found[name] | ({"layer_pattern": LAYERS[name]} if name in LAYERS else {}) for name in FAMILIES}
+
+
+def values_of(text: str) -> list[Any]:
+    first, is_range, last = text.partition("..")
+    return list(range(int(first), int(last) + 1)) if is_range else [value(part) for part in text.split("|")]
+
+
+EXPRESSED = expressed()
 
 
 @st.composite
@@ -398,7 +163,7 @@ def experts(draw: st.DrawFn, num_layers: int, best: int) -> dict[str, Any]:
 
 @st.composite
 def models(draw: st.DrawFn, architecture: str) -> ModelConfig:
-    fields = draw(st.fixed_dictionaries(EXPRESSED[architecture]))
+    fields = {name: draw(st.sampled_from(values)) for name, values in EXPRESSED[architecture].items()}
     if fields.get("position_embedding_type") == "rope":
         is_scaled = architecture != "Phi3ForCausalLM" and "yarn_query_scale" not in fields
         fields |= draw(SCALED if is_scaled else st.just({}))
