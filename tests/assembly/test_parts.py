@@ -22,7 +22,7 @@ from megapipe.schedule.lower import lower
 from megapipe.schedule.parts import expand
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
-from tests.parity.test_experts import MODEL, SHARED, SIGMOID, ZERO
+from tests.parity.grids import MODEL, SHARED, SIGMOID, ZERO
 from tests.tiny import make_config
 
 OVERLAP = {"overlap_moe_expert_parallel_comm": True}

@@ -32,7 +32,7 @@ from megapipe.trace.parameters import model_parameters
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.model.grids import LLAMA, make_microbatch, make_stage, model_config
-from tests.parity.test_experts import MODEL, ZERO
+from tests.parity.grids import MODEL, ZERO
 from tests.tiny import make_config
 
 SIGMOID = {"moe_router_score_function": "sigmoid"}

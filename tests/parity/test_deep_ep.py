@@ -19,7 +19,7 @@ from megapipe.extras.report.kernels import dispatch_words
 from megapipe.model import deep_ep
 from megapipe.plan.resolve import resolve
 from tests.harness import RankPool
-from tests.parity.test_experts import DROPS, SHARED, SIGMOID, ZERO, again
+from tests.parity.grids import DROPS, SHARED, SIGMOID, ZERO, again
 from tests.parity.test_node_dispatch import FLEX, SMALL, trained
 from tests.tiny import make_config
 

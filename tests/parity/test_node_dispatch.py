@@ -24,10 +24,10 @@ from megapipe.plan.resolve import resolve
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
 from tests.parity.comparison import plan_differences
-from tests.parity.test_experts import BIAS, DROPS, FULL, MODEL, SHARED, SIGMOID, ZERO, ZERO3, again
+from tests.parity.grids import BIAS, MODELS, grids
 from tests.tiny import make_config
 
-SMALL = MODEL | {"num_layers": 2}
+SMALL = MODELS["node"]
 FLEX = {"moe_token_dispatcher_type": "flex"}
 STEPS = 2
 
@@ -52,45 +52,15 @@ def trained(rank: int, world_size: int, per_node: int, options: dict[str, Any]) 
     return {"losses": found, "weights": weights, "waits": waits.call_count, "routes": routes.call_count}
 
 
-CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "ep 4, k 1": (4, 2, {"ep": 4, "moe_router_topk": 1, "moe_router_pre_softmax": True} | ZERO),
-    "ep 4, all experts": (4, 2, {"ep": 4, "moe_router_topk": 4} | SHARED),
-    "ep 4, k 8 of 16": (4, 2, {"ep": 4, "num_experts": 16, "moe_router_topk": 8, "add_bias_linear": True}),
-    "ep 4, groups, experts again": (4, 2, {"ep": 4} | BIAS | ZERO | again("moe", "layernorm")),
-    "ep 4 of cp 2 dp 2, capacity": (4, 2, {"ep": 4, "context_parallel_size": 2} | DROPS | SIGMOID),
-    "ep 4 of tp 2 dp 2, capacity, positions, full recompute": (
-        4,
-        2,
-        {"tp": 2, "ep": 4, "etp": 1, "moe_token_drop_policy": "position"} | DROPS | FULL,
-    ),
-    "ep 4 etp 2 of tp 2 dp 4, shared": (8, 4, {"tp": 2, "ep": 4, "etp": 2} | SHARED | SIGMOID),
-    "ep 4 of dp 4 pp 2, zero bubble, sharded weights": (
-        8,
-        2,
-        {"ep": 4, "pp": 2, "pipeline_schedule": "zb-h1", "global_batch_size": 32} | ZERO3 | SIGMOID,
-    ),
-    "ep 8 of dp 8, four nodes": (8, 2, {"ep": 8, "num_experts": 8, "moe_router_topk": 3} | ZERO),
-    "ep 8 of tp 2 dp 4, two nodes": (8, 4, {"tp": 2, "ep": 8, "etp": 1, "num_experts": 8} | again("moe")),
-    "ep 4 of dp 4 pp 2, dualpipe": (
-        8,
-        2,
-        {"ep": 4, "pp": 2, "pipeline_schedule": "dualpipe", "global_batch_size": 32} | SIGMOID,
-    ),
-    "ep 4 in parts": (4, 2, {"ep": 4, "overlap_moe_expert_parallel_comm": True} | SIGMOID | SHARED),
-    "ep 4 pp 2 in parts, dualpipe-v": (
-        8,
-        2,
-        {"ep": 4, "pp": 2, "chunks": 2, "num_layers": 4, "pipeline_schedule": "dualpipe-v", "global_batch_size": 32}
-        | {"overlap_moe_expert_parallel_comm": True, "norm_position": "around"}
-        | SIGMOID,
-    ),
-    "ep 4, prediction": (4, 2, {"ep": 4, "mtp_num_layers": 1, "position_embedding_type": "rope"}),
-}
+def case(name: str) -> tuple[int, int, dict[str, Any]]:
+    """Return the ranks, the ranks of a node, and the options of a grid of grids.tsv."""
+    world_size, options = grids("node")[name]
+    return world_size, options["per_node"], {key: value for key, value in options.items() if key != "per_node"}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", grids("node"))
 def test_training_equals_that_with_all_to_alls(name: str, rank_pools: Callable[[int], RankPool]) -> None:
-    world_size, per_node, options = CASES[name]
+    world_size, per_node, options = case(name)
     pool = rank_pools(world_size)
     plain = pool.run(trained, per_node, options)
     for one, other in zip(plain, pool.run(trained, per_node, options | FLEX), strict=True):
@@ -101,7 +71,7 @@ def test_training_equals_that_with_all_to_alls(name: str, rank_pools: Callable[[
 
 @pytest.mark.parametrize("name", ["ep 4, k 8 of 16", "ep 4 of cp 2 dp 2, capacity", "ep 4 pp 2 in parts, dualpipe-v"])
 def test_sums_in_the_node_are_equal_in_fp64_up_to_rounding(name: str, rank_pools: Callable[[int], RankPool]) -> None:
-    world_size, per_node, options = CASES[name]
+    world_size, per_node, options = case(name)
     pool = rank_pools(world_size)
     plain = pool.run(trained, per_node, options)
     found = pool.run(trained, per_node, options | FLEX | {"moe_combine_in_node": True})

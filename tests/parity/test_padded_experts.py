@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,19 +17,10 @@ from megapipe.extras.verify.oracle import Oracle, drawn_slices, share_of, whole_
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.train.step import ExpertReport, TrainStep
-from tests.harness import RankPool
-from tests.parity.comparison import plan_differences
-from tests.parity.test_experts import BIAS, DROPS, EVERY_LOSS, FULL, MODEL, PADS, SHARED, ZERO, again
+from tests.parity.grids import BIAS, CHATS, DROPS, EVERY_LOSS, FULL, MODEL, PADS, PREDICTS, SHARED, again
 from tests.tiny import make_config
 
-CHATS = {
-    "sft": True,
-    "tokenizer_type": "HuggingFaceTokenizer",
-    "tokenizer_model": "unread",
-    "position_embedding_type": "rope",
-}
 RATES = Rates(0.01, 0.0, None)
-PREDICTS = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
 KINDS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "sigmoid, groups, bias, shared": BIAS | SHARED,
@@ -40,39 +31,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "full recompute": FULL,
     "predictions": PREDICTS,
 }
-GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "every loss, ep 2 etp 2 pp 2 zero bubble": (
-        8,
-        {"tp": 2, "ep": 2, "pp": 2, "pipeline_schedule": "zb-h1"} | BIAS | EVERY_LOSS | ZERO | SHARED,
-    ),
-    "experts again, cp 2 ep 2, bias": (4, {"context_parallel_size": 2, "ep": 2} | BIAS | again("moe", "layernorm")),
-    # so many tokens that no two conversations begin with the same one: rounding would decide which of these is dropped
-    "drops by weight, tp 2 pp 2": (4, {"tp": 2, "ep": 2, "etp": 1, "pp": 2, "vocab_size": 4096} | DROPS | BIAS),
-    "drops by position, ep 2 pp 2 interleaved": (
-        4,
-        {"ep": 2, "pp": 2, "chunks": 2, "moe_token_drop_policy": "position"} | DROPS | again("moe"),
-    ),
-    "rows padded to the capacity, ep 2 of tp 2": (2, {"tp": 2, "ep": 2, "etp": 1} | PADS | EVERY_LOSS),
-    "predictions, cp 2 tp 2, experts again": (
-        4,
-        {"tp": 2, "context_parallel_size": 2, "ep": 2, "etp": 1} | PREDICTS | again("moe"),
-    ),
-    "all-to-alls beside other work, dualpipe": (
-        4,
-        {"ep": 2, "pp": 2, "pipeline_schedule": "dualpipe", "overlap_moe_expert_parallel_comm": True} | BIAS | SHARED,
-    ),
-}
-
-
-def differences(rank: int, world_size: int, options: dict[str, Any]) -> list[str]:
-    return plan_differences(rank, resolve(make_config(**MODEL | CHATS | options), world_size), [RATES] * 2)
-
-
-@pytest.mark.parametrize("name", GRIDS)
-def test_a_grid_equals_one_process(rank_pools: Callable[[int], RankPool], name: str) -> None:
-    ranks, options = GRIDS[name]
-    for wrong in rank_pools(ranks).run(differences, options):
-        assert wrong == []
 
 
 def chats(lengths: Sequence[Sequence[int]], seq: int, seed: int = 0) -> Batch:

@@ -104,9 +104,9 @@ ELSEWHERE = {
     "pipeline_rank_memory",
     "pipeline_layer_times",
     "recompute_memory_budget",  # tests/parity/test_megatron_like_corners.py
-    "nope_query_scale",  # this and the next: tests/parity/test_context_parallel.py
+    "nope_query_scale",  # this and the next four: tests/parity/grids.tsv
     "nope_query_scale_length",
-    "softmax_type",  # this and the next two: tests/parity/test_experts.py
+    "softmax_type",
     "glu_linear_offset",
     "activation_func_clamp_value",
     # this and the next four: tests/parity/test_sharded_weights.py
@@ -115,14 +115,14 @@ ELSEWHERE = {
     "data_parallel_sharding_prefetch",
     "data_parallel_sharding_units",
     "num_distributed_optimizer_instances",
-    "pipe_sp_splits",  # this and the next: tests/parity/test_slices.py
+    "pipe_sp_splits",  # this and the next three: tests/parity/grids.tsv
     "pipe_sp_strategy",
-    "overlap_moe_expert_parallel_comm",  # this and the next: tests/parity/test_parts.py
+    "overlap_moe_expert_parallel_comm",
     "delay_wgrad_compute",
-    "attention_kind",  # chunks: tests/parity/test_slices.py; another: tests/test_extend.py
+    "attention_kind",  # chunks: tests/parity/grids.tsv; another: tests/test_extend.py
     "attention_options",  # tests/test_mixer.py
 }
-# grids of their own: tests/parity/test_context_parallel.py
+# grids of their own: tests/parity/test_context_parallel.py and grids.tsv
 CONTEXT_PARALLEL = {"context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"}
 
 
@@ -132,11 +132,11 @@ def test_every_field_of_the_model_and_its_layout_takes_several_values() -> None:
     for section in ("model", "parallel", "recompute"):
         values = [vars(getattr(config, section)) for config in configs]
         constant = {name for name in values[0] if len({each[name] for each in values}) == 1}
-        # experts have grids of their own: tests/parity/test_experts.py
+        # experts have grids of their own: tests/parity/grids.tsv
         constant = {name for name in constant if not name.startswith(("num_experts", "moe_", "expert_"))}
-        # likewise latent attention: tests/parity/test_latent_attention.py
+        # likewise latent attention
         constant -= {"multi_latent_attention", *LATENT_OPTIONS}
-        # and multi-token prediction: tests/parity/test_multi_token_prediction.py
+        # and multi-token prediction
         constant = {name for name in constant if not name.startswith("mtp_")}
         assert constant <= SIZES | CONSTANTS | ROPE_CONSTANTS | ELSEWHERE | CONTEXT_PARALLEL
 

@@ -16,7 +16,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.trace.parameters import model_states
 from megapipe.train.step import ExpertReport, TrainStep
 from tests.harness import RankPool
-from tests.parity.test_experts import BIAS, FULL, MODEL, ZERO
+from tests.parity.grids import BIAS, FULL, MODEL, ZERO
 from tests.tiny import make_config
 
 RATES = Rates(0.01, 0.0, None)
