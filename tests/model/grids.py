@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
 from megapipe.trace.parameters import model_parameters
 from tests import tiny
 from tests.extras.reference.tiny import draw_weights
+from tests.tables import options, rows
 
 SEQ, BATCH = 12, 2
 
@@ -52,7 +54,16 @@ UNLIKE = LLAMA | {
 SCALING = {"rotary_base": 300.0, "rope_scaling_factor": 4.0, "rope_original_max_position_embeddings": 8}
 
 
-def model_config(**options: Any) -> ResolvedModelConfig:
+SETS: dict[str, dict[str, Any]] = {"GPT2": GPT2, "LLAMA": LLAMA, "NOPE": NOPE, "SCALING": SCALING}
+
+
+def options_of(kind: str, sets: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the options of the models of a kind by name, as options.tsv has them."""
+    table = rows(Path(__file__).with_name("options.tsv"))
+    return {name: options(words, sets) for row, name, words in table if row == kind}
+
+
+def model_config(**changes: Any) -> ResolvedModelConfig:
     """Build a model of two small layers with a padded vocabulary and a position table longer than the sequence."""
     sizes = {
         "num_layers": 2,
@@ -66,7 +77,7 @@ def model_config(**options: Any) -> ResolvedModelConfig:
         "vocab_size": 29,
         "padded_vocab_size": 32,
     }
-    sizes |= options
+    sizes |= changes
     return ResolvedModelConfig(**({"softmax_scale": sizes["kv_channels"] ** -0.5} | sizes))
 
 

@@ -15,84 +15,17 @@ from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import (
     GPT2,
     LLAMA,
-    NOPE,
-    SCALING,
+    SETS,
     assert_equal,
     make_microbatch,
     make_stage,
     model_config,
+    options_of,
     reference,
     reference_run,
 )
 
-OPTIONS = {
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "rotary_percent": LLAMA | {"rotary_percent": 0.67},
-    "rotary_base_linear": LLAMA | SCALING | {"rope_scaling_type": "linear"},
-    "rotary_llama3": LLAMA | SCALING | {"rope_scaling_type": "llama3", "rope_high_freq_factor": 2.5},
-    "rotary_yarn": LLAMA | SCALING | {"rope_scaling_type": "yarn", "yarn_beta_fast": 2.0, "yarn_beta_slow": 0.25},
-    "rotary_yarn_unrounded": LLAMA
-    | SCALING
-    | {
-        "rope_scaling_type": "yarn",
-        "yarn_beta_fast": 2.0,
-        "yarn_beta_slow": 0.25,
-        "yarn_correction_range_round_to_int": False,
-    },
-    "rotary_yarn_mscale": LLAMA
-    | SCALING
-    | {"rope_scaling_type": "yarn", "yarn_mscale": 0.7, "yarn_mscale_all_dim": 0.3},
-    "no_positions": GPT2 | {"position_embedding_type": "none"},
-    "rmsnorm_zero_centred": GPT2 | {"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True},
-    "layernorm_zero_centred": GPT2 | {"layernorm_zero_centered_gamma": True},
-    "gelu_erf": GPT2 | {"activation": "gelu"},
-    "relu": GPT2 | {"activation": "relu"},
-    "squared_relu": GPT2 | {"activation": "squared_relu"},
-    "geglu": GPT2 | {"activation": "geglu_tanh"},
-    "no_bias": GPT2 | {"add_bias_linear": False},
-    "qkv_bias": GPT2 | {"add_bias_linear": False, "add_qkv_bias": True},
-    "mqa": LLAMA | {"num_query_groups": 1},
-    "qk_norm_llama": LLAMA | {"qk_layernorm": True},
-    "qk_norm_gpt2": GPT2 | {"qk_layernorm": True, "num_query_groups": 2},
-    "window": LLAMA | {"window_size": 4},
-    "window_longer_than_sequence": LLAMA | {"window_size": 100},
-    "quick_geglu": GPT2 | {"activation": "quick_geglu"},
-    "clamped_quick_geglu": LLAMA
-    | {"activation": "quick_geglu", "activation_func_clamp_value": 0.05, "glu_linear_offset": 1.0},
-    "clamped_swiglu": LLAMA | {"activation_func_clamp_value": 0.05},
-    "offset_geglu": LLAMA | {"activation": "geglu_tanh", "glu_linear_offset": -0.5},
-    "sinks": LLAMA | {"softmax_type": "learnable", "window_size": 4},
-    "sinks_capped_dropout": GPT2
-    | {"softmax_type": "learnable", "attn_logit_softcapping": 2.0, "attention_dropout": 0.2, "num_query_groups": 2},
-    "off_by_one": GPT2 | {"softmax_type": "off-by-one"},
-    "attention_soft_cap": LLAMA | {"attn_logit_softcapping": 1.5},
-    "final_soft_cap": GPT2 | {"final_logit_softcapping": 2.0},
-    "softmax_scale": GPT2 | {"softmax_scale": 0.9},
-    "softmax_in_fp32": LLAMA | {"attention_softmax_in_fp32": True, "window_size": 5},
-    "norms_after": LLAMA | {"norm_position": "after"},
-    "norms_around_gpt2": GPT2 | {"norm_position": "around", "hidden_dropout": 0.2},
-    "projection_norms": LLAMA | {"qk_layernorm": True, "qk_layernorm_scope": "projection"},
-    "norms_of_heads_after_the_rotation": LLAMA | {"qk_layernorm": True, "qk_layernorm_after_rope": True},
-    "norms_of_projections_after_the_rotation": LLAMA
-    | {"qk_layernorm": True, "qk_layernorm_scope": "projection", "qk_layernorm_after_rope": True},
-    "gated": LLAMA | {"attention_output_gate": True},
-    "norms_without_weights": LLAMA | {"qk_l2_norm": True, "rotary_percent": 0.67},
-    "norms_without_weights_gated": GPT2 | {"qk_l2_norm": True, "attention_output_gate": True},
-    "queries_that_grow": GPT2 | NOPE,
-    "queries_that_grow_gated_norms": LLAMA | NOPE | {"qk_layernorm": True, "attention_output_gate": True},
-    "queries_that_grow_in_some_layers": LLAMA
-    | {"nope_query_scale": 0.7, "nope_query_scale_length": 3, "qk_l2_norm": True, "no_rope_freq": "2"}
-    | {"num_layers": 4},
-    "gated_norms_of_heads": LLAMA | {"attention_output_gate": True, "qk_layernorm": True, "num_query_groups": 4},
-    "gated_biases": GPT2 | {"attention_output_gate": True, "num_query_groups": 1},
-    "scaled_branches_and_logits": LLAMA | {"residual_scale": 0.3, "logits_scaling": 5.0, "norm_position": "around"},
-    "scaled_branches_dropout": GPT2 | {"residual_scale": 0.7, "hidden_dropout": 0.2},
-    "embedding_scale": GPT2 | {"embedding_scale": 4.9},
-    "untied": GPT2 | {"untie_embeddings_and_output_weights": True},
-    "dropout": GPT2 | {"hidden_dropout": 0.2, "attention_dropout": 0.3},
-    "dropout_gqa_cap": LLAMA | {"hidden_dropout": 0.2, "attention_dropout": 0.3, "attn_logit_softcapping": 2.0},
-}
+OPTIONS = options_of("parity", SETS)
 WHOLE, NO_ROPE = {"window_size": None}, {"position_embedding_type": "none"}
 LOCAL = {"window_size": 4, "rotary_base": 50.0}
 # options -> what each of five layers has in their place, written by hand

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from functools import cache
 from itertools import combinations, product
-from typing import Any
 
 import pytest
 import torch
@@ -23,27 +22,10 @@ from megapipe.plan.activations import replay_bytes, shared_bytes, stage_bytes
 from megapipe.schedule.partition import StageLayers
 from megapipe.tensor_parallel.random import DropoutKey
 from megapipe.trace.parameters import model_parameters
-from tests.model.grids import BATCH, GPT2, LLAMA, NOPE, SEQ, make_microbatch, make_stage, model_config
+from tests.model.grids import BATCH, LLAMA, SEQ, SETS, make_microbatch, make_stage, model_config, options_of
 from tests.model.saved_bytes import SavedBytes
 
 LAYERS = 3
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": GPT2,
-    "gpt2_dropout": GPT2 | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
-    "llama": LLAMA,
-    "llama_qk_norm_layernorm": LLAMA | {"qk_layernorm": True, "normalization": "LayerNorm"},
-    "llama_soft_caps": LLAMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    "squared_relu_half_rotary": LLAMA | {"activation": "squared_relu", "rotary_percent": 0.6},
-    "sinks_clamped_offset_quick_geglu": LLAMA
-    | {
-        "softmax_type": "learnable",
-        "attn_logit_softcapping": 2.0,
-        "activation": "quick_geglu",
-        "activation_func_clamp_value": 0.5,
-        "glu_linear_offset": 1.0,
-    },
-    "geglu_qkv_bias": LLAMA | {"activation": "geglu_tanh", "add_qkv_bias": True},
-}
 LATENT = LLAMA | {
     "multi_latent_attention": True,
     "num_query_groups": 4,
@@ -54,52 +36,17 @@ LATENT = LLAMA | {
     "kv_lora_rank": 7,
     "qk_layernorm": True,
 }
-SHAPES |= {
-    "latent": LATENT,
-    "latent_of_keys_alone_soft_cap": LATENT | {"q_lora_rank": None, "attn_logit_softcapping": 2.0},
-    "latent_without_norms_dropout": LATENT
-    | {"qk_layernorm": False, "attention_dropout": 0.1, "norm_position": "around"},
+# layers that differ
+MISSING = {"layer_pattern": ("1 attention=none", "1 mlp=none num_query_groups=4", "1 ffn_hidden_size=36")}
+ANOTHER = {
+    "layer_pattern": (
+        "1 norm_position=after qk_layernorm_scope=projection rotary_base=500 activation=relu",
+        "1 norm_position=around attn_logit_softcapping=2 window_size=6 ffn_hidden_size=36 num_query_groups=1",
+        "1 position_embedding_type=none qk_layernorm=false window_size=none activation=squared_relu",
+    ),
 }
-PREDICTIONS = LLAMA | {"mtp_num_layers": 2}
-SHAPES |= {
-    "predictions_layernorm_dropout_tied": PREDICTIONS
-    | {
-        "normalization": "LayerNorm",
-        "hidden_dropout": 0.1,
-        "attention_dropout": 0.1,
-        "untie_embeddings_and_output_weights": False,
-        "final_logit_softcapping": 3.0,
-        "embedding_scale": 5.0,
-    },
-    "latent_queries_that_grow": LATENT
-    | {"rope_scaling_type": "yarn", "rope_original_max_position_embeddings": 4, "yarn_query_scale": 0.5},
-}
-# layers that differ, and other places of norms than before attention and MLP
-UNLIKE: dict[str, dict[str, Any]] = {
-    "windows_and_rotary_in_some": LLAMA
-    | {"window_size": 4, "window_attn_skip_freq": "3", "no_rope_freq": "[1,0,0]", "embedding_scale": 5.0},
-    "norms_after_projection_qk_norm": LLAMA
-    | {"norm_position": "after", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
-    "queries_that_grow_norms_without_weights": LLAMA | NOPE | {"qk_l2_norm": True, "attention_output_gate": True},
-    "gated_qk_norm": LLAMA | {"attention_output_gate": True, "qk_layernorm": True},
-    "scaled_branches_norms_after": LLAMA | {"residual_scale": 0.3, "norm_position": "after"},
-    "norms_around_soft_caps": LLAMA
-    | {"norm_position": "around", "activation": "geglu_tanh", "attn_logit_softcapping": 2.0, "qk_layernorm": True},
-    "norms_around_layernorm_dropout": GPT2
-    | {"norm_position": "around", "hidden_dropout": 0.1, "attention_dropout": 0.1, "qk_layernorm": True},
-    "missing_parts": LLAMA
-    | {"layer_pattern": ("1 attention=none", "1 mlp=none num_query_groups=4", "1 ffn_hidden_size=36")},
-    "every_layer_another": LLAMA
-    | {
-        "qk_layernorm": True,
-        "window_size": 4,
-        "layer_pattern": (
-            "1 norm_position=after qk_layernorm_scope=projection rotary_base=500 activation=relu",
-            "1 norm_position=around attn_logit_softcapping=2 window_size=6 ffn_hidden_size=36 num_query_groups=1",
-            "1 position_embedding_type=none qk_layernorm=false window_size=none activation=squared_relu",
-        ),
-    },
-}
+NAMED = SETS | {"LATENT": LATENT, "MISSING": MISSING, "ANOTHER": ANOTHER}
+SHAPES, UNLIKE = options_of("bytes", NAMED), options_of("unlike", NAMED)
 ALL_SHAPES = SHAPES | UNLIKE
 DENSE_MODULES = ("core_attn", "layernorm", "mlp", "activation")
 SELECTIONS = [modules for count in range(1, 5) for modules in combinations(DENSE_MODULES, count)]

@@ -12,8 +12,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from tests import tiny
 from tests.parity.comparison import plan_differences
-from tests.tables import rows
-from tests.tables import value as value_of
+from tests.tables import options, rows
 
 Options = dict[str, Any]
 RATES = (Rates(0.02, 0.1, None), Rates(0.01, 0.2, None))
@@ -198,22 +197,11 @@ MODELS: dict[str, Options] = {
 SETS = {name: value for name, value in globals().items() if name.isupper() and name not in ("RATES", "SHORT", "MODELS")}
 
 
-def options_of(text: str) -> Options:
-    """Return the options of words name=value, again=modules and NAME of a set; later words win.
-
-    Values are Python's, but for strings without quotes and tuples without parentheses.
-    """
-    found: Options = {}
-    for word in text.split():
-        name, _, value = word.partition("=")
-        if not value:
-            found |= SETS[name]
-        elif name == "again":
-            found |= again(*value.split(","))
-        else:
-            parts = [value_of(part) for part in value.split(",") if part]
-            found[SHORT.get(name, name)] = tuple(parts) if "," in value else parts[0]
-    return found
+def options_of(words: str) -> Options:
+    """Return the options of words (tables.options); again=modules recomputes these."""
+    found = {SHORT.get(name, name): value for name, value in options(words, SETS).items()}
+    modules = found.pop("again", ())
+    return found | (again(*((modules,) if isinstance(modules, str) else modules)) if modules else {})
 
 
 @functools.cache
@@ -226,7 +214,7 @@ def grids(kind: str) -> dict[str, tuple[int, Options]]:
 def differences(
     rank: int,
     world_size: int,
-    options: Options,
+    grid: Options,
     change: Callable[[Batch], Batch] = lambda batch: batch,
     without_loss: tuple[int, ...] = (),
     rates: Sequence[Rates] = RATES,
@@ -235,6 +223,6 @@ def differences(
 
     change: of each random batch. without_loss: microbatches of each global batch in which no token counts.
     """
-    named = {SHORT.get(name, name): value for name, value in options.items()}
+    named = {SHORT.get(name, name): value for name, value in grid.items()}
     plan = resolve(tiny.make_config(**named), world_size)
     return plan_differences(rank, plan, rates, without_loss, change)

@@ -34,9 +34,11 @@ from megapipe.train.compiled_blocks import TOLERANCES, Trial, choose_blocks
 from megapipe.train.step import train_step
 from tests.harness import RankPool
 from tests.model.saved_bytes import SavedBytes
-from tests.tiny import LLAMA, NOPE, tiny_config
+from tests.tables import options, rows
+from tests.tiny import LLAMA, NOPE, tiny_config  # noqa: F401  names of the table
 from tests.train.grids import runtime_of, step_microbatches, trainer
 
+TABLE = Path(__file__).with_name("compiled_blocks.tsv")
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective"}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -46,84 +48,14 @@ LATENT = LLAMA | {"multi_latent_attention": True, "kv_lora_rank": 4, "qk_head_di
 LATENT |= {"v_head_dim": 6, "kv_channels": None, "num_query_groups": None}
 EXPERTS = LLAMA | {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 8}
 DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True}
-ONE_RANK: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
-    "gpt with dropout": DROPOUT,
-    "documents, window, qk-norm": LLAMA | DOCUMENTS | {"window_size": 3, "qk_layernorm": True},
-    "norms around, soft-cap, squared ReLU, layernorm-1p": {
-        "norm_position": "around",
-        "attn_logit_softcapping": 5.0,
-        "activation": "squared_relu",
-        "layernorm_zero_centered_gamma": True,
-    },
-    "norms after, geglu, norms of the projections, part of each head rotated": LLAMA
-    | {"norm_position": "after", "activation": "geglu_tanh", "qk_layernorm": True, "qk_layernorm_scope": "projection"}
-    | {"kv_channels": 8, "rotary_percent": 0.5},
-    "norms after the rotation, scaled branches and logits": LLAMA
-    | {"qk_layernorm": True, "qk_layernorm_after_rope": True, "residual_scale": 0.5, "logits_scaling": 3.0},
-    "gated attention": LLAMA | {"attention_output_gate": True, "rotary_percent": 0.5, "kv_channels": 8},
-    "norms without weights": LLAMA | {"qk_l2_norm": True},
-    "queries that grow": LLAMA | NOPE,
-    "queries that grow, gated, norms without weights": LLAMA
-    | NOPE
-    | {"attention_output_gate": True, "qk_l2_norm": True},
-    "gated attention, recomputed": LLAMA
-    | SELECTIVE
-    | {"attention_output_gate": True, "qk_layernorm": True, "recompute_modules": ("core_attn", "layernorm")},
-    "latent attention, queries that grow": LATENT
-    | {"rope_scaling_type": "yarn", "rope_original_max_position_embeddings": 3, "yarn_query_scale": 0.5},
-    "full recompute, dropout": FULL | DROPOUT,
-    "full recompute that keeps attention": LLAMA | FULL | {"recompute_keep_attention": True},
-    "recomputed modules": LLAMA
-    | SELECTIVE
-    | {"recompute_modules": ("core_attn", "layernorm", "mlp"), "hidden_dropout": 0.1},
-    "recomputed activations": SELECTIVE | DROPOUT | {"recompute_modules": ("core_attn", "layernorm", "activation")},
-    "sinks, bent gates": LLAMA | {"softmax_type": "learnable", "activation_func_clamp_value": 2.0},
-    "latent attention": LATENT | {"qk_layernorm": True, "q_lora_rank": 4},
-    "latent attention, projected up again": LATENT
-    | SELECTIVE
-    | {"qk_layernorm": True, "q_lora_rank": 4, "recompute_modules": ("mla_up_proj", "layernorm")},
-    "latent attention without norms, prediction ahead": LATENT | {"mtp_num_layers": 1},
-    "experts": EXPERTS | {"moe_shared_expert_intermediate_size": 8, "moe_aux_loss_coeff": (0.1,)},
-    "experts, recomputed": EXPERTS | SELECTIVE | {"recompute_modules": ("layernorm", "moe_act")},
-    "experts and their routing, recomputed": EXPERTS | SELECTIVE | {"recompute_modules": ("moe",)},
-    "memory budget": LLAMA | {"recompute_memory_budget": 0.5},
-    "offloaded activations": LLAMA | {"cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1},
-    "layers that differ": LLAMA | {"num_layers": 3, "window_size": 3, "window_attn_skip_freq": "2"},
-    "bf16": LLAMA | {"dtype": "bf16"},
-    "fp8": LLAMA
-    | {"dtype": "bf16", "fp8_format": "hybrid", "hidden_size": 32, "ffn_hidden_size": 32, "micro_batch_size": 2}
-    | {"num_attention_heads": 2, "kv_channels": 16, "num_query_groups": 1},
-}
-TWO_RANKS: dict[str, dict[str, Any]] = {
-    "tp2": TP | LLAMA | DROPOUT,
-    "tp2, sequence parallel": TP | LLAMA | DROPOUT | {"sequence_parallel": True},
-    "tp2, norms of the projections": TP | LLAMA | {"qk_layernorm": True, "qk_layernorm_scope": "projection"},
-    "zb-h1": PP | LLAMA | {"pipeline_schedule": "zb-h1"},
-    "zb-v, dropout": PP | DROPOUT | {"pipeline_schedule": "zb-v", "num_layers": 4},
-    "dualpipe": PP | LLAMA | {"pipeline_schedule": "dualpipe", "num_layers": 4},
-    "interleaved": PP | LLAMA | {"num_virtual_stages_per_pipeline_rank": 2, "num_layers": 4},
-    "pipedream": PP | LLAMA | {"pipeline_schedule": "pipedream", "clip_grad": 0.0},
-    "pipedream-2bw": PP
-    | DROPOUT
-    | {"pipeline_schedule": "pipedream-2bw", "clip_grad": 0.0, "untie_embeddings_and_output_weights": True},
-    "dp2, distributed optimizer": LLAMA
-    | {"use_distributed_optimizer": True, "overlap_param_gather": True}
-    | {"overlap_grad_reduce": True},
-    "sharded weights": LLAMA | {"data_parallel_sharding_strategy": "optim_grads_params"},
-    "sharded weights in units, zb-h1": PP
-    | LLAMA
-    | {"pipeline_schedule": "zb-h1", "num_layers": 4, "data_parallel_sharding_strategy": "optim_grads"},
-    "experts on two ranks": EXPERTS | {"expert_model_parallel_size": 2},
-    "experts in parts, dropout": EXPERTS
-    | {"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "hidden_dropout": 0.1}
-    | {"moe_shared_expert_intermediate_size": 8},
-    "experts on two ranks, tp": TP | EXPERTS | {"sequence_parallel": True, "moe_shared_expert_intermediate_size": 8},
-    "latent attention, tp, sequence parallel": TP | LATENT | {"sequence_parallel": True, "qk_layernorm": True},
-    "cp2": LLAMA | {"context_parallel_size": 2},
-    "cp2, exchanged heads": LLAMA | {"context_parallel_size": 2, "cp_comm_type": ("a2a",)},
-    "slices": PP | LLAMA | {"pipe_sp_splits": 2},
-}
+
+
+def cases(number: int) -> dict[str, dict[str, Any]]:
+    """Return the options of the runs on so many ranks, by name."""
+    return {name: options(words, globals()) for ranks, name, words in rows(TABLE) if int(ranks) == number}
+
+
+ONE_RANK, TWO_RANKS = cases(1), cases(2)
 
 
 def compiler(backend: str) -> Callable[..., Any]:
