@@ -22,12 +22,15 @@ def rows(table: Path, names: Mapping[str, str] | None = None) -> list[list[str]]
 def options(words: str, sets: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of words name=value and NAME of a set of options; later words win.
 
-    Values are literals of Python, but for strings without quotes and tuples without parentheses.
+    Values are literals of Python, but for strings without quotes and tuples without parentheses. again=MODULES is
+    selective recompute of these modules.
     """
     found: dict[str, Any] = {}
     for word in words.split():
         name, _, text = word.partition("=")
-        if text:
+        if name == "again":
+            found |= {"recompute_granularity": "selective", "recompute_modules": tuple(text.split(","))}
+        elif text:
             parts = [value(part) for part in text.split(",") if part]
             found[name] = tuple(parts) if "," in text else parts[0]
         else:

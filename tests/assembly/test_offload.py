@@ -17,72 +17,15 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
 from megapipe.train.step import train_step
-from tests.assembly.plans import UNEVEN, UNLIKE, make_plan
+from tests.assembly.plans import grids, make_plan
 from tests.harness import RankPool
 from tests.pipeline.late_copies import LateCopies
 
 PLAIN = {"cpu_offloading_num_layers": 0, "min_offloaded_tensor_size": 1048576}
 OFFLOAD = {"cpu_offloading_num_layers": 4, "min_offloaded_tensor_size": 1, "device": "cpu"}
-PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 6}
-EXPERTS = {
-    "num_layers": 6,
-    "num_experts": 4,
-    "add_bias_linear": False,
-    "moe_shared_expert_intermediate_size": 8,
-    "moe_router_force_load_balancing": True,  # else the rows of a microbatch are not those of the plan
-    "moe_aux_loss_coeff": (0.1,),
-}
-ONE_RANK: dict[str, dict[str, Any]] = {
-    "one_stage": {"num_layers": 6},
-    "two_of_six_layers": {"num_layers": 6, "cpu_offloading_num_layers": 2},
-    "large_tensors": {"num_layers": 6, "min_offloaded_tensor_size": 300},
-    "four_chunks": UNEVEN,
-    "checkpoints": {
-        "num_layers": 6,
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 2,
-    }
-    | {"recompute_keep_attention": True},
-    "all_modules": {
-        "num_layers": 6,
-        "recompute_granularity": "selective",
-        "recompute_modules": ("core_attn", "layernorm", "mlp"),
-        "attention_dropout": 0.1,
-    },
-    "unlike_layers": UNLIKE,
-    "experts": EXPERTS,
-    "experts_again": EXPERTS | {"recompute_granularity": "selective", "recompute_modules": ("moe", "layernorm")},
-    "documents": {
-        "num_layers": 6,
-        "reset_position_ids": True,
-        "reset_attention_mask": True,
-        "position_embedding_type": "rope",
-    }
-    | {"num_query_groups": 2, "tokenizer_type": "NullTokenizer", "vocab_size": 28},
-}
-TWO_RANKS: dict[str, dict[str, Any]] = {
-    "1f1b": PP2,
-    "interleaved": PP2 | {"num_virtual_stages_per_pipeline_rank": 3},
-    "zb-h1": PP2
-    | {
-        "pipeline_schedule": "zb-h1",
-        "recompute_granularity": "selective",
-        "recompute_modules": ("layernorm", "activation"),
-    },
-    "zb-v": PP2 | {"pipeline_schedule": "zb-v", "num_layers": 8},
-    "experts_ep2": EXPERTS | {"expert_model_parallel_size": 2},
-    "experts_zb-h1": EXPERTS
-    | PP2
-    | {
-        "pipeline_schedule": "zb-h1",
-        "recompute_granularity": "selective",
-        "recompute_modules": ("moe_act", "shared_experts"),
-    },
-    "dualpipe": PP2 | {"pipeline_schedule": "dualpipe"},
-    "tp2_sequence_parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True, "num_layers": 6},
-    "pipedream": PP2 | {"pipeline_schedule": "pipedream", "clip_grad": 0.0},
-}
+ONE_RANK, TWO_RANKS = (
+    {name: changes for name, (ranks, changes) in grids("offload").items() if ranks == number} for number in (1, 2)
+)
 
 
 def trained(

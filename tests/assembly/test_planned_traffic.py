@@ -22,177 +22,11 @@ from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.traffic import step_bytes
 from megapipe.train.step import train_step
-from tests.assembly.plans import UNLIKE, make_plan
+from tests.assembly.plans import EXPERTS, LATENT, SP2, ZERO1, grids, make_plan
 from tests.harness import RankPool
 from tests.model.grids import with_ahead
 
-TP2, SP, PP2 = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}, {"pipeline_model_parallel_size": 2}
-TIED, ZERO1 = {"untie_embeddings_and_output_weights": False}, {"use_distributed_optimizer": True}
-OVERLAP = {"tp_comm_overlap": True, "tp_comm_overlap_chunks": 3}
-EXPERTS = {
-    "num_experts": 4,
-    "moe_router_force_load_balancing": True,
-    "moe_layer_freq": "2",
-    "add_bias_linear": False,
-}
-LATENT = {
-    "multi_latent_attention": True,
-    "position_embedding_type": "rope",
-    "num_query_groups": None,
-    "kv_channels": None,
-    "qk_layernorm": True,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 12,
-    "qk_head_dim": 3,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 5,
-}
-GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, TP2),
-    "tp2_sequence_parallel_in_chunks": (2, TP2 | SP | OVERLAP),
-    "tp2_full_recompute_in_chunks": (
-        2,
-        TP2 | OVERLAP | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
-    "tp2_sequence_parallel_full_recompute_of_first_layers": (
-        2,
-        TP2 | SP | {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
-    ),
-    "tp2_sequence_parallel_unlike_layers_mlp_recompute": (
-        2,
-        TP2 | SP | UNLIKE | {"recompute_granularity": "selective", "recompute_modules": ("mlp", "layernorm")},
-    ),
-    "tp2_sequence_parallel_budget": (2, TP2 | SP | {"recompute_memory_budget": 0.4}),
-    "pp2_tied_dp2": (4, PP2 | TIED),
-    "pp2_2_chunks_tied_zero1_dp2": (4, PP2 | TIED | ZERO1 | {"num_virtual_stages_per_pipeline_rank": 2}),
-    "dualpipe_zero1": (4, PP2 | ZERO1 | {"pipeline_schedule": "dualpipe"}),
-    "slices_tp2_sequence_parallel_2_chunks": (
-        4,
-        TP2 | SP | PP2 | {"pipe_sp_splits": 2, "num_virtual_stages_per_pipeline_rank": 2, "hidden_dropout": 0.0},
-    ),
-    "tp2_sequence_parallel_zb_v_in_chunks_mlp_recompute": (
-        4,
-        TP2
-        | SP
-        | PP2
-        | OVERLAP
-        | {"pipeline_schedule": "zb-v"}
-        | {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
-    ),
-    "tp2_zb_h1": (4, TP2 | PP2 | {"pipeline_schedule": "zb-h1"}),
-    "latents_projected_up_again_tp2_sequence_parallel_zb_h1": (
-        4,
-        TP2
-        | SP
-        | PP2
-        | LATENT
-        | {"pipeline_schedule": "zb-h1", "recompute_granularity": "selective"}
-        | {"recompute_modules": ("mla_up_proj", "layernorm")},
-    ),
-    "tied_zero2_microbatch": (
-        4,
-        PP2
-        | TIED
-        | {"data_parallel_sharding_strategy": "optim_grads", "data_parallel_sharding_granularity": "microbatch"},
-    ),
-    "tp2_sequence_parallel_instances_of_zero3": (
-        8,
-        TP2 | SP | {"data_parallel_sharding_strategy": "optim_grads_params", "num_distributed_optimizer_instances": 2},
-    ),
-    "latent_of_keys_alone_tp2_sequence_parallel_full": (
-        2,
-        TP2
-        | SP
-        | LATENT
-        | {"q_lora_rank": None, "recompute_granularity": "full"}
-        | {"recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
-    "experts_ep2_units_of_zero3_dp4": (
-        4,
-        EXPERTS
-        | ZERO1
-        | {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"}
-        | {"data_parallel_sharding_units": 2},
-    ),
-    "experts_of_one_copy_zero2_pp2": (
-        4,
-        EXPERTS
-        | ZERO1
-        | PP2
-        | {"expert_model_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads"}
-        | {"data_parallel_sharding_granularity": "microbatch"},
-    ),
-    "experts_tp2_ep2_in_parts": (
-        8,
-        EXPERTS
-        | TP2
-        | SP
-        | PP2
-        | {"expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
-    ),
-    "experts_ep2_padded": (
-        2,
-        EXPERTS
-        | {"expert_model_parallel_size": 2, "moe_router_force_load_balancing": False}
-        | {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
-    ),
-    "experts_tp2_ep2_full_recompute": (
-        4,
-        EXPERTS
-        | TP2
-        | SP
-        | {"expert_model_parallel_size": 2, "moe_shared_expert_intermediate_size": 8}
-        | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
-}
-PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope", "kv_channels": 4}
-GRIDS |= {
-    "predictions_tp2_sequence_parallel_pp2_zero1_dp2": (8, TP2 | SP | PP2 | ZERO1 | PREDICTIONS),
-    "predictions_experts_tp2_ep2_pp2_full_recompute": (
-        4,
-        EXPERTS
-        | TP2
-        | SP
-        | PP2
-        | PREDICTIONS
-        | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "moe_layer_freq": "[0,1,0,1]"}
-        | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
-}
-EXPERTS_OF_TP2 = EXPERTS | TP2 | SP | {"expert_model_parallel_size": 2, "moe_shared_expert_intermediate_size": 8}
-GRIDS |= {
-    f"experts_tp2_ep2_{'_'.join(modules)}_again": (
-        4,
-        EXPERTS_OF_TP2 | {"recompute_granularity": "selective", "recompute_modules": modules},
-    )
-    for modules in (
-        *(("moe",), ("moe", "layernorm", "core_attn"), ("moe_act", "shared_experts"), ("mlp", "moe")),
-        ("layernorm", "shared_experts"),
-    )
-}
-ONCE = EXPERTS | {"moe_token_dispatcher_type": "flex", "ranks_per_node": 2, "expert_model_parallel_size": 4}
-ONCE |= {"num_experts": 8}
-GRIDS |= {
-    "experts_once_to_a_node_added_there": (4, ONCE | {"moe_combine_in_node": True, "moe_router_topk": 3}),
-    "experts_once_to_a_node_etp2_full_recompute": (
-        8,
-        ONCE
-        | {"ranks_per_node": 4, "expert_tensor_parallel_size": 2, "moe_router_topk": 3, "global_batch_size": 32}
-        | {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
-}
-GRIDS["experts_tp2_ep2_shared_zb_h1"] = (
-    8,
-    EXPERTS_OF_TP2 | PP2 | {"pipeline_schedule": "zb-h1"},
-)
-GRIDS["experts_tp2_ep2_budget"] = (4, EXPERTS_OF_TP2 | {"recompute_memory_budget": 0.3})
-GRIDS["experts_ep2_again_zb_h1"] = (
-    4,
-    EXPERTS
-    | PP2
-    | {"expert_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
-    | {"recompute_granularity": "selective", "recompute_modules": ("moe",)},
-)
+GRIDS = grids("traffic")
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 HIDDEN = 16
 
@@ -248,7 +82,7 @@ def test_a_step_sends_the_bytes_in_the_plan(name: str, rank_pools: Callable[[int
 ROUTED: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"expert_model_parallel_size": 2}),
     "ep4_zero1": (4, ZERO1 | {"expert_model_parallel_size": 4}),
-    "etp2_of_tp2": (2, TP2 | SP),
+    "etp2_of_tp2": (2, SP2),
     "ep2_etp2_of_dp4": (4, {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
 }
 

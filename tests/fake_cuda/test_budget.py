@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from megapipe.plan.step_time import optimizer_bytes
-from tests.extras.dry_run.grids import FP8, LLAMA, SP2, ZERO1, make_plan
-from tests.extras.dry_run.test_planned import NARROW
+from tests.extras.dry_run.grids import FP8, LLAMA, NARROW, SP2, ZERO1, make_plan
 
 pytestmark = pytest.mark.timeout(300)
 LAYER_8B = LLAMA | {

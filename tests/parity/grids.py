@@ -198,10 +198,8 @@ SETS = {name: value for name, value in globals().items() if name.isupper() and n
 
 
 def options_of(words: str) -> Options:
-    """Return the options of words (tables.options); again=modules recomputes these."""
-    found = {SHORT.get(name, name): value for name, value in options(words, SETS).items()}
-    modules = found.pop("again", ())
-    return found | (again(*((modules,) if isinstance(modules, str) else modules)) if modules else {})
+    """Return the options of words (tables.options)."""
+    return {SHORT.get(name, name): value for name, value in options(words, SETS).items()}
 
 
 @functools.cache

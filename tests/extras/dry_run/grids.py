@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from tests.tables import options, rows
 from tests.tiny import make_config
 
 LLAMA: dict[str, Any] = {
@@ -79,6 +81,36 @@ DOCUMENTS = {
 }
 
 
+OFFLOAD = {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}
+SHORT = {"seq_length": 8, "micro_batch_size": 1, "global_batch_size": 1, "hidden_size": 256}
+NARROW = {
+    "dtype": "bf16",
+    "use_precision_aware_optimizer": True,
+    "main_grads_dtype": "bf16",
+    "exp_avg_dtype": "bf16",
+    "exp_avg_sq_dtype": "bf16",
+}
+SINKS = {"softmax_type": "learnable"}
+PREDICTIONS = {"mtp_num_layers": 2, "position_embedding_type": "rope"}
+ONCE = WIDE_EXPERTS | {"moe_token_dispatcher_type": "flex", "ranks_per_node": 2, "expert_model_parallel_size": 4}
+CP2 = {"context_parallel_size": 2}
+CAPPED = {"final_logit_softcapping": 30.0}
+DRY = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+# attention's matrices are most of the step
+WRITTEN_OUT = {"num_layers": 1, "seq_length": 512, "micro_batch_size": 1, "global_batch_size": 1}
+DROPPED = {"attention_dropout": 0.1}
+SOFT_CAPPED = {"attn_logit_softcapping": 30.0}
+LARGE = {"vocab_size": 8000, "num_layers": 4}  # beside the layers
+MUON = {"optimizer": "muon", "muon_tp_mode": "duplicated", "dtype": "bf16"}
+GEMMA, OLMO, MIXED, LATENT = UNLIKE.values()
+
+
+def cases(kind: str) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Return ranks and options of the grids of a kind by name, as grids.tsv has them."""
+    table = rows(Path(__file__).with_name("grids.tsv"))
+    return {name: (int(ranks), options(words, globals())) for row, name, ranks, words in table if row == kind}
+
+
 def selective(*modules: str) -> dict[str, Any]:
     return {"recompute_granularity": "selective", "recompute_modules": modules}
 
@@ -104,9 +136,9 @@ def make_plan(world_size: int, changes: dict[str, Any], base: dict[str, Any] | N
     """Plan a GPT-2 shape of 8 layers, hidden 128, sequence 128. base: options that differ from it. changes: of them,
     perhaps with `ranks_per_node`.
     """
-    options = GPT2 | (base or {}) | changes
-    per_node = options.pop("ranks_per_node", None)
-    return resolve(make_config(**options), world_size, per_node)
+    whole = GPT2 | (base or {}) | changes
+    per_node = whole.pop("ranks_per_node", None)
+    return resolve(make_config(**whole), world_size, per_node)
 
 
 def read_for(plan: RunPlan) -> Any:

@@ -9,8 +9,8 @@ import pytest
 
 from megapipe.extras.dry_run.rank import STATE, count_rank
 from megapipe.plan.memory import rank_memory
-from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, TP2, make_plan, read_for, selective
-from tests.extras.dry_run.test_planned import CLOSE, OFFLOAD, ranks_at_ends
+from tests.extras.dry_run.grids import FULL, LLAMA, OFFLOAD, PP2, SP2, TP2, make_plan, read_for, selective
+from tests.extras.dry_run.test_planned import CLOSE, ranks_at_ends
 
 RUNS = (
     "norm_position=after",

@@ -14,61 +14,15 @@ from megapipe.plan.memory import rank_memory
 from megapipe.plan.run_plan import RunPlan
 from megapipe.trace.meta import LiveBytes
 from tests.extras.dry_run.grids import (
-    DOCUMENTS,
-    FULL,
     LLAMA,
-    OVERLAP,
-    PADDED,
-    PP2,
-    SP2,
-    TP2,
-    UNITS,
-    UNLIKE,
-    WIDE_EXPERTS,
-    ZB_H1,
-    ZERO1,
-    ZERO3,
+    cases,
     make_plan,
     read_for,
-    selective,
 )
 from tests.harness import RankPool
 
 CLOSE = 0.05
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "one_rank": (1, {}),
-    "one_rank_bf16_full": (1, FULL | {"dtype": "bf16"}),
-    "llama_core_attn": (1, LLAMA | selective("core_attn")),
-    "dp2_zero1": (2, LLAMA | ZERO1 | {"dtype": "bf16", "ddp_bucket_size": 50_000}),
-    "tp2": (2, TP2),
-    "sp2_norm_and_activation_in_chunks": (2, LLAMA | SP2 | OVERLAP | selective("layernorm", "activation")),
-    "pp2": (2, PP2 | {"untie_embeddings_and_output_weights": False}),
-    "pp2_interleaved": (2, LLAMA | PP2 | {"num_virtual_stages_per_pipeline_rank": 2}),
-    "pp2_zb_h1": (2, PP2 | {"pipeline_schedule": "zb-h1"}),
-    "dualpipe_v": (2, LLAMA | PP2 | {"pipeline_schedule": "dualpipe-v"}),
-    "offload": (1, LLAMA | {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}),
-    "gemma_sp2": (2, UNLIKE["gemma"] | SP2 | {"dtype": "bf16"}),
-    "gemma_pp2_full": (2, UNLIKE["gemma"] | PP2 | FULL | {"pipeline_schedule": "zb-h1"}),
-    "olmo_tp2": (2, UNLIKE["olmo"] | TP2 | selective("layernorm", "mlp")),
-    "olmo_pp2_interleaved": (2, UNLIKE["olmo"] | PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "dtype": "bf16"}),
-    "mixed_pp2_zb_v": (2, UNLIKE["mixed"] | PP2 | {"pipeline_schedule": "zb-v"}),
-    "mixed_offload": (1, UNLIKE["mixed"] | {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1}),
-    "experts_padded_again": (2, WIDE_EXPERTS | PADDED | selective("layernorm", "moe_act", "core_attn")),
-    "experts_shared_zb_h1": (4, LLAMA | WIDE_EXPERTS | PP2 | {"moe_shared_expert_gate": True} | ZB_H1),
-    "documents_window_pp2_zb_h1": (2, LLAMA | DOCUMENTS | PP2 | ZB_H1 | {"window_size": 32, "qk_layernorm": True}),
-    "latents_again_zb_h1": (2, UNLIKE["latent"] | PP2 | ZB_H1 | selective("mla_up_proj", "layernorm")),
-    "zero3_units_pp2": (4, PP2 | ZERO3 | UNITS),
-    "cp2_p2p": (2, LLAMA | {"context_parallel_size": 2}),
-    "cp2_all_gather_core_attn": (
-        2,
-        LLAMA | {"context_parallel_size": 2, "cp_comm_type": ("all_gather",)} | selective("core_attn"),
-    ),
-    "cp2_a2a_latent": (2, UNLIKE["latent"] | {"context_parallel_size": 2, "cp_comm_type": ("a2a",)}),
-    "cp2_p2p_latent_keeps_attention": (
-        2,
-        UNLIKE["latent"] | FULL | {"context_parallel_size": 2, "recompute_keep_attention": True},
-    ),
-}
+CASES = cases("real")
 
 
 def counted_on_a_rank(rank: int, world_size: int, changes: dict[str, Any]) -> RankCount:
