@@ -182,7 +182,6 @@ def tables() -> dict[str, str]:
     return {
         "sources": markdown(SOURCES, source_lines()),
         "errors": markdown(ERRORS, error_lines()),
-        "outside": markdown(OUTSIDE, outside_lines(published_rows())),
         "sweeps": markdown(SWEEPS, [*lines, (f"all {len(lines)}", "", "", f"{near} of {len(lines)}", "", "")]),
     }
 
