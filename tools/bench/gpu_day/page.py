@@ -112,7 +112,7 @@ AREAS = (
     ),
     Area("speed", "all speed figures and the planner's fp8 times", "one run on a CPU", False, "test_bench.py"),
 )
-HEADER = ("part", "tested on a CPU by", "fake device", "tests for a GPU", "parts of `first_day.py`", "has run on a GPU")
+HEADER = ("part", "tested on a CPU by", "fake device", "tests for a GPU", "has run on a GPU")
 
 
 class State(NamedTuple):
@@ -177,8 +177,7 @@ def table(record: Record, parts: Sequence[Part] = PARTS) -> str:
     rows = [HEADER]
     for area in AREAS:
         tests = ", ".join(f"`tests/cuda/{name}`" for name in area.tests.split()) or "start a run"
-        names = _names([part.name for part in parts if area.name in part.proves]) or "none"
-        rows.append((area.what, area.on_cpus, "yes" if area.on_fake else "no", tests, names, known[area.name].text()))
+        rows.append((area.what, area.on_cpus, "yes" if area.on_fake else "no", tests, known[area.name].text()))
     return as_markdown(rows)
 
 
