@@ -33,7 +33,8 @@ CELL, LABEL = 18, 130  # pixels
 HEAD = """# Which features work together
 
 Of {pairs} pairs of {count} features {accepted} are accepted and {refused} are refused, each with a reason that the
-error repeats. Pairs that give one option two values, such as two schedules, are left out.
+error repeats. Pairs that give one option two values, such as two schedules, are left out. `tests/features.py` has the
+flags of each feature.
 
 ![All pairs of features: accepted, or refused with the number of the reason](images/composition.svg)
 
@@ -104,8 +105,7 @@ def page(found: Matrix) -> str:
         for number, row in enumerate(found.rows, 1)
     ]
     reasons = markdown_table(("reason", "options", "kind", "why"), cells)
-    features = "".join(f"- {feature.name}: `{feature.flags}`\n" for feature in FEATURES)
-    return f"{head}{REASONS_HEAD}{reasons}\n## Features\n\n{features}"
+    return f"{head}{REASONS_HEAD}{reasons}"
 
 
 def verdict_text(recipes: dict[Recipe, tuple[Refusal, ...]]) -> str:
