@@ -449,10 +449,16 @@ def is_ancestor(process: int) -> bool:
 
 
 def write_file(path: Path, text: str, flag: str) -> None:
-    """Write a whole file or none, by way of a temporary file. flag: gives the path. Raises ConfigError if it cannot."""
+    """Write a whole file or none, by way of a temporary file. flag: gives the path. Raises ConfigError if it cannot.
+
+    What is no plain file, such as a pipe, /dev/stdout or a link, is written to and not replaced.
+    """
     from megapipe.monitor.roster import replace_file  # here, since most commands write nothing
 
     try:
-        replace_file(path, text.encode())
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_file(path, text.encode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; say where with {flag} FILE") from None

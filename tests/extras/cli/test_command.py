@@ -18,7 +18,7 @@ import pytest
 from megapipe.errors import ConfigError
 from megapipe.extras.cli import quickstart
 from megapipe.extras.cli.command import SUBCOMMANDS, main
-from megapipe.extras.cli.frame import Command, Option
+from megapipe.extras.cli.frame import Command, Option, write_file
 from megapipe.extras.cli.launch import threads_of_a_rank
 from tests.tables import rows
 
@@ -72,6 +72,19 @@ def test_a_wrong_command_is_one_error_that_names_what_is_wrong(
     error = capsys.readouterr().err
     assert any(all(word in line for word in named.split(" & ")) for line in error.splitlines()), error
     assert error.count("error: ") <= 1 and "Traceback" not in error
+
+
+def test_a_file_is_written_whole_and_a_link_or_a_pipe_is_written_through(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True)
+    for path in (target, link, pipe):
+        write_file(path, f"{path.name}\n", "--output")
+    assert target.read_text() == "link\n" and link.is_symlink()
+    assert reader.communicate(timeout=60)[0] == "pipe\n" and pipe.is_fifo()
+    with pytest.raises(ConfigError, match=r"cannot be written: .*; say where with --output FILE"):
+        write_file(tmp_path, "", "--output")
 
 
 def test_without_a_subcommand_it_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
