@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from megapipe.extras.cli.migrate import reported
 from megapipe.extras.migrate.judge import TO_CHANGE, Migration, text_report
+from megapipe.extras.migrate.script_report import reported
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parents[2] / "docs" / "migrate.md"

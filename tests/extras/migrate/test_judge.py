@@ -9,8 +9,9 @@ import pytest
 
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.migrate import main, reported
+from megapipe.extras.cli.migrate import main
 from megapipe.extras.migrate.judge import Row, World, judge, text_report, world_of
+from megapipe.extras.migrate.script_report import reported
 from megapipe.extras.migrate.shell_script import read_script
 
 MODEL = (

@@ -9,8 +9,9 @@ import pytest
 
 from megapipe.config.load import load_config
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.migrate import main, reported
+from megapipe.extras.cli.migrate import main
 from megapipe.extras.migrate.judge import TO_CHANGE, Migration
+from megapipe.extras.migrate.script_report import reported
 from megapipe.extras.migrate.shell_script import shown
 from tests.extras.migrate.public_scripts import functional_tests_of_experts
 
