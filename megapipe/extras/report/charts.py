@@ -211,9 +211,10 @@ def loss_svg(run: Run) -> str:
     """Return the chart of losses as an SVG file of its own; '' if no step was logged."""
     (width, height), chart, top = (860, 320), loss_chart(run), 24
     drawn = chart_svg(chart, (width, height), y=top, width=width, height=height)
-    names = [curve.name for curve in chart.curves if curve.points and curve.kind != "lost"]
+    named = [curve for curve in chart.curves if curve.points and curve.kind != "lost"]
     parts = [element("style", STANDALONE), text(LEFT, 18, chart.unit)]
-    parts += (text(LEFT + 100 + 80 * i, 18, name, style=f"fill:{PALETTE[i]}") for i, name in enumerate(names))
+    for i, curve in enumerate(named):
+        parts.append(text(LEFT + 100 + 80 * i, 18, curve.name, style=f"fill:{PALETTE[curve.colour]}"))
     notes = ", ".join(filter(None, (f"dotted: {RESTART}" if chart.marks else "", chart.note)))
     parts.append(text(width - RIGHT, 18, notes, text_anchor="end"))
     return paper(width, height + top, [*parts, drawn]) if drawn else ""

@@ -26,6 +26,7 @@ from megapipe.extras.report.charts import (
     LEVELS,
     MAX_POINTS,
     MOST_MAPS,
+    PALETTE,
     Chart,
     Curve,
     chart_svg,
@@ -245,6 +246,14 @@ def test_a_resumed_run_shows_its_segments_and_the_steps_taken_again(recorded: Pa
     assert html.count('data-label="ended"') == 2  # a narrow page names every value
     texts = "".join(SVG_TEXT.findall(loss_svg(read)))
     assert "nats per token" in texts and "dotted" in texts and "dashed" in texts
+
+
+def test_names_in_the_chart_of_losses_have_the_colours_of_their_curves(recorded: Path) -> None:
+    """A run may be evaluated on the test part alone."""
+    metrics = recorded / "metrics.jsonl"
+    edited(metrics, lambda records: [record | {"split": "test"} if "split" in record else record for record in records])
+    drawn = loss_svg(read_run(recorded))
+    assert f'style="fill:{PALETTE[2]}">test<' in drawn and '<circle class="dot c2"' in drawn
 
 
 def test_steps_and_their_total_can_break_into_lines(recorded: Path) -> None:
