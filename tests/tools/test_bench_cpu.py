@@ -1,11 +1,19 @@
+"""The CPU benchmark: its rows, its check that both loops train the same model, and the steps that it predicts."""
+
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from megapipe.plan.hardware import read_hardware
+from megapipe.plan.step_time import predict_step
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCH = REPOSITORY / "tools" / "bench"
@@ -61,3 +69,30 @@ def test_both_loops_train_the_same_model_and_planted_differences_are_found() -> 
     same, dropped, faster = map(float, done.stdout.split())
     assert same < 1e-5
     assert dropped > 1e-3 and faster > 1e-3
+
+
+def test_the_predicted_step_of_each_grid_stands_beside_the_median_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    bench, job = importlib.import_module("bench_cpu"), importlib.import_module("bench_job")
+    path = tmp_path / "here.yaml"
+    path.write_text("like: h100\nname: here\nflops: {fp32: 1e10}\nmemory_bytes_per_second: 1e10\n")
+    turns = {name: [bench.Turn(seconds, 0.5, 0.0, 0.0) for seconds in (9.0, 1.25, 1.0)] for name in ("one", "tp2")}
+    monkeypatch.setattr(bench, "measure", lambda shape, names, rounds, steps: {name: turns[name] for name in names})
+    monkeypatch.setattr(bench, "check_agreement", lambda shape: 0.0)
+    flags = ["--hardware", str(path), "--no-plain", "--rows", "one", "tp2", "--layers", "2", "--markdown"]
+    assert bench.main(flags) == 0
+    table = capsys.readouterr().out.partition("predicted parts")[2]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| megapipe")]
+    for name, cells in zip(("one", "tp2"), rows, strict=True):
+        predicted = predict_step(job.make_plan(bench.Shape(layers=2), bench.GRIDS[name]), read_hardware(path)).seconds
+        assert cells[1:4] == [f"{1000 * predicted:.0f}", "1250", f"{predicted / 1.25:.2f}"]
+
+
+def test_a_missing_hardware_file_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    assert importlib.import_module("bench_cpu").main(["--hardware", "missing.yaml"]) == 2
+    assert "missing.yaml" in capsys.readouterr().err

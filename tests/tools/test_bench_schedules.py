@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BENCH = REPOSITORY / "tools" / "bench"
 PAGE = (
     "# Title\n<!-- p2-m3 -->\nold\n<!-- /p2-m3 -->\nbetween\n<!-- p2-m4 -->\n<!-- /p2-m4 -->\n<!-- real -->\n<!-- "
-    "/real -->\nend\n"
+    "/real -->\n<!-- experts -->\n<!-- /experts -->\nend\n"
 )
 
 
@@ -29,7 +29,6 @@ def test_a_quick_run_measures_every_contender_and_fills_the_page(tmp_path: Path)
     done = run(
         str(BENCH / "bench_schedules.py"),
         "--quick",
-        "--wire",
         "--no-real-time",
         "--json",
         str(figures),
@@ -37,9 +36,9 @@ def test_a_quick_run_measures_every_contender_and_fills_the_page(tmp_path: Path)
         str(page),
     )
     assert done.returncode == 0, done.stderr
-    emulated, v_shape, real = json.loads(figures.read_text())
-    assert list(emulated["contenders"]) == ["megapipe", "torch", "floor", "wire"]
-    assert [found["peak"] for found in emulated["contenders"].values()] == [[2, 1]] * 4  # 1F1B keeps p - r microbatches
+    emulated, v_shape, real, *experts = json.loads(figures.read_text())
+    assert list(emulated["contenders"]) == ["megapipe", "torch", "floor"]
+    assert [found["peak"] for found in emulated["contenders"].values()] == [[2, 1]] * 3  # 1F1B keeps p - r microbatches
     assert {found["delayed"] for found in emulated["contenders"].values()} == {0}
     assert v_shape["contenders"]["megapipe"]["delayed"] == v_shape["contenders"]["floor"]["delayed"] > 0
     for found in (*emulated["contenders"].values(), *v_shape["contenders"].values()):
@@ -48,14 +47,20 @@ def test_a_quick_run_measures_every_contender_and_fills_the_page(tmp_path: Path)
     for found in emulated["contenders"].values():  # lower bound with sleeps of 2 ms: (m + p - 1) (F + I + W)
         assert all(step["replay_seconds"] >= 4 * 0.006 for step in found["steps"])
     assert {name for name, found in real["contenders"].items() if found["steps"]} == {"alone", "megapipe", "torch"}
+    assert [found["case"]["schedule"] for found in experts] == ["1f1b", "interleaved", "dualpipe", "dualpipe-v"]
+    for found in experts:
+        serial, overlapped = (found["contenders"][name]["steps"] for name in ("serial", "overlapped"))
+        assert overlapped[0]["replay_seconds"] < serial[0]["replay_seconds"]
+        for step in (*serial, *overlapped):  # sleeps last at least their time
+            assert step["measured_seconds"] >= 0.98 * step["replay_seconds"]
     text = page.read_text()
     assert "old" not in text and text.startswith("# Title\n<!-- p2-m3 -->\n") and "\nbetween\n" in text
-    assert text.count("| 1f1b |") == 2 and text.count("| zb-v |") == 1
+    assert text.count("| 1f1b |") == 3 and text.count("| zb-v |") == 1
 
 
 SPANS = """
 from schedule_bench.devices import Span
-from schedule_bench.figures import count_delayed, critical_path, mean_durations, peak_live, replay_seconds
+from schedule_bench.figures import count_delayed, mean_durations, peak_live, replay_seconds
 from megapipe.schedule.families import build_schedule
 
 ms = 1_000_000
@@ -66,25 +71,22 @@ print(
     count_delayed([Span(*what, 0, 1) for what in row]),
 )
 
-# two ranks, one microbatch: F 1 ms, message 0.5 ms, F, own pause 0.25 ms, B 2 ms, message 0.5 ms, B
+# two ranks, one microbatch: F 1 ms, a wait, F, a pause, B 2 ms, a wait, B
 def spans(stage, *parts):
     return [Span(stage, op, 0, int(start * ms), int(end * ms)) for op, start, end in parts]
 ranks = [
     spans(0, ("F", 0, 1), ("W", 5.25, 6.25), ("I", 6.25, 7.25)),
     spans(1, ("F", 1.5, 2.5), ("W", 2.75, 3.75), ("I", 3.75, 4.75)),
 ]
-schedule = build_schedule("1f1b", 2, 1, 1)
-path = critical_path(schedule, ranks)
-print(path.local_gaps, round(path.local_seconds * 1e6), path.message_gaps, round(path.message_seconds * 1e6))
-print(round(replay_seconds(schedule, mean_durations(ranks)) * 1e6))
+print(round(replay_seconds(build_schedule("1f1b", 2, 1, 1), mean_durations(ranks)) * 1e6))
 """
 
 
-def test_peaks_delays_replay_and_gaps_of_a_hand_written_row() -> None:
+def test_peaks_delays_and_replay_of_a_hand_written_row() -> None:
     done = run("-c", SPANS)
     assert done.returncode == 0, done.stderr
     # F2 runs while microbatch 1 waits for its W; one of three weight gradients is late
-    assert done.stdout.splitlines() == ["2 1", "1 250 2 1000", "6000"]
+    assert done.stdout.splitlines() == ["2 1", "6000"]
 
 
 def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:

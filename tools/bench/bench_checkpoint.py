@@ -13,11 +13,10 @@ reaches less than 80 % of dd (medians).
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import dataclasses
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -26,9 +25,10 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
+from bench_processes import BenchError, Ranks
+from bench_table import as_markdown
 
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import KEEP_ALL, open_folder
@@ -39,6 +39,7 @@ from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import Group, build_process_groups
 from megapipe.environment import Environment
+from megapipe.formatting import text_table
 from megapipe.sharding.boxes import Box
 from megapipe.topology import Topology
 
@@ -129,50 +130,21 @@ class Rank:
 
 
 def serve(connection: Connection, rank: int, world: int, port: int, sizes: tuple[int, int]) -> None:
-    """Run tasks on a rank until the pipe is closed."""
+    """Run tasks on a rank until None comes."""
     worker = Rank(rank, world, port, sizes)
     connection.send("ready")
-    try:
-        while True:
-            connection.send(worker.do(connection.recv()))
-    except EOFError:
-        shutdown(0)
+    while (task := connection.recv()) is not None:
+        connection.send(worker.do(task))
+    shutdown(0)
 
 
-class World:
-    """All ranks, which do each task together."""
-
-    def __init__(self, world: int, sizes: tuple[int, int]) -> None:
-        context = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self._ranks: list[tuple[Any, Connection]] = []
-        for rank in range(world):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, rank, world, port, sizes), daemon=True)
-            process.start()
-            there.close()
-            self._ranks.append((process, here))
-        for _, connection in self._ranks:
-            connection.recv()
-
-    def do(self, task: Task) -> Answer:
-        """Run a task; return the seconds of the slowest rank and the largest memory."""
-        for _, connection in self._ranks:
-            connection.send(task)
-        answers: list[Answer] = [connection.recv() for _, connection in self._ranks]
-        fields = [(answer.seconds, answer.memory_bytes, answer.waited_seconds) for answer in answers]
-        return Answer(*(max(column) for column in zip(*fields, strict=True)))
-
-    def end(self) -> None:
-        for _, connection in self._ranks:
-            connection.close()
-        for process, _ in self._ranks:
-            process.join(30)
+def do(ranks: Ranks, task: Task) -> Answer:
+    """Run a task on all ranks; return the seconds of the slowest and the largest memory."""
+    answers = ranks.order(task, TIMEOUT_SECONDS)
+    return Answer(*map(max, zip(*map(dataclasses.astuple, answers), strict=True)))
 
 
-def one_round(world: World, folder: Path, state_bytes: int, figures: Figures, dd_first: bool) -> None:
+def one_round(ranks: Ranks, folder: Path, state_bytes: int, figures: Figures, dd_first: bool) -> None:
     """Run dd and the ranks in turn: the second one finds a disk that has just been written to, so the order
     alternates."""
     raw, saved, small = folder / "dd", folder / "saved", folder / "small"
@@ -185,17 +157,17 @@ def one_round(world: World, folder: Path, state_bytes: int, figures: Figures, dd
         settle()
 
     def of_ranks() -> None:
-        timed(world, figures, "save", Task("save", saved))
-        timed(world, figures, "load", Task("load", saved))
+        timed(ranks, figures, "save", Task("save", saved))
+        timed(ranks, figures, "load", Task("load", saved))
         shutil.rmtree(saved)
         settle()
 
     for turn in (of_dd, of_ranks) if dd_first else (of_ranks, of_dd):
         turn()
-    figures.add("wait", timed(world, figures, "save in background", Task("background", saved)).waited_seconds)
+    figures.add("wait", timed(ranks, figures, "save in background", Task("background", saved)).waited_seconds)
     shutil.rmtree(saved)
-    timed(world, figures, "save small", Task("save", small, is_small=True))
-    timed(world, figures, "load small", Task("load", small, is_small=True))
+    timed(ranks, figures, "save small", Task("save", small, is_small=True))
+    timed(ranks, figures, "load small", Task("load", small, is_small=True))
     shutil.rmtree(small)
     settle()
 
@@ -206,12 +178,12 @@ def settle() -> None:
     time.sleep(SETTLE_SECONDS)
 
 
-def timed(world: World, figures: Figures, row: str, task: Task) -> Answer:
+def timed(ranks: Ranks, figures: Figures, row: str, task: Task) -> Answer:
     """Time a task; loads find nothing in the page cache."""
     if task.kind == "load":
         for path in task.folder.rglob("*.safetensors"):
             drop(path)
-    answer = world.do(task)
+    answer = do(ranks, task)
     figures.add(row, answer.seconds, answer.memory_bytes)
     return answer
 
@@ -231,7 +203,7 @@ def drop(path: Path) -> None:
     os.close(descriptor)
 
 
-def lines(figures: Figures, state_bytes: int, num_small: int, world: int) -> list[list[str]]:
+def lines(figures: Figures, state_bytes: int, num_small: int, world: int) -> list[tuple[str, ...]]:
     """Return the table: task, median seconds [min, max], rate, share of dd, memory of a rank above its tensors."""
     size = f"{state_bytes / (1 << 30):g} GiB"
     rows = [
@@ -244,14 +216,14 @@ def lines(figures: Figures, state_bytes: int, num_small: int, world: int) -> lis
         ("save small", f"save {num_small:,} tensors in {num_small * world:,} pieces", 0, None),
         ("load small", f"load {num_small:,} tensors in {num_small * world:,} pieces", 0, None),
     ]
-    table = []
+    table: list[tuple[str, ...]] = []
     for row, title, num_bytes, baseline in rows:
         seconds = figures.seconds[row]
         spread = f"{median(seconds):.2f} [{min(seconds):.2f}, {max(seconds):.2f}]"
         rate = f"{num_bytes / median(seconds) / 1e9:.2f}" if num_bytes else ""
         ratio = "" if baseline is None else f"{ratio_of(figures, row, baseline):.2f}"
         memory = f"{figures.memory[row] / (1 << 20):.0f}" if figures.memory[row] else ""
-        table.append([title, spread, rate, ratio, memory])
+        table.append((title, spread, rate, ratio, memory))
     return table
 
 
@@ -296,23 +268,24 @@ def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
     state_bytes = max(1, (arguments.mebibytes << 20) // LARGE_BYTES) * LARGE_BYTES
     folder: Path = arguments.folder / f"bench_checkpoint_{os.getpid()}"
-    folder.mkdir(parents=True)
-    world = World(arguments.ranks, (state_bytes, arguments.tensors))
     figures = Figures()
     try:
-        for number in range(arguments.rounds):
-            one_round(world, folder, state_bytes, figures, dd_first=number % 2 == 0)
-    finally:
-        world.end()
-        shutil.rmtree(folder)
-    heads = ["", "seconds [least, most]", "GB/s", "of dd", "MiB above the tensors"]
-    rule = [["---"] * len(heads)] if arguments.markdown else []
-    for row in [heads, *rule, *lines(figures, state_bytes, arguments.tensors, arguments.ranks)]:
-        print(
-            "| " + " | ".join(row) + " |"
-            if arguments.markdown
-            else "  ".join(cell.ljust(24 if i else 60) for i, cell in enumerate(row))
-        )
+        folder.mkdir(parents=True)
+        ranks = Ranks("save and load", arguments.ranks, serve, (state_bytes, arguments.tensors))
+        try:
+            ranks.answers(TIMEOUT_SECONDS)
+            for number in range(arguments.rounds):
+                one_round(ranks, folder, state_bytes, figures, dd_first=number % 2 == 0)
+            ranks.close(None)
+        finally:
+            ranks.kill()
+            shutil.rmtree(folder)
+    except (BenchError, OSError) as error:
+        print(f"bench_checkpoint: {error}", file=sys.stderr)
+        return 2
+    heads = ("", "seconds [least, most]", "GB/s", "of dd", "MiB above the tensors")
+    rows = [heads, *lines(figures, state_bytes, arguments.tensors, arguments.ranks)]
+    print(as_markdown(rows) if arguments.markdown else "\n".join(text_table(rows, left=(0,))))
     worst = min(ratio_of(figures, "save", "dd write"), ratio_of(figures, "load", "dd read"))
     if arguments.check and worst < MIN_RATIO:
         print(f"{worst:.2f} of dd, below the minimum of {MIN_RATIO:g}", file=sys.stderr)

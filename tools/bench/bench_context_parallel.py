@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from bench_processes import BenchError, answer, free_port, num_cores, processor, spawn
+from bench_processes import BenchError, Ranks, num_cores, processor
 
-from megapipe.comm.bootstrap import start
+from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import ContextGroups, Group, build_process_groups
 from megapipe.config.config import resolve_model
@@ -59,14 +59,15 @@ def arguments(words: list[str]) -> argparse.Namespace:
     return own
 
 
-def rank_main(connection: Connection, rank: int, own: argparse.Namespace, port: int) -> None:
+def rank_main(connection: Connection, rank: int, ranks: int, port: int, own: argparse.Namespace) -> None:
     """Compute on one rank: for each kind the seconds of every repeat."""
     torch.set_num_threads(1)
-    local = Environment(rank, own.cp, rank, own.cp, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
+    local = Environment(rank, ranks, rank, ranks, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
     start(local, "gloo", TIMEOUT_SECONDS, "cpu", facts_of=lambda _: {})
     cp = build_process_groups(Topology(cp=own.cp), rank, "gloo", TIMEOUT_SECONDS).cp
     connection.send(seconds_of_kinds(cp, own))
-    barrier(cp)
+    connection.recv()  # until all have answered
+    shutdown(0)
 
 
 def seconds_of_kinds(cp: Group, own: argparse.Namespace) -> dict[str, list[float]]:
@@ -127,11 +128,9 @@ def sent_megabytes(kind: str, own: argparse.Namespace) -> float:
 
 def main(words: list[str]) -> int:
     own = arguments(words)
-    port = free_port()
-    ranks = [spawn(rank_main, rank, own, port) for rank in range(own.cp)]
-    found = [answer(connection, f"rank {rank}", TIMEOUT_SECONDS) for rank, (_, connection) in enumerate(ranks)]
-    for process, _ in ranks:
-        process.join(TIMEOUT_SECONDS)
+    ranks = Ranks("context parallelism", own.cp, rank_main, own)
+    found = ranks.answers(TIMEOUT_SECONDS)
+    ranks.close(None)
     print(f"{processor()}, {num_cores()} cores, {own.cp} ranks of one thread, gloo; {own.repeats} repeats in turn")
     print(f"sequence {own.seq_length}, {own.num_attention_heads} heads, {own.num_query_groups} key/value heads, fp32")
     print(f"{'kind':<12}{'median':>10}{'fastest':>10}{'sent':>12}")

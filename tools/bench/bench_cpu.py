@@ -2,10 +2,11 @@
 """Measure training speed on CPUs, one thread a rank: megapipe against a plain PyTorch loop, and a pipeline against the
 simulation of its schedule.
 
-python tools/bench/bench_cpu.py                                 the two rows with a bar, about 3 minutes
-python tools/bench/bench_cpu.py --rows one pp2 tp2 pp2x2 dp2    all rows of the dense model
-python tools/bench/bench_cpu.py --no-plain --rows dp2 ep2 dp4 ep4   8 experts, and as many FLOPs without
-python tools/bench/bench_cpu.py --markdown --json figures.json  a table to paste, and every number behind it
+    python tools/bench/bench_cpu.py                                 the two rows with a bar, about 3 minutes
+    python tools/bench/bench_cpu.py --rows one pp2 tp2 pp2x2 dp2    all rows
+    python tools/bench/bench_cpu.py --hardware here.yaml            also the steps that `megapipe plan` predicts from a
+                                                                    file that `megapipe calibrate` wrote here
+    python tools/bench/bench_cpu.py --markdown --json figures.json  a table to paste, and every number behind it
 
 All rows stay alive and take turns, in the opposite order every second round. Ratios are formed within a round, so that
 a machine that slows down slows both sides. Needs an otherwise idle machine with a core for each rank.
@@ -18,16 +19,21 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from bench_job import EXPERTS, TIMEOUT_SECONDS, Grid, Measured, check, make_plan, serve, simulated_seconds
-from bench_processes import BenchError, answer, free_port, num_cores, processor, spawn
+from bench_job import TIMEOUT_SECONDS, Grid, Measured, check, make_plan, serve, simulated_seconds
+from bench_processes import BenchError, Ranks, answer, num_cores, processor, spawn
 from bench_table import Quartiles, as_markdown
 from plain_loop import Shape
 
 from megapipe.errors import MegapipeError
+from megapipe.formatting import text_table
+from megapipe.plan.hardware import Hardware, read_hardware
+from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.step_time import predict_step
 
 GRIDS = {
     "one": Grid(),
@@ -35,9 +41,6 @@ GRIDS = {
     "tp2": Grid(tp=2),
     "pp2x2": Grid(pp=2, chunks=2),
     "dp2": Grid(dp=2),
-    "dp4": Grid(dp=4),
-    "ep2": Grid(dp=2, ep=2),
-    "ep4": Grid(dp=4, ep=4),
 }
 LARGEST_DIFFERENCE = 1e-4  # of loss and gradient norm in three steps of both loops: fp32 sums in different orders
 ONE_PROCESS_BAR, PIPELINE_BAR = 0.97, 0.93
@@ -52,52 +55,24 @@ class Turn:
     row_seconds: float  # a step, inside the schedule's rows; 0 without a pipeline
     simulated_seconds: float  # a simulated step; 0 without a pipeline
 
-
-class Job:
-    """The processes of one row."""
-
-    def __init__(self, name: str, shape: Shape) -> None:
-        self.name = name
-        self.grid = GRIDS.get(name)
-        self.plan = None if self.grid is None else make_plan(shape, self.grid)
-        world = 1 if self.grid is None else self.grid.world
-        port = free_port()
-        self._ranks = [spawn(serve, shape, self.grid, rank, port) for rank in range(world)]
-
-    def wait(self) -> None:
-        """Wait until all ranks have started."""
-        for _, connection in self._ranks:
-            answer(connection, f"row {self.name}", TIMEOUT_SECONDS)
-
-    def turn(self, steps: int) -> Turn:
-        """Run some steps, while every other row waits."""
-        for _, connection in self._ranks:
-            connection.send(steps)
-        found: list[Measured] = [
-            answer(connection, f"row {self.name}", TIMEOUT_SECONDS) for _, connection in self._ranks
-        ]
-        simulated = 0.0
-        if self.grid is not None and self.grid.pp > 1:
-            assert self.plan is not None
-            simulated = simulated_seconds(
-                self.plan, {key: value for rank in found for key, value in rank.stage_seconds.items()}
-            )
-        return Turn(
-            (max(rank.end for rank in found) - min(rank.start for rank in found)) / steps,
-            sum(rank.cpu_seconds for rank in found) / steps,
-            max(rank.row_seconds for rank in found),
+    @classmethod
+    def of(cls, ranks: Sequence[Measured], plan: RunPlan | None) -> Turn:
+        simulated, steps = 0.0, len(ranks[0].losses)
+        if plan is not None and plan.topology.pp > 1:
+            seconds = {key: value for rank in ranks for key, value in rank.stage_seconds.items()}
+            simulated = simulated_seconds(plan, seconds)
+        return cls(
+            (max(rank.end for rank in ranks) - min(rank.start for rank in ranks)) / steps,
+            sum(rank.cpu_seconds for rank in ranks) / steps,
+            max(rank.row_seconds for rank in ranks),
             simulated,
         )
 
-    def close(self) -> None:
-        for _, connection in self._ranks:
-            connection.send(0)
-        for process, _ in self._ranks:
-            process.join(20)
 
-    def kill(self) -> None:
-        for process, _ in self._ranks:
-            process.kill()
+def start(name: str, shape: Shape) -> Ranks:
+    """Start the processes of a row."""
+    grid = GRIDS.get(name)
+    return Ranks(f"row {name}", 1 if grid is None else grid.world, serve, shape, grid)
 
 
 def check_agreement(shape: Shape) -> float:
@@ -115,31 +90,39 @@ def check_agreement(shape: Shape) -> float:
 
 
 def measure(shape: Shape, names: Sequence[str], pairs: int, steps: int) -> dict[str, list[Turn]]:
-    """Return the turns of every row, [round]; a first turn of two steps is not counted."""
-    jobs: list[Job] = []
-    turns: dict[str, list[Turn]] = {name: [] for name in names}
+    """Return the turns of every row, [round]."""
+    turns = take_turns({name: partial(start, name, shape) for name in names}, pairs, steps, 2)
+    plans = {name: make_plan(shape, GRIDS[name]) for name in names if name in GRIDS}
+    return {name: [Turn.of(ranks, plans.get(name)) for ranks in found] for name, found in turns.items()}
+
+
+def take_turns(
+    starts: Mapping[str, Callable[[], Ranks]], rounds: int, steps: int, warm_ups: int
+) -> dict[str, list[list[Measured]]]:
+    """Start rows and let them take turns, in the opposite order every second round, while all others wait.
+
+    Returns the measurements of all ranks by row, [round]. warm_ups: steps of each before, which are not counted.
+    """
+    rows: dict[str, Ranks] = {}
+    turns: dict[str, list[list[Measured]]] = {name: [] for name in starts}
     try:
-        for name in names:
-            jobs.append(Job(name, shape))
-        for job in jobs:
-            job.wait()
-        for job in jobs:
-            job.turn(2)
-        for number in range(pairs):
-            for job in jobs if number % 2 == 0 else reversed(jobs):
-                turns[job.name].append(job.turn(steps))
+        for name, begin in starts.items():
+            rows[name] = begin()
+        for row in rows.values():
+            row.answers(TIMEOUT_SECONDS)
+        for row in rows.values():
+            row.order(warm_ups, TIMEOUT_SECONDS)
+        for number in range(rounds):
+            for name in rows if number % 2 == 0 else reversed(rows):
+                turns[name].append(rows[name].order(steps, TIMEOUT_SECONDS))
             if sys.stderr.isatty():
-                print(
-                    f"\rround {number + 1} of {pairs}",
-                    end="\n" if number + 1 == pairs else "",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        for job in jobs:
-            job.close()
+                end = "\n" if number + 1 == rounds else ""
+                print(f"\rround {number + 1} of {rounds}", end=end, file=sys.stderr, flush=True)
+        for row in rows.values():
+            row.close(0)
     except BaseException:
-        for job in jobs:
-            job.kill()
+        for row in rows.values():
+            row.kill()
         raise
     return turns
 
@@ -165,10 +148,6 @@ def figures(shape: Shape, turns: dict[str, list[Turn]]) -> dict[str, dict[str, Q
             mine["cpu_speed_to_plain"] = ratios([turn.cpu_seconds for turn in turns["plain"]], cpu)
         if name not in ("plain", "one") and "one" in turns:
             mine["speed_to_one"] = ratios(seconds["one"], seconds[name])
-        dense = f"dp{GRIDS[name].dp}" if name != "plain" and GRIDS[name].ep else ""
-        if dense in turns:
-            mine["speed_to_dense"] = ratios(seconds[dense], seconds[name])
-            mine["cpu_speed_to_dense"] = ratios([turn.cpu_seconds for turn in turns[dense]], cpu)
         if row[0].simulated_seconds:
             mine["simulated_to_measured"] = ratios([turn.simulated_seconds for turn in row], seconds[name])
             mine["simulated_to_row"] = ratios(
@@ -189,7 +168,6 @@ def title(name: str, shape: Shape) -> str:
         + [f"x {grid.chunks} chunks"] * (grid.chunks > 1)
     )
     parts += [f"dp {grid.dp}, ZeRO-1"] * (grid.dp > 1)
-    parts += [f"ep {grid.ep}, {EXPERTS} experts"] * (grid.ep > 0)
     if grid.pp > 1:
         parts.append("cut " + "|".join(str(count) for count in make_plan(shape, grid).partition.layer_counts))
     return f"megapipe, {' '.join(parts)}" if parts else "megapipe, one process"
@@ -206,7 +184,6 @@ def table(shape: Shape, found: dict[str, dict[str, Quartiles]]) -> list[tuple[st
         for key, against in (
             ("speed_to_plain", "plain"),
             ("speed_to_one", "one process"),
-            ("speed_to_dense", "the dense model"),
         ):
             if key in mine:
                 ratio = f"{mine[key].text('.3f')} to {against}"
@@ -224,11 +201,16 @@ def table(shape: Shape, found: dict[str, dict[str, Quartiles]]) -> list[tuple[st
     return rows
 
 
-def as_text(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+def predictions(shape: Shape, turns: dict[str, list[Turn]], hardware: Hardware) -> list[tuple[str, ...]]:
+    """Return predicted and measured milliseconds of a step, their ratio, and the predicted parts, headings first."""
+    rows: list[tuple[str, ...]] = [("row", "predicted ms", "measured ms", "ratio", "predicted parts, ms")]
+    for name in (name for name in turns if name in GRIDS):
+        predicted = predict_step(make_plan(shape, GRIDS[name]), hardware)
+        measured = Quartiles.of([turn.step_seconds for turn in turns[name]]).median
+        parts = [f"{part} {1e3 * seconds:.0f}" for part, seconds in predicted.parts.items() if seconds >= 0.0005]
+        times = f"{1e3 * predicted.seconds:.0f}", f"{1e3 * measured:.0f}", f"{predicted.seconds / measured:.2f}"
+        rows.append((title(name, shape), *times, ", ".join(parts)))
+    return rows
 
 
 def verdicts(found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, bool]]:
@@ -296,6 +278,7 @@ def build_parser() -> argparse.ArgumentParser:
     for field in dataclasses.fields(Shape):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, default=field.default, metavar="N", help=f"default: {field.default}")
+    parser.add_argument("--hardware", type=Path, metavar="FILE", help="also print the steps predicted from this file")
     parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn's numbers")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is not met")
@@ -307,6 +290,7 @@ def main(argv: Sequence[str]) -> int:
     shape = Shape(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Shape)})
     names = ([] if arguments.no_plain else ["plain"]) + [name for name in GRIDS if name in arguments.rows]
     try:
+        hardware = None if arguments.hardware is None else read_hardware(arguments.hardware)
         difference = check_agreement(shape)
         turns = measure(shape, names, arguments.pairs, arguments.steps)
     except (BenchError, MegapipeError) as error:
@@ -317,7 +301,10 @@ def main(argv: Sequence[str]) -> int:
         return 130
     found = figures(shape, turns)
     rows = table(shape, found)
-    print(as_markdown(rows) if arguments.markdown else as_text(rows))
+    as_text = as_markdown if arguments.markdown else lambda rows: "\n".join(text_table(rows, (0,), 0))
+    print(as_text(rows))
+    if hardware is not None:
+        print("\n" + as_text(predictions(shape, turns, hardware)))
     print("\n" + "\n".join(f"- {line}" for line in remarks(shape, found, arguments.pairs, arguments.steps, difference)))
     said = verdicts(found)
     print("\n".join(f"- {line}" for line, _ in said))

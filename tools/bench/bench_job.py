@@ -41,22 +41,17 @@ from megapipe.train.step import StepResult, TrainStep
 
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 SEED = 1234
-EXPERTS = 8
 TIMEOUT_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of megapipe; a grid of one rank is a single process.
-
-    ep: 0 for the dense model; otherwise its MLPs are EXPERTS experts, of which a token sees two of half the width each.
-    """
+    """The grid of megapipe; a grid of one rank is a single process."""
 
     tp: int = 1
     pp: int = 1
     chunks: int = 1
     dp: int = 1
-    ep: int = 0
 
     @property
     def world(self) -> int:
@@ -81,9 +76,6 @@ class Measured:
 
 def make_plan(shape: Shape, grid: Grid) -> RunPlan:
     """Return the plan of a row. The batch of a step is the same on every grid."""
-    experts: dict[str, Any] = {}
-    if grid.ep:  # two experts of 2 h have the FLOPs of the dense model's 4 h
-        experts = {"num_experts": EXPERTS, "moe_ffn_hidden_size": 2 * shape.hidden, "add_bias_linear": False}
     config = Config(
         model=ModelConfig(
             num_layers=shape.layers,
@@ -94,11 +86,9 @@ def make_plan(shape: Shape, grid: Grid) -> RunPlan:
             make_vocab_size_divisible_by=1,  # the plain loop has no padding
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            **experts,
         ),
         parallel=ParallelConfig(
             tensor_model_parallel_size=grid.tp,
-            expert_model_parallel_size=max(grid.ep, 1),
             pipeline_model_parallel_size=grid.pp,
             num_virtual_stages_per_pipeline_rank=grid.chunks if grid.chunks > 1 else None,
             use_distributed_optimizer=grid.dp > 1,
@@ -249,7 +239,7 @@ def _in_plain_order(name: str, values: Tensor, shape: Shape) -> Tensor:
     return by_head.transpose(0, 1).reshape(values.shape)
 
 
-def serve(orders: Connection, shape: Shape, grid: Grid | None, rank: int, port: int) -> None:
+def serve(orders: Connection, rank: int, ranks: int, port: int, shape: Shape, grid: Grid | None) -> None:
     """Build the job and answer each number of steps with its measurement, until 0. grid None: the plain loop."""
     torch.set_num_threads(1)
     job: PlainJob | MegapipeJob = PlainJob(shape) if grid is None else MegapipeJob(shape, grid, rank, port)

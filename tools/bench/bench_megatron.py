@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Training speed of megapipe and Megatron-Core 0.16.1 on CPUs, one process or tensor parallel, in alternating turns.
 
-pip install --no-deps --target FOLDER megatron-core==0.16.1
-python tools/bench/bench_megatron.py FOLDER --tp 2
-python tools/bench/bench_megatron.py FOLDER --tp 2 --tuned    Megatron with torch's attention kernel and its own fusions
+    pip install --no-deps --target FOLDER megatron-core==0.16.1
+    python tools/bench/bench_megatron.py FOLDER --tp 2
+    python tools/bench/bench_megatron.py FOLDER --tp 2 --tuned    with torch's attention kernel and its own fusions
 
 Both train the shape of bench_cpu.py on the same tokens, each with its own initial weights. Megatron-Core expects CUDA;
 its calls of it are redirected to the CPU. docs/performance.md explains the results.
@@ -17,12 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench_job import CLIP, LR, TIMEOUT_SECONDS, WEIGHT_DECAY, Grid, Measured, draw_rows, serve
-from bench_processes import BenchError, answer, free_port, num_cores, processor, spawn
+from bench_cpu import Turn, ratios, take_turns
+from bench_job import CLIP, LR, WEIGHT_DECAY, Grid, Measured, draw_rows, serve
+from bench_processes import BenchError, Ranks, num_cores, processor
 from bench_table import Quartiles
 from plain_loop import Shape
 
@@ -128,7 +130,7 @@ def initialize(backend: str, rank: int, tp: int, port: int) -> None:
     parallel_state.initialize_model_parallel(tp, 1)
 
 
-def serve_megatron(orders: Connection, folder: str, shape: Shape, tp: int, rank: int, port: int, tuned: bool) -> None:
+def serve_megatron(orders: Connection, rank: int, tp: int, port: int, folder: str, shape: Shape, tuned: bool) -> None:
     """Answer each number of steps with its measurement, until 0, as `bench_job.serve` does."""
     sys.path.append(folder)  # last, so that everything else comes from this environment
     import torch
@@ -148,29 +150,14 @@ def serve_megatron(orders: Connection, folder: str, shape: Shape, tp: int, rank:
     os._exit(0)  # gloo may abort at interpreter exit
 
 
-def measure(folder: str, shape: Shape, tp: int, rounds: int, tuned: bool) -> dict[str, list[tuple[float, float]]]:
-    """Return (seconds, CPU seconds of all ranks) of each round's step by name; a first step is not counted."""
-    ports = free_port(), free_port()
-    jobs = {
-        "megapipe": [spawn(serve, shape, Grid(tp=tp), rank, ports[0]) for rank in range(tp)],
-        "Megatron-Core": [spawn(serve_megatron, folder, shape, tp, rank, ports[1], tuned) for rank in range(tp)],
+def measure(folder: str, shape: Shape, tp: int, rounds: int, tuned: bool) -> dict[str, list[Turn]]:
+    """Return each round's step by name; a first step is not counted."""
+    starts = {
+        "megapipe": partial(Ranks, "megapipe", tp, serve, shape, Grid(tp=tp)),
+        "Megatron-Core": partial(Ranks, "Megatron-Core", tp, serve_megatron, folder, shape, tuned),
     }
-    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
-    try:
-        for name, ranks in jobs.items():
-            for _, connection in ranks:
-                answer(connection, name, TIMEOUT_SECONDS)
-        for number in range(rounds + 1):
-            for name, ranks in jobs.items() if number % 2 else reversed(jobs.items()):
-                for _, connection in ranks:
-                    connection.send(1)
-                found: list[Measured] = [answer(connection, name, TIMEOUT_SECONDS) for _, connection in ranks]
-                seconds = max(each.end for each in found) - min(each.start for each in found)
-                turns[name].append((seconds, sum(each.cpu_seconds for each in found)))
-        return {name: found[1:] for name, found in turns.items()}
-    finally:
-        for process, _ in (rank for ranks in jobs.values() for rank in ranks):
-            process.kill()
+    turns = take_turns(starts, rounds, 1, 1)
+    return {name: [Turn.of(ranks, None) for ranks in found] for name, found in turns.items()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -189,12 +176,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"bench_megatron: {error}", file=sys.stderr)
         return 2
     for name, found in turns.items():
-        tokens = Quartiles.of([shape.step_tokens / seconds for seconds, _ in found])
-        cpu = Quartiles.of([cpu for _, cpu in found])
+        tokens = Quartiles.of([shape.step_tokens / turn.step_seconds for turn in found])
+        cpu = Quartiles.of([turn.cpu_seconds for turn in found])
         print(f"{name}: {tokens.text(',.0f')} tokens/s, {cpu.text('.3f')} CPU s a step")
-    pairs = list(zip(turns["Megatron-Core"], turns["megapipe"], strict=True))
-    for index, what in enumerate(("tokens/s", "tokens per CPU second")):
-        print(f"megapipe / Megatron-Core, {what}: {Quartiles.of([a[index] / b[index] for a, b in pairs]).text('.3f')}")
+    theirs, ours = turns["Megatron-Core"], turns["megapipe"]
+    speed = ratios([turn.step_seconds for turn in theirs], [turn.step_seconds for turn in ours])
+    cpu_speed = ratios([turn.cpu_seconds for turn in theirs], [turn.cpu_seconds for turn in ours])
+    print(f"megapipe / Megatron-Core, tokens/s: {speed.text('.3f')}")
+    print(f"megapipe / Megatron-Core, tokens per CPU second: {cpu_speed.text('.3f')}")
     tuned = ", Megatron tuned" if given.tuned else ""
     print(f"tp {given.tp}{tuned}; median [quartiles] of {given.rounds} pairs; {processor()}, {num_cores()} cores")
     return 0

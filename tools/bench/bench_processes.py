@@ -36,6 +36,39 @@ def answer(connection: Connection, who: str, timeout_seconds: float) -> Any:
         raise BenchError(f"{who}: a rank died; its error is printed above") from None
 
 
+class Ranks:
+    """The processes of one contender, each of which runs `target(connection, rank, number of ranks, port, *arguments)`
+    and answers every order.
+
+    name: for errors. port: for their rendezvous.
+    """
+
+    def __init__(self, name: str, count: int, target: Callable[..., None], *arguments: Any) -> None:
+        self.name, port = name, free_port()
+        self._ranks = [spawn(target, rank, count, port, *arguments) for rank in range(count)]
+
+    def answers(self, timeout_seconds: float) -> list[Any]:
+        """Return what each rank sends next. Raises BenchError as `answer` does."""
+        return [answer(connection, self.name, timeout_seconds) for _, connection in self._ranks]
+
+    def order(self, order: Any, timeout_seconds: float) -> list[Any]:
+        """Give all ranks an order and return their answers."""
+        for _, connection in self._ranks:
+            connection.send(order)
+        return self.answers(timeout_seconds)
+
+    def close(self, order: Any) -> None:
+        """Give all ranks their last order, after which they end."""
+        for _, connection in self._ranks:
+            connection.send(order)
+        for process, _ in self._ranks:
+            process.join(20)
+
+    def kill(self) -> None:
+        for process, _ in self._ranks:
+            process.kill()
+
+
 def free_port() -> int:
     """Return a free port of this machine."""
     with socket.socket() as probe:

@@ -2,13 +2,13 @@
 """Pipeline schedules on emulated and on real devices: megapipe's engine, torch.distributed.pipelining, and a bare gloo
 loop.
 
-python tools/bench/bench_schedules.py                              everything
-python tools/bench/bench_schedules.py --part p4-m8 --part zero     some tables
-python tools/bench/bench_schedules.py --page docs/performance.md --check   put the tables into the page; exit
-code 1 if a bar is missed
+    python tools/bench/bench_schedules.py                             all tables of docs/performance.md
+    python tools/bench/bench_schedules.py --part p4-m8 --part zero    some of them
+    python tools/bench/bench_schedules.py --page docs/performance.md --check   put them into the page; exit code 1 if a
+                                                                      bar is missed
+    python tools/bench/bench_schedules.py --part experts              all-to-alls that block, and that overlap
 
-docs/performance.md explains what is emulated and the results. Needs an otherwise idle machine, and root for
-SCHED_FIFO.
+docs/performance.md explains what is emulated and the results. Needs an otherwise idle machine, and root for SCHED_FIFO.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from bench_processes import BenchError
-from schedule_bench.cases import PARTS, QUICK, Case
+from schedule_bench.cases import PARTS, QUICK
 from schedule_bench.page import bars, insert, line_of, machine, tables
 from schedule_bench.run import Result, run_cases
 
@@ -34,7 +33,10 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--part", action="append", choices=tuple(PARTS), help="only this table; may be repeated (default: all)"
+        "--part",
+        action="append",
+        choices=tuple(PARTS),
+        help="only this table; may be repeated (default: all but experts)",
     )
     parser.add_argument(
         "--schedule", action="append", metavar="NAME", help="only this schedule; may be repeated (default: all)"
@@ -48,9 +50,6 @@ def build_parser() -> argparse.ArgumentParser:
         default=default_receive_depth(may_use_gpu=False),
         metavar="N",
         help="compute actions a receive is posted ahead (default: %(default)s, as in training on a CPU)",
-    )
-    parser.add_argument(
-        "--wire", action="store_true", help="also run sleeps and messages without autograd (only in the JSON)"
     )
     parser.add_argument("--no-real-time", action="store_true", help="do not use SCHED_FIFO")
     parser.add_argument(
@@ -68,12 +67,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    parts = arguments.part or list(PARTS)
+    parts = arguments.part or PARTS.keys() - {"experts"}
     cases = list(QUICK) if arguments.quick else [case for name in PARTS if name in parts for case in PARTS[name]]
     if arguments.schedule:
         cases = [case for case in cases if case.schedule in arguments.schedule]
-    if arguments.wire:
-        cases = [replace(case, wire=True) if isinstance(case, Case) else case for case in cases]
     steps = 2 if arguments.quick else arguments.steps
 
     so_far: list[Result] = []

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 
 import torch
-from gpu_bench.contenders import Job, draw_rows
+from gpu_bench.contenders import Job
 from gpu_bench.timing import synchronize
 
 from card_bench.jobs import EAGER_BLOCKS, TINY, plan_of
 from card_bench.report import Report
 from megapipe.comm.groups import ProcessGroups
-from megapipe.data.batch import Batch, DocumentRules
-from megapipe.extras.dry_run.rank import ReadBatch, count_rank, count_step
+from megapipe.extras.dry_run.rank import count_rank, count_step
+from megapipe.extras.streams.ranks import random_batches
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.run_plan import RunPlan
 from megapipe.trace.meta import LiveBytes
@@ -78,7 +78,7 @@ def plan_for(report: Report, name: str) -> RunPlan:
 
 def _one(report: Report, name: str, plan: RunPlan) -> float:
     """Add the figures of a configuration and return how far the plan is from the allocated bytes, as a share."""
-    read, device = _read_for(plan), report.device
+    read, device = random_batches(plan), report.device
     planned = rank_memory(plan, 0).total
     counted = count_rank(plan, 0, read, device.type).peak
     if report.on_gpu:
@@ -91,14 +91,6 @@ def _one(report: Report, name: str, plan: RunPlan) -> float:
             allocated = count_step(plan, ProcessGroups.alone(), device, live, read)[0].peak
     report.figure(f"{name}.allocated", allocated / GIB, "GiB", planned / GIB, ("counted", counted / GIB))
     return abs(planned / allocated - 1)
-
-
-def _read_for(plan: RunPlan) -> ReadBatch:
-    """Return random microbatches."""
-    model, micro = plan.config.model, plan.config.training.micro_batch_size
-    assert model.vocab_size is not None
-    rows = draw_rows(model.vocab_size, micro, model.seq_length)
-    return lambda dp_rank, k: Batch.of(rows, tuple(range(micro)), DocumentRules())
 
 
 def _allocated(plan: RunPlan, device: torch.device) -> tuple[int, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""The cases: a schedule at (p, m, v) with equal durations, or with real computation."""
+"""The cases: a schedule at (p, m, v) with equal durations, with real computation, or with experts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FAMILIES = {  # in the order of the tables: chunks a rank
     "dualpipe": 1,  # and one for each direction
     "dualpipe-v": 2,
 }
+EXPERT_FAMILIES = ("1f1b", "interleaved", "dualpipe", "dualpipe-v")
 
 
 @dataclass(frozen=True)
 class Case:
     """One row of a table.
 
-    seconds: of F, of I and of W of one stage, each. message_bytes: of an activation and of a gradient. wire: also run
-    the floor without its stages.
+    seconds: of F, of I and of W of one stage, each. message_bytes: of an activation and of a gradient.
     """
 
     schedule: str
@@ -32,17 +32,11 @@ class Case:
     chunks: int = 1
     seconds: float = 0.010
     message_bytes: int = 65536
-    wire: bool = False
 
     @property
     def contenders(self) -> tuple[str, ...]:
         """The contenders: torch only if it has the family."""
-        return (
-            "megapipe",
-            *(("torch",) if self.schedule in TORCH_HAS else ()),
-            "floor",
-            *(("wire",) if self.wire else ()),
-        )
+        return ("megapipe", "torch", "floor") if self.schedule in TORCH_HAS else ("megapipe", "floor")
 
     def __str__(self) -> str:
         return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}"
@@ -72,24 +66,57 @@ class RealCase:
         return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}, real computation"
 
 
-def _all(
-    ranks: int, microbatches: int, seconds: float = 0.010, names: tuple[str, ...] = tuple(FAMILIES)
-) -> tuple[Case, ...]:
-    return tuple(Case(name, ranks, microbatches, FAMILIES[name], seconds) for name in names)
+@dataclass(frozen=True)
+class ExpertCase:
+    """One schedule of a model with experts in every layer.
+
+    Seconds of one layer: F, I and W of attention, experts and head, F and B of an all-to-all.
+    """
+
+    schedule: str
+    ranks: int = 8
+    microbatches: int = 12
+    chunks: int = 1
+    layers: int = 8
+    ep: int = 2
+    attention: tuple[float, float, float] = (0.020, 0.026, 0.014)
+    mlp: tuple[float, float, float] = (0.020, 0.020, 0.020)
+    head: tuple[float, float, float] = (0.004, 0.004, 0.004)
+    all_to_all: tuple[float, float] = (0.015, 0.015)
+
+    @property
+    def contenders(self) -> tuple[str, ...]:
+        """All-to-alls that block, and that overlap with the computation."""
+        return ("serial", "overlapped")
+
+    def __str__(self) -> str:
+        return f"{self.schedule} p {self.ranks // self.ep} ep {self.ep} m {self.microbatches} v {self.chunks}, experts"
 
 
-PARTS: dict[str, tuple[Case | RealCase, ...]] = {
+AnyCase = Case | RealCase | ExpertCase
+
+
+def _all(ranks: int, microbatches: int, seconds: float = 0.010) -> tuple[Case, ...]:
+    return tuple(Case(name, ranks, microbatches, chunks, seconds) for name, chunks in FAMILIES.items())
+
+
+PARTS: dict[str, tuple[AnyCase, ...]] = {
     "p4-m8": _all(4, 8),
     "p4-m32": _all(4, 32),
-    "p8-m16": _all(8, 16, names=("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")),
     "zero": _all(2, 32, seconds=0.0),
     "real": tuple(
         RealCase(name, chunks=FAMILIES[name])
         for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
     ),
+    "experts": tuple(ExpertCase(name, chunks=FAMILIES[name]) for name in EXPERT_FAMILIES),
 }
-QUICK: tuple[Case | RealCase, ...] = (
+_SHORT = (0.002, 0.002, 0.002)
+QUICK: tuple[AnyCase, ...] = (
     Case("1f1b", 2, 3, 1, 0.002, 1024),
     Case("zb-v", 2, 4, 2, 0.002, 1024),
     RealCase("1f1b", microbatches=2, layers=2, hidden=16, heads=2, seq=8, vocab=16),
+    *(
+        ExpertCase(name, 4, 4, FAMILIES[name], 4, 2, _SHORT, _SHORT, (0.001, 0.001, 0.001), (0.002, 0.002))
+        for name in EXPERT_FAMILIES
+    ),
 )

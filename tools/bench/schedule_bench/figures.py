@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megapipe.schedule.action import COMPUTE_OPS, Action, Op
+from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import simulate
 
 Spans = Sequence[tuple[int, str, int, int, int]]  # devices.Span: stage, op, microbatch, start_ns, end_ns
-
-
-@dataclass(frozen=True)
-class Path:
-    """The critical path of a step: the chain of actions that ended last, followed backwards, with the gaps between
-    them.
-
-    After an action of the same rank: the rank's own overhead. After one of another rank: a message with everything
-    around it.
-    """
-
-    local_gaps: int
-    local_seconds: float
-    message_gaps: int
-    message_seconds: float
 
 
 @dataclass(frozen=True)
@@ -41,7 +25,6 @@ class StepFigures:
     measured_seconds: float
     replay_seconds: float
     cpu_seconds: float
-    path: Path | None = None  # of emulated devices
 
     @property
     def loss(self) -> float:
@@ -69,6 +52,10 @@ class Figures:
     @property
     def measured_seconds(self) -> float:
         return lower_quartile([step.measured_seconds for step in self.steps])
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(step.measured_seconds for step in self.steps)
 
     @property
     def replay_seconds(self) -> float:
@@ -133,49 +120,3 @@ def count_delayed(spans: Spans) -> int:
         if op == "I":
             seen.add(key)
     return delayed
-
-
-def critical_path(schedule: Schedule, ranks: Sequence[Spans]) -> Path:
-    """Return the critical path: every action starts after the one before on its rank, or after the one that produces
-    its input on another rank, whichever ended later."""
-    times = {
-        action: span
-        for rank, spans in enumerate(ranks)
-        for action, span in _action_times(schedule, rank, spans).items()
-    }
-    rows = [[action for action in row if action.op in COMPUTE_OPS] for row in schedule.rows]
-    before = {action: earlier for row in rows for earlier, action in itertools.pairwise(row)}
-    action = max(times, key=lambda key: times[key][1])
-    local: list[int] = []
-    message: list[int] = []
-    while True:
-        previous, maker = before.get(action), _maker(schedule, action, times)
-        candidates = [(times[a][1], a is maker, a) for a in (previous, maker) if a is not None]
-        if not candidates:
-            return Path(len(local), sum(local) / 1e9, len(message), sum(message) / 1e9)
-        end, came, behind = max(candidates)
-        (message if came else local).append(times[action][0] - end)
-        action = behind
-
-
-def _action_times(schedule: Schedule, rank: int, spans: Spans) -> dict[Action, tuple[int, int]]:
-    """Return (start_ns, end_ns) of the rank's computing actions; a B is two spans."""
-    found, rest = {}, iter(spans)
-    for action in schedule.rows[rank]:
-        if action.op in COMPUTE_OPS:
-            parts = [next(rest) for _ in range(2 if action.op is Op.B else 1)]
-            found[action] = parts[0][3], parts[-1][4]
-    return found
-
-
-def _maker(schedule: Schedule, action: Action, times: dict[Action, tuple[int, int]]) -> Action | None:
-    """Return the action of another rank that produces what this one needs."""
-    stage, ops = (action.stage - 1, (Op.F,)) if action.op is Op.F else (action.stage + 1, (Op.B, Op.I))
-    if action.op is Op.W or not 0 <= stage < schedule.num_stages:
-        return None
-    assert action.microbatch is not None
-    if schedule.placement.rank_of(stage, action.microbatch) == schedule.placement.rank_of(
-        action.stage, action.microbatch
-    ):
-        return None
-    return next(made for op in ops if (made := Action(stage, op, action.microbatch)) in times)

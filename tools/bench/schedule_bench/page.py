@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench_processes import BenchError, num_cores, processor
 
-from schedule_bench.cases import Case, RealCase
+from schedule_bench.cases import AnyCase, Case, ExpertCase, RealCase
 from schedule_bench.figures import Figures, lower_quartile
 from schedule_bench.run import Result
 
@@ -18,10 +18,12 @@ ZERO_COST_TO_FLOOR = 1.3
 REAL_TO_SIMULATED, REAL_BEST = 0.97, 1.83
 
 
-def part_of(case: Case | RealCase) -> str:
+def part_of(case: AnyCase) -> str:
     """Return the table that a case belongs to."""
     if isinstance(case, RealCase):
         return "real"
+    if isinstance(case, ExpertCase):
+        return "experts"
     return f"p{case.ranks}-m{case.microbatches}" if case.seconds else "zero"
 
 
@@ -42,7 +44,7 @@ def line_of(result: Result) -> str:
 
 
 def _kind(part: str) -> str:
-    return part if part in ("zero", "real") else "emulated"
+    return part if part in ("zero", "real", "experts") else "emulated"
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -98,12 +100,22 @@ def _to_simulated(ours: Figures) -> float:
     return 1 / (1 + lower_quartile([step.loss for step in ours.steps]))
 
 
+def _expert_row(result: Result) -> list[str]:
+    serial, overlapped = result.figures["serial"], result.figures["overlapped"]
+    gain = serial.median_seconds - overlapped.median_seconds
+    simulated = serial.replay_seconds - overlapped.replay_seconds
+    times = [serial.median_seconds, serial.replay_seconds, overlapped.median_seconds, overlapped.replay_seconds]
+    milliseconds = [f"{1e3 * seconds:.0f}" for seconds in (*times, gain, simulated)]
+    return [result.case.schedule, *milliseconds, f"**{gain / simulated:.2f}**"]
+
+
 HEADS = {
     "emulated": ("schedule", "step ms", "torch's step ms", "loss", "torch's loss", "floor's loss", "to the floor"),
     "zero": ("schedule", "us an action", "torch", "floor", "to the floor"),
     "real": ("schedule", "one process ms", "step ms", "to one process", "torch to one process", "simulated / measured"),
+    "experts": ("schedule", "serial ms", "simulated", "overlapped ms", "simulated", "gain ms", "simulated", "ratio"),
 }
-ROWS = {"emulated": _emulated_row, "zero": _zero_row, "real": _real_row}
+ROWS = {"emulated": _emulated_row, "zero": _zero_row, "real": _real_row, "experts": _expert_row}
 
 
 def bars(results: Sequence[Result]) -> list[tuple[str, bool]]:

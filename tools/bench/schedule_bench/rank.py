@@ -7,7 +7,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,11 +21,11 @@ from megapipe.environment import Environment
 from megapipe.schedule.action import COMPUTE_OPS, parse_action
 from megapipe.schedule.schedule import Schedule
 from megapipe.topology import Topology
-from schedule_bench.cases import Case, RealCase
-from schedule_bench.devices import Span
+from schedule_bench.cases import AnyCase, ExpertCase, RealCase
+from schedule_bench.devices import Span, Stopwatch
+from schedule_bench.experts import ExpertSide, ExpertWork
 from schedule_bench.megapipe_side import Alone, MegapipeSide
-from schedule_bench.peers.floor import Floor, Wire
-from schedule_bench.peers.groups import new_group
+from schedule_bench.peers.floor import Floor, new_group
 from schedule_bench.peers.torch_side import TorchSide
 from schedule_bench.work import Contender, Work, make_work
 
@@ -50,17 +50,21 @@ class RankStep:
 
 @dataclass(frozen=True)
 class RankCase:
-    """A case on one rank: the schedule and the steps of each contender."""
+    """A case on one rank: the schedule and the steps of each contender.
+
+    simulated_seconds: of a step, where the durations are set and not measured.
+    """
 
     schedules: dict[str, Schedule]
     steps: dict[str, list[RankStep]]
+    simulated_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Order:
     """One case, and how to run it."""
 
-    case: Case | RealCase
+    case: AnyCase
     steps: int
     receive_depth: int
 
@@ -76,11 +80,12 @@ def serve(connection: Connection, rank: int, ranks: int, port: int, real_time: b
     here = Environment(rank, ranks, rank, ranks, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
     start(here, "gloo", TIMEOUT_SECONDS, "cpu", facts_of=lambda _: {})
     groups = build_process_groups(Topology(pp=ranks), rank, "gloo", TIMEOUT_SECONDS)
-    others = {name: new_group(ranks, TIMEOUT_SECONDS) for name in ("torch", "floor", "wire")}
+    others = {name: new_group(ranks, TIMEOUT_SECONDS) for name in ("torch", "floor")}
     gc.collect()
     gc.freeze()  # existing objects are no garbage: collections in the steps skip them
     while (order := connection.recv()) is not None:
-        connection.send(_run_case(order, rank, groups, others))
+        run = _run_experts if isinstance(order.case, ExpertCase) else _run_case
+        connection.send(run(order, rank, groups, others))
     shutdown(0)
 
 
@@ -98,36 +103,54 @@ def _run_case(order: Order, rank: int, groups: ProcessGroups, others: dict[str, 
     makers: dict[str, Callable[[Work], Contender]] = {
         "megapipe": lambda work: MegapipeSide(work, groups.pp, order.receive_depth, tracer if is_real else None),
         "torch": lambda work: TorchSide(work, rank, others["torch"]),
-        "wire": lambda work: Wire(work, rank, others["wire"]),
         "floor": lambda work: Floor(work, rank, others["floor"]),
         "alone": lambda work: Alone(work, rank),
     }
+    assert not isinstance(order.case, ExpertCase)
+    works = {name: make_work(order.case) for name in order.case.contenders}
+    contenders = {name: makers[name](work) for name, work in works.items()}
+
+    def timed(name: str) -> RankStep:
+        tracer.events.clear()
+        step = _timed(contenders[name], works[name].watch, groups.world)
+        return replace(step, action_seconds=action_seconds(tracer)) if name == "megapipe" and is_real else step
+
+    steps = _in_turns(order, timed)
+    return RankCase({name: contender.schedule for name, contender in contenders.items()}, steps)
+
+
+def _run_experts(order: Order, rank: int, groups: ProcessGroups, others: dict[str, Any]) -> RankCase:
+    assert isinstance(order.case, ExpertCase)
+    work = ExpertWork(order.case, rank, TIMEOUT_SECONDS)
+    sides = {name: ExpertSide(work, name == "overlapped") for name in order.case.contenders}
+    steps = _in_turns(order, lambda name: _timed(sides[name], work.watch, groups.world))
+    simulated = {name: side.simulated_seconds for name, side in sides.items()}
+    return RankCase({name: side.schedule for name, side in sides.items()}, steps, simulated)
+
+
+def _in_turns(order: Order, timed: Callable[[str], RankStep]) -> dict[str, list[RankStep]]:
+    """Return the steps of each contender, which take turns, another one first in each; the first turn warms up."""
     names = order.case.contenders
-    works = {name: make_work(order.case) for name in names}
-    contenders = {name: makers[name](works[name]) for name in names}
     steps: dict[str, list[RankStep]] = {name: [] for name in names}
     for turn in range(order.steps + 1):
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
-            tracer.events.clear()
-            step = _timed(contenders[name], works[name], groups.world)
-            if name == "megapipe" and is_real:
-                step = RankStep(step.start_ns, step.end_ns, step.cpu_seconds, (), action_seconds(tracer))
-            if turn > 0:  # the first only warms up
+            step = timed(name)
+            if turn > 0:
                 steps[name].append(step)
-    return RankCase({name: contender.schedule for name, contender in contenders.items()}, steps)
+    return steps
 
 
-def _timed(contender: Contender, work: Work, world: Group) -> RankStep:
+def _timed(contender: Contender, watch: Stopwatch, world: Group) -> RankStep:
     contender.begin_step()
     gc.collect()  # no contender pays for another's garbage
-    work.watch.take()
+    watch.take()
     begin = _agree_on_start(world)
     cpu = time.process_time_ns()
     time.sleep(max(0, begin - time.perf_counter_ns()) / 1e9)
     contender.step()
     end = time.perf_counter_ns()
-    return RankStep(begin, end, (time.process_time_ns() - cpu) / 1e9, tuple(work.watch.take()))
+    return RankStep(begin, end, (time.process_time_ns() - cpu) / 1e9, tuple(watch.take()))
 
 
 def _agree_on_start(world: Group) -> int:

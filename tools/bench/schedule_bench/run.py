@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from bench_processes import answer, free_port, spawn
+from bench_processes import Ranks
 
 from megapipe.schedule.action import Op
 from megapipe.schedule.schedule import Schedule
-from schedule_bench.cases import Case, RealCase
+from schedule_bench.cases import AnyCase, Case
 from schedule_bench.figures import (
     Figures,
     StepFigures,
     count_actions,
     count_delayed,
-    critical_path,
     mean_durations,
     peak_live,
     replay_seconds,
@@ -32,7 +31,7 @@ TIMEOUT_SECONDS = 240.0
 class Result:
     """The result of a case by contender. real_time: True if it ran under SCHED_FIFO."""
 
-    case: Case | RealCase
+    case: AnyCase
     figures: dict[str, Figures]
     real_time: bool
 
@@ -44,39 +43,29 @@ class Result:
         }
 
 
-class Ranks:
-    """Processes that run cases for one number of ranks."""
+class CaseRanks:
+    """Processes that run cases for one number of ranks. real_time: under SCHED_FIFO, if that is permitted."""
 
     def __init__(self, count: int, real_time: bool) -> None:
         from schedule_bench.rank import serve  # imports torch
 
-        port = free_port()
-        self._ranks = [spawn(serve, rank, count, port, real_time) for rank in range(count)]
-        permitted = [answer(connection, "start", TIMEOUT_SECONDS) for _, connection in self._ranks]
-        self.real_time = all(permitted)
+        self.processes = Ranks(f"{count} ranks", count, serve, real_time)
+        self.real_time = all(self.processes.answers(TIMEOUT_SECONDS))
 
-    def run(self, case: Case | RealCase, steps: int, receive_depth: int) -> Result:
+    def run(self, case: AnyCase, steps: int, receive_depth: int) -> Result:
         from schedule_bench.rank import Order, RankCase
 
-        for _, connection in self._ranks:
-            connection.send(Order(case, steps, receive_depth))
-        found: list[RankCase] = [answer(connection, str(case), TIMEOUT_SECONDS) for _, connection in self._ranks]
+        self.processes.name = str(case)
+        found: list[RankCase] = self.processes.order(Order(case, steps, receive_depth), TIMEOUT_SECONDS)
         figures = {}
         for name in case.contenders:
             schedule = found[0].schedules[name]
             by_step = list(zip(*(rank.steps[name] for rank in found), strict=True))
-            figures[name] = (_real_figures if isinstance(case, RealCase) else _emulated_figures)(schedule, by_step)
+            if isinstance(case, Case):
+                figures[name] = _emulated_figures(schedule, by_step)
+            else:
+                figures[name] = _real_figures(schedule, by_step, found[0].simulated_seconds.get(name, 0.0))
         return Result(case, figures, self.real_time)
-
-    def close(self) -> None:
-        for _, connection in self._ranks:
-            connection.send(None)
-        for process, _ in self._ranks:
-            process.join(20)
-
-    def kill(self) -> None:
-        for process, _ in self._ranks:
-            process.kill()
 
 
 def _emulated_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]]) -> Figures:
@@ -84,22 +73,19 @@ def _emulated_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]]) -
     for ranks in by_step:
         end = max(span.end_ns for rank in ranks for span in rank.spans)
         replay = replay_seconds(schedule, mean_durations(rank.spans for rank in ranks))
-        path = critical_path(schedule, [rank.spans for rank in ranks])
-        steps.append(
-            StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks), path)
-        )
+        steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks)))
     last = by_step[-1]
     actions = count_actions(schedule)
     delayed = sum(count_delayed(rank.spans) for rank in last)
     return Figures(tuple(steps), max(actions), sum(actions), tuple(peak_live(rank.spans) for rank in last), delayed)
 
 
-def _real_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]]) -> Figures:
-    """Return the figures of a case with real computation. replay: if action times are known (megapipe), else 0."""
+def _real_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]], simulated: float) -> Figures:
+    """Return the figures of a case whose stages record no spans. simulated: the replay where no action is timed."""
     steps = []
     for ranks in by_step:
         seconds = {(stage, Op(op)): sum(t) / len(t) for rank in ranks for (stage, op), t in rank.action_seconds.items()}
-        replay = replay_seconds(schedule, seconds) if seconds else 0.0
+        replay = replay_seconds(schedule, seconds) if seconds else simulated
         end = max(rank.end_ns for rank in ranks)
         steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks)))
     actions = count_actions(schedule)
@@ -107,28 +93,28 @@ def _real_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]]) -> Fi
 
 
 def run_cases(
-    cases: Iterable[Case | RealCase], steps: int, receive_depth: int, real_time: bool, report: Callable[[Result], None]
+    cases: Iterable[AnyCase], steps: int, receive_depth: int, real_time: bool, report: Callable[[Result], None]
 ) -> list[Result]:
     """Run all cases in order, successive ones of one size on the same processes; `report` gets each result as it comes.
 
-    Real computation never runs under SCHED_FIFO: two busy ranks would be throttled.
+    Only emulated stages run under SCHED_FIFO: busy ranks would be throttled.
     """
     results: list[Result] = []
-    ranks: Ranks | None = None
+    ranks: CaseRanks | None = None
     key: tuple[int, bool] | None = None
     try:
         for case in cases:
             wanted = case.ranks, real_time and isinstance(case, Case)
             if wanted != key or ranks is None:
                 if ranks is not None:
-                    ranks.close()
-                ranks, key = Ranks(*wanted), wanted
+                    ranks.processes.close(None)
+                ranks, key = CaseRanks(*wanted), wanted
             results.append(ranks.run(case, steps, receive_depth))
             report(results[-1])
         if ranks is not None:
-            ranks.close()
+            ranks.processes.close(None)
     except BaseException:
         if ranks is not None:
-            ranks.kill()
+            ranks.processes.kill()
         raise
     return results

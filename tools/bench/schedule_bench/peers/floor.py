@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,14 +18,19 @@ from schedule_bench.work import Work
 Key = tuple[int, int | None]  # stage, microbatch
 
 
-class Wire:
-    """Sleeps and messages alone: all receives are posted when the step starts, outputs are sent at once, and nothing
-    else is done."""
+def new_group(num_ranks: int, timeout_seconds: float) -> Any:
+    """Return a gloo group of all ranks, with its own connections and threads; called by all of them in one order."""
+    return dist.new_group(list(range(num_ranks)), timeout=timedelta(seconds=timeout_seconds), backend="gloo")
+
+
+class Floor:
+    """All receives are posted when the step starts, and outputs are sent at once. Beside autograd there is nothing more
+    than a dictionary of what F keeps for I."""
 
     def __init__(self, work: Work, rank: int, group: Any) -> None:
         schedule = work.schedule()
         self.schedule = replace(schedule, rows=tuple(map(without_pairs, schedule.rows)))
-        self._rank, self._group, self.work = rank, group, work
+        self._rank, self._group, self._loss = rank, group, work.loss
         self._row = self.schedule.rows[rank]
         self._routes = {action: (self._comes_from(action), self._goes_to(action)) for action in self._row}
         self._buffers = {
@@ -32,69 +38,6 @@ class Wire:
             for action in self._row
             if self._routes[action][0] is not None
         }
-        self._tensor = torch.ones(work.message.shape, dtype=work.message.dtype)
-        self._numbers: dict[tuple[int, str], int] = {}
-
-    def begin_step(self) -> None:
-        self._numbers.clear()
-
-    def step(self) -> None:
-        receives = {}
-        for action, buffer in self._buffers.items():
-            peer, tag = self._routes[action][0]  # type: ignore[misc]
-            receives[action] = dist.irecv(buffer, group=self._group, group_src=peer, tag=tag)
-        sends = []
-        for action in self._row:
-            if action in receives:
-                receives[action].wait()  # type: ignore[union-attr]  # None outside the group
-            made = self.compute(action, self._buffers.get(action))
-            route = self._routes[action][1]
-            if route is not None:
-                sends.append((dist.isend(made, group=self._group, group_dst=route[0], tag=route[1]), made))
-        for handle, _ in sends:
-            handle.wait()  # type: ignore[union-attr]
-
-    def compute(self, action: Action, received: Tensor | None) -> Tensor:
-        """Do the work of an action between its messages; return the tensor to send."""
-        for part in ("W", "I") if action.op is Op.B else (action.op.value,):
-            key = action.stage, part
-            self._numbers[key] = number = self._numbers.get(key, -1) + 1
-            self.work.watch.pass_time(action.stage, part, number)
-        return self._tensor
-
-    def _comes_from(self, action: Action) -> tuple[int, int] | None:
-        step = {Op.F: -1, Op.B: 1, Op.I: 1}.get(action.op)
-        return (
-            None
-            if step is None
-            else self._route(action.stage + step, action.microbatch, action.stage, action.op is Op.F)
-        )
-
-    def _goes_to(self, action: Action) -> tuple[int, int] | None:
-        step = {Op.F: 1, Op.B: -1, Op.I: -1}.get(action.op)
-        return (
-            None
-            if step is None
-            else self._route(action.stage + step, action.microbatch, action.stage + step, action.op is Op.F)
-        )
-
-    def _route(self, other: int, microbatch: int | None, to_stage: int, is_forward: bool) -> tuple[int, int] | None:
-        """Return (peer, tag) of the message between an action and `other`, the stage before or after it; None within
-        the rank or at an end."""
-        assert microbatch is not None
-        if not 0 <= other < self.schedule.num_stages:
-            return None
-        peer = self.schedule.placement.rank_of(other, microbatch)
-        return (
-            None if peer == self._rank else (peer, (microbatch * self.schedule.num_stages + to_stage) * 2 + is_forward)
-        )
-
-
-class Floor(Wire):
-    """The same loop around real stages: autograd runs, with nothing more than a dictionary of what F keeps for I."""
-
-    def __init__(self, work: Work, rank: int, group: Any) -> None:
-        super().__init__(work, rank, group)
         placement = self.schedule.placement
         self.stages = work.stages(placement.stages_of(rank), placement.num_stages)
         self._microbatches = work.microbatches()
@@ -111,8 +54,21 @@ class Floor(Wire):
     def begin_step(self) -> None:
         self.stages.begin_step()
 
-    def compute(self, action: Action, received: Tensor | None) -> Tensor:
-        return self._parts[action.op](action, received)
+    def step(self) -> None:
+        receives = {}
+        for action, buffer in self._buffers.items():
+            peer, tag = self._routes[action][0]  # type: ignore[misc]
+            receives[action] = dist.irecv(buffer, group=self._group, group_src=peer, tag=tag)
+        sends = []
+        for action in self._row:
+            if action in receives:
+                receives[action].wait()  # type: ignore[union-attr]  # None outside the group
+            made = self._parts[action.op](action, self._buffers.get(action))
+            route = self._routes[action][1]
+            if route is not None:
+                sends.append((dist.isend(made, group=self._group, group_dst=route[0], tag=route[1]), made))
+        for handle, _ in sends:
+            handle.wait()  # type: ignore[union-attr]
 
     def _forward(self, action: Action, received: Tensor | None) -> Tensor:
         stage, microbatch = key = action.stage, action.microbatch
@@ -121,7 +77,7 @@ class Floor(Wire):
             inputs = (self._local.pop((key, True)) if received is None else received).detach().requires_grad_()
         output = self.stages[stage](inputs)
         if stage == self._last:
-            output = self.work.loss(output, label)
+            output = self._loss(output, label)
         self._kept[key] = inputs, output
         made = output.detach()
         self._local[(stage + 1, microbatch), True] = made
@@ -150,4 +106,31 @@ class Floor(Wire):
 
     def _backward_weight(self, action: Action, received: Tensor | None) -> Tensor:
         self.stages.queues[action.stage].run(action.microbatch)
-        return self._tensor
+        return torch.empty(0)  # nothing is sent
+
+    def _comes_from(self, action: Action) -> tuple[int, int] | None:
+        step = {Op.F: -1, Op.B: 1, Op.I: 1}.get(action.op)
+        return (
+            None
+            if step is None
+            else self._route(action.stage + step, action.microbatch, action.stage, action.op is Op.F)
+        )
+
+    def _goes_to(self, action: Action) -> tuple[int, int] | None:
+        step = {Op.F: 1, Op.B: -1, Op.I: -1}.get(action.op)
+        return (
+            None
+            if step is None
+            else self._route(action.stage + step, action.microbatch, action.stage + step, action.op is Op.F)
+        )
+
+    def _route(self, other: int, microbatch: int | None, to_stage: int, is_forward: bool) -> tuple[int, int] | None:
+        """Return (peer, tag) of the message between an action and `other`, the stage before or after it; None within
+        the rank or at an end."""
+        assert microbatch is not None
+        if not 0 <= other < self.schedule.num_stages:
+            return None
+        peer = self.schedule.placement.rank_of(other, microbatch)
+        return (
+            None if peer == self._rank else (peer, (microbatch * self.schedule.num_stages + to_stage) * 2 + is_forward)
+        )
