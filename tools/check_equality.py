@@ -66,49 +66,84 @@ class Checkout:
         }
 
 
+def options(draw: random.Random, table: str, share: float) -> str:
+    """Return the options of a table, one a line, each drawn with this share."""
+    return " ".join(line for line in table.strip().splitlines() if draw.random() < share)
+
+
+TRAINING_OPTIONS = """
+--group-query-attention --num-query-groups 2
+--swiglu
+--squared-relu
+--normalization RMSNorm
+--position-embedding-type rope
+--disable-bias-linear
+--untie-embeddings-and-output-weights
+--qk-layernorm
+--hidden-dropout 0 --attention-dropout 0
+--sequence-parallel
+--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+--use-distributed-optimizer
+--recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+--recompute-granularity selective --recompute-modules core_attn mlp layernorm
+--bf16
+--fp16
+--clip-grad 0.1
+--optimizer sgd
+--calculate-per-token-loss
+--label-smoothing 0.1
+--attn-logit-softcapping 20
+--rampup-batch-size 4 4 8
+"""
+PLAN_OPTIONS = """
+--bf16
+--sequence-parallel
+--swiglu
+--normalization RMSNorm
+--group-query-attention --num-query-groups 8
+--use-distributed-optimizer
+--recompute-granularity full --recompute-method block --recompute-num-layers 1
+--recompute-granularity selective --recompute-modules core_attn mlp
+--untie-embeddings-and-output-weights
+--attention-dropout 0 --hidden-dropout 0
+--cpu-offloading-num-layers 1
+--fp8-format hybrid
+--grad-reduce-in-bf16
+"""
+# of one chunk a rank
+SCHEDULES = "auto 1f1b gpipe zb-h1 zb-h2 zb-v v-half v-min dualpipe dualpipe-v breadth-first zb-auto pipedream".split()
+
+
+def pipeline(draw: random.Random, pp: int, chunks: int) -> str:
+    """Return the flags of a pipeline, with a drawn schedule unless it has chunks."""
+    if pp == 1:
+        return ""
+    kind = f"--num-virtual-stages-per-pipeline-rank {chunks}" if chunks > 1 else ""
+    return f"--pipeline-model-parallel-size {pp} " + (kind or f"--pipeline-schedule {draw.choice(SCHEDULES)}")
+
+
 def drawn_grid(draw: random.Random) -> tuple[int, list[str]]:
     """Draw (number of ranks, flags) of a tiny training run; the refusal of some draws by a rule is recorded."""
     tp, pp, dp = draw.choice([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 4, 1)])
     chunks = draw.choice([1, 1, 2]) if pp > 1 else 1
-    layers = pp * chunks * draw.choice([1, 2])
-    flags = f"--num-layers {layers} --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --seq-length 16"
-    flags += " --vocab-size 61"
-    flags += f" --micro-batch-size {draw.choice([1, 2])} --global-batch-size 8 --train-iters 3 --lr 1e-2"
-    flags += " --mock-data --seed 5"
-    flags += f" --log-interval 1 --eval-iters 1 --eval-interval 2 --tensor-model-parallel-size {tp}"
-    flags += f" --pipeline-model-parallel-size {pp}"
-    if chunks > 1:
-        flags += f" --num-virtual-stages-per-pipeline-rank {chunks}"
-    elif pp > 1:
-        schedules = ["auto", "1f1b", "gpipe", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v"]
-        flags += f" --pipeline-schedule {draw.choice([*schedules, 'breadth-first', 'zb-auto', 'pipedream'])}"
-    optional = [
-        "--group-query-attention --num-query-groups 2",
-        "--swiglu",
-        "--squared-relu",
-        "--normalization RMSNorm",
-        "--position-embedding-type rope",
-        "--disable-bias-linear",
-        "--untie-embeddings-and-output-weights",
-        "--qk-layernorm",
-        "--hidden-dropout 0 --attention-dropout 0",
-        "--sequence-parallel",
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-        "--use-distributed-optimizer",
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
-        "--bf16",
-        "--fp16",
-        "--clip-grad 0.1",
-        "--optimizer sgd",
-        "--calculate-per-token-loss",
-        "--label-smoothing 0.1",
-        "--attn-logit-softcapping 20",
-        "--rampup-batch-size 4 4 8",
-    ]
-    for words in optional:
-        if draw.random() < 0.22:
-            flags += f" {words}"
+    flags = (
+        f"--num-layers {pp * chunks * draw.choice([1, 2])} --hidden-size 32 --ffn-hidden-size 48 --seq-length 16 "
+        f"--num-attention-heads 4 --vocab-size 61 --micro-batch-size {draw.choice([1, 2])} --global-batch-size 8 "
+        "--train-iters 3 --lr 1e-2 --mock-data --seed 5 --log-interval 1 --eval-iters 1 --eval-interval 2 "
+        f"--tensor-model-parallel-size {tp} {pipeline(draw, pp, chunks)} {options(draw, TRAINING_OPTIONS, 0.22)}"
+    )
+    return tp * pp * dp, flags.split()
+
+
+def drawn_plan(draw: random.Random) -> tuple[int, list[str]]:
+    """Draw (number of ranks, flags) of a model to plan."""
+    tp, pp, dp = draw.choice([1, 2, 4, 8]), draw.choice([1, 2, 4, 8, 16]), draw.choice([1, 2, 8, 64])
+    flags = (
+        f"--num-layers {pp * draw.choice([2, 4])} --hidden-size {draw.choice([1024, 4096])} --num-attention-heads 16 "
+        f"--seq-length {draw.choice([1024, 4096])} --vocab-size 32000 --micro-batch-size {draw.choice([1, 2])} "
+        f"--global-batch-size {dp * pp * 8} --train-iters 100 --lr 1e-4 --tensor-model-parallel-size {tp} "
+        f"{pipeline(draw, pp, draw.choice([1, 2]))} {options(draw, PLAN_OPTIONS, 0.4)}"
+    )
     return tp * pp * dp, flags.split()
 
 
@@ -163,65 +198,24 @@ def numbers(text: str) -> list[str]:
 
 
 def record_plans(checkout: Checkout) -> list[dict[str, Any]]:
-    draw, found = random.Random(17), []
+    draw, commands = random.Random(17), list[list[str]]()
     for _ in range(NUM_PLANS):
-        tp, pp, dp = draw.choice([1, 2, 4, 8]), draw.choice([1, 2, 4, 8, 16]), draw.choice([1, 2, 8, 64])
-        flags = f"--num-layers {pp * draw.choice([2, 4])} --hidden-size {draw.choice([1024, 4096])}"
-        flags += " --num-attention-heads 16"
-        flags += (
-            f" --seq-length {draw.choice([1024, 4096])} --vocab-size 32000 --micro-batch-size {draw.choice([1, 2])}"
-        )
-        flags += f" --global-batch-size {dp * pp * 8} --train-iters 100 --lr 1e-4 --tensor-model-parallel-size {tp}"
-        flags += f" --pipeline-model-parallel-size {pp}"
-        chunked = pp > 1 and draw.random() < 0.5
-        flags += " --num-virtual-stages-per-pipeline-rank 2" if chunked else ""
-        if pp > 1 and not chunked:
-            schedules = ["auto", "1f1b", "gpipe", "zb-h1", "zb-v", "v-half", "zb-auto", "dualpipe-v"]
-            flags += f" --pipeline-schedule {draw.choice(schedules)}"
-        for extra in (
-            "--bf16",
-            "--sequence-parallel",
-            "--swiglu",
-            "--normalization RMSNorm",
-            "--group-query-attention --num-query-groups 8",
-            "--use-distributed-optimizer",
-            "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-            "--recompute-granularity selective --recompute-modules core_attn mlp",
-            "--untie-embeddings-and-output-weights",
-            "--attention-dropout 0 --hidden-dropout 0",
-            "--cpu-offloading-num-layers 1",
-            "--fp8-format hybrid",
-            "--grad-reduce-in-bf16",
-        ):
-            if draw.random() < 0.4:
-                flags += f" {extra}"
-        words = ["-m", "megapipe", "plan", "--world-size", str(tp * pp * dp), "--ranks-per-node", "8", *flags.split()]
-        ended = checkout.run(*words)
-        found.append({"flags": flags, "code": ended.returncode, "numbers": numbers(ended.stdout)})
+        ranks, flags = drawn_plan(draw)
+        commands.append(["--world-size", str(ranks), "--ranks-per-node", "8", *flags])
     for gpu, count, config in (("h100", 64, "llama3_8b"), ("a100-80", 512, "gpt3_175b"), ("h200", 256, "llama3_70b")):
-        words = [
-            "-m",
-            "megapipe",
-            "plan",
-            "--gpus",
-            str(count),
-            "--gpu",
-            gpu,
-            "--config",
-            f"configs/{config}.yaml",
-            "--json",
-        ]
-        ended = checkout.run(*words)
-        found.append({"search": [gpu, count, config], "code": ended.returncode, "numbers": numbers(ended.stdout)})
+        commands.append(f"--gpus {count} --gpu {gpu} --config configs/{config}.yaml --json".split())
+    found = []
+    for words in commands:
+        ended = checkout.run("-m", "megapipe", "plan", *words)
+        found.append({"flags": " ".join(words), "code": ended.returncode, "numbers": numbers(ended.stdout)})
     return found
 
 
 def record_simulations(checkout: Checkout) -> list[dict[str, Any]]:
     draw, found = random.Random(19), []
-    names = "naive gpipe 1f1b interleaved breadth-first zb-h1 zb-h2 zb-v v-half v-min zb-auto dualpipe dualpipe-v "
-    names += "pipedream pipedream-2bw"
+    names = [*SCHEDULES[1:], "naive", "interleaved", "pipedream-2bw"]
     for _ in range(NUM_SIMULATIONS):
-        name, p = draw.choice(names.split()), draw.choice([2, 4, 8])
+        name, p = draw.choice(names), draw.choice([2, 4, 8])
         words = ["schedule", "simulate", name, "-p", str(p), "-m", str(p * draw.choice([2, 3, 4]))]
         words += ["-v", "2"] if name in ("interleaved", "breadth-first") else []
         words += ["--forward", str(draw.choice([1.0, 1.3])), "--weight-grad", str(draw.choice([1.0, 0.7]))]
@@ -247,6 +241,12 @@ def without_messages(value: Any) -> Any:
     return [without_messages(inner) for inner in value] if isinstance(value, list) else value
 
 
+def entries(record: Any) -> dict[Any, Any]:
+    """The entries of a part of a record by name, or by number."""
+    found = without_messages(record)
+    return found if isinstance(found, dict) else dict(enumerate(found))
+
+
 def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
     failed = False
     for part in PARTS:
@@ -254,18 +254,13 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
             print(f"{part:12} not in both records")
             failed = True
             continue
-        pairs = (
-            [(key, before[part][key], after[part].get(key)) for key in before[part]]
-            if isinstance(before[part], dict)
-            else [
-                (index, one, other) for index, (one, other) in enumerate(zip(before[part], after[part], strict=False))
-            ]
-        )
-        different = [pair for pair in pairs if without_messages(pair[1]) != without_messages(pair[2])]
-        different += [("length", len(before[part]), len(after[part]))] if len(before[part]) != len(after[part]) else []
-        print(f"{part:12} {len(pairs)} compared, {len(different)} different")
-        for key, one, other in different[:5]:
-            print(f"  {key}:\n    before {json.dumps(one)[:600]}\n    after  {json.dumps(other)[:600]}")
+        ours, theirs = entries(before[part]), entries(after[part])
+        names = [*ours, *(name for name in theirs if name not in ours)]
+        different = [name for name in names if ours.get(name) != theirs.get(name)]
+        print(f"{part:12} {len(names)} compared, {len(different)} different")
+        for name in different[:5]:
+            one, other = (json.dumps(found.get(name))[:600] for found in (ours, theirs))
+            print(f"  {name}:\n    before {one}\n    after  {other}")
         failed |= bool(different)
     return int(failed)
 

@@ -14,17 +14,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-import numpy as np
-
 from megapipe.api.config import Config
 from megapipe.api.planning import make_plan
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.groups import build_process_groups
-from megapipe.data.batch import Batch, DocumentRules
-from megapipe.data.dataset import SyntheticDataset
 from megapipe.environment import read_environment
-from megapipe.extras.dry_run.rank import ReadBatch, count_rank, count_step
+from megapipe.extras.dry_run.rank import count_rank, count_step
 from megapipe.extras.dry_run.run import difference_text
+from megapipe.extras.streams.ranks import random_batches
 from megapipe.formatting import bytes_text
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.run_plan import RunPlan
@@ -73,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         measured = measured_peaks(name, num_ranks)
         rank = max(measured, key=lambda rank: measured[rank])
         planned = rank_memory(plan, plan.topology.coordinates(rank).pp_rank).total
-        counted = count_rank(plan, rank, reader(plan), "cpu", in_full=True).peak
+        counted = count_rank(plan, rank, random_batches(plan), "cpu", in_full=True).peak
         cells = [name, *map(bytes_text, (planned, counted, measured[rank]))]
         cells += [difference_text(measured[rank], planned), difference_text(measured[rank], counted)]
         print("| " + " | ".join(cells) + " |", flush=True)
@@ -85,35 +82,9 @@ def plan_of(name: str) -> RunPlan:
     return make_plan(Config.from_flags([*SIZES.split(), *flags.split()]), num_ranks)
 
 
-def reader(plan: RunPlan) -> ReadBatch:
-    """Return a function that reads batches of synthetic data."""
-    micro, seq, vocabulary = (
-        plan.config.training.micro_batch_size,
-        plan.config.model.seq_length,
-        plan.config.model.vocab_size,
-    )
-    assert vocabulary is not None
-    data = SyntheticDataset(10_000, seq, vocabulary, 1)
-
-    def read(dp_rank: int, k: int) -> Batch:
-        ids = tuple(range(k * micro, (k + 1) * micro))
-        return Batch.of(np.stack([data[i] for i in ids]), ids, DocumentRules())
-
-    return read
-
-
 def measured_peaks(name: str, num_ranks: int) -> dict[int, int]:
     """Return the peak of every rank of a case, trained by real processes."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={num_ranks}",
-        "--standalone",
-        __file__,
-        MEASURE,
-        name,
-    ]
+    command = [sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", str(num_ranks), __file__, MEASURE, name]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = [json.loads(line.removeprefix(MARK)) for line in said.splitlines() if line.startswith(MARK)]
     return dict(found)
@@ -125,7 +96,7 @@ def measure(name: str) -> int:
     world = start(read_environment(), "gloo", 600.0, "cpu", facts_of=lambda _: {})
     groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
     with LiveBytes() as live:
-        count, _ = count_step(plan, groups, world.device, live, reader(plan))
+        count, _ = count_step(plan, groups, world.device, live, random_batches(plan))
     sys.stdout.write(f"{MARK}{json.dumps([world.global_rank, count.peak])}\n")
     sys.stdout.flush()
     shutdown(0)

@@ -15,52 +15,34 @@ import json
 import sys
 from pathlib import Path
 
-# library -> (name in the stand-ins of tests/gpu, file, class, function)
-FUNCTIONS = {
-    "transformer_engine": [
-        ("pytorch.Linear.__init__", "pytorch/module/linear.py", "Linear", "__init__"),
-        ("pytorch.Linear.forward", "pytorch/module/linear.py", "Linear", "forward"),
-        ("pytorch.Linear.backward_dw", "pytorch/module/base.py", "TransformerEngineBaseModule", "backward_dw"),
-        ("pytorch.LayerNorm.__init__", "pytorch/module/layernorm.py", "LayerNorm", "__init__"),
-        ("pytorch.LayerNorm.**kwargs", "pytorch/ops/basic/layer_norm.py", "LayerNorm", "__init__"),
-        ("pytorch.RMSNorm.__init__", "pytorch/module/rmsnorm.py", "RMSNorm", "__init__"),
-        ("pytorch.RMSNorm.**kwargs", "pytorch/ops/basic/rmsnorm.py", "RMSNorm", "__init__"),
-        (
-            "pytorch.DotProductAttention.__init__",
-            "pytorch/attention/dot_product_attention/dot_product_attention.py",
-            "DotProductAttention",
-            "__init__",
-        ),
-        (
-            "pytorch.DotProductAttention.forward",
-            "pytorch/attention/dot_product_attention/dot_product_attention.py",
-            "DotProductAttention",
-            "forward",
-        ),
-        ("pytorch.autocast", "pytorch/quantization.py", "", "autocast"),
-        ("pytorch.fp8_autocast", "pytorch/quantization.py", "", "fp8_autocast"),
-        ("pytorch.optimizers.FusedAdam.__init__", "pytorch/optimizers/fused_adam.py", "FusedAdam", "__init__"),
-        ("common.recipe.DelayedScaling.__init__", "common/recipe/__init__.py", "DelayedScaling", ""),
-        ("common.recipe.Float8CurrentScaling.__init__", "common/recipe/__init__.py", "Float8CurrentScaling", ""),
-    ],
-    "flash_attn": [
-        (name, "flash_attn_interface.py", "", name) for name in ("flash_attn_func", "flash_attn_varlen_func")
-    ],
-    "apex": [
-        ("optimizers.FusedAdam.__init__", "optimizers/fused_adam.py", "FusedAdam", "__init__"),
-        (
-            "normalization.fused_layer_norm.fused_layer_norm_affine",
-            "normalization/fused_layer_norm.py",
-            "",
-            "fused_layer_norm_affine",
-        ),
-        (
-            "normalization.fused_layer_norm.fused_rms_norm_affine",
-            "normalization/fused_layer_norm.py",
-            "",
-            "fused_rms_norm_affine",
-        ),
-    ],
+# library -> a line for each function: its name in the stand-ins of tests/gpu, its file, and `function`,
+# `Class.function` or, of a dataclass, `Class.`
+TABLE = {
+    "transformer_engine": """
+pytorch.Linear.__init__ pytorch/module/linear.py Linear.__init__
+pytorch.Linear.forward pytorch/module/linear.py Linear.forward
+pytorch.Linear.backward_dw pytorch/module/base.py TransformerEngineBaseModule.backward_dw
+pytorch.LayerNorm.__init__ pytorch/module/layernorm.py LayerNorm.__init__
+pytorch.LayerNorm.**kwargs pytorch/ops/basic/layer_norm.py LayerNorm.__init__
+pytorch.RMSNorm.__init__ pytorch/module/rmsnorm.py RMSNorm.__init__
+pytorch.RMSNorm.**kwargs pytorch/ops/basic/rmsnorm.py RMSNorm.__init__
+pytorch.DotProductAttention.__init__ {attention} DotProductAttention.__init__
+pytorch.DotProductAttention.forward {attention} DotProductAttention.forward
+pytorch.autocast pytorch/quantization.py autocast
+pytorch.fp8_autocast pytorch/quantization.py fp8_autocast
+pytorch.optimizers.FusedAdam.__init__ pytorch/optimizers/fused_adam.py FusedAdam.__init__
+common.recipe.DelayedScaling.__init__ common/recipe/__init__.py DelayedScaling.
+common.recipe.Float8CurrentScaling.__init__ common/recipe/__init__.py Float8CurrentScaling.
+""".format(attention="pytorch/attention/dot_product_attention/dot_product_attention.py"),
+    "flash_attn": """
+flash_attn_func flash_attn_interface.py flash_attn_func
+flash_attn_varlen_func flash_attn_interface.py flash_attn_varlen_func
+""",
+    "apex": """
+optimizers.FusedAdam.__init__ optimizers/fused_adam.py FusedAdam.__init__
+normalization.fused_layer_norm.fused_layer_norm_affine normalization/fused_layer_norm.py fused_layer_norm_affine
+normalization.fused_layer_norm.fused_rms_norm_affine normalization/fused_layer_norm.py fused_rms_norm_affine
+""",
 }
 Parameter = tuple[str, str, str | None]  # name, kind as in inspect.Parameter, default as written
 
@@ -111,10 +93,11 @@ def main() -> None:
     for argument in sys.argv[1:]:
         library, version, folder = argument.split("=")
         found = table.setdefault(library, {})[version] = {}
-        for name, file, class_name, function_name in FUNCTIONS[library]:
+        for line in TABLE[library].strip().splitlines():
+            name, file, place = line.split()
+            class_name, _, function_name = place.rpartition(".")
             found[name] = signature(Path(folder) / library / file, class_name, function_name)
-    lines = json.dumps(table, indent=1)
-    print(lines)
+    print(json.dumps(table, indent=1))
 
 
 if __name__ == "__main__":

@@ -29,13 +29,13 @@ from megapipe.config.parallel import strategy_of  # noqa: E402
 from megapipe.errors import ConfigError  # noqa: E402
 from megapipe.extras.dry_run.rank import count_rank  # noqa: E402
 from megapipe.extras.dry_run.run import difference_text  # noqa: E402
+from megapipe.extras.streams.ranks import random_batches  # noqa: E402
 from megapipe.formatting import bytes_text  # noqa: E402
 from megapipe.plan.hardware import hardware_named  # noqa: E402
 from megapipe.plan.memory import RankMemory, all_rank_memory  # noqa: E402
 from megapipe.plan.run_plan import RunPlan  # noqa: E402
 from megapipe.plan.step_time import predict_step  # noqa: E402
 from megapipe.topology import all_coordinates  # noqa: E402
-from tests.extras.dry_run.grids import read_for  # noqa: E402
 from tools.write_flags_page import markdown_table  # noqa: E402
 
 SOURCE, PAGE = REPOSITORY / "tools" / "recipes.yaml", REPOSITORY / "docs" / "recipes.md"
@@ -152,7 +152,7 @@ def gib_text(memory: RankMemory) -> str:
 
 def difference_cell(plan: RunPlan, rank: int, memory: RankMemory) -> str:
     """Return the difference of the dry run from the plan."""
-    return difference_text(memory.total, count_rank(plan, rank, read_for(plan)).peak)
+    return difference_text(memory.total, count_rank(plan, rank, random_batches(plan)).peak)
 
 
 def shipped_rows() -> list[tuple[str, ...]]:
