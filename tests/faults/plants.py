@@ -1,11 +1,10 @@
-"""Faults inside a training rank, injected on request: a NaN, an unreadable data set, a flipped bit, slowness."""
+"""Faults of a training rank: a NaN, an unreadable data set, a flipped bit, slowness; and a damaged checkpoint."""
 
 from __future__ import annotations
 
 import errno
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,16 @@ from megapipe.data_parallel.copies import raw_bytes
 from megapipe.model.block import Block
 from megapipe.train.step import TrainStep
 
-ORDER = "order"
 
+def pause(seconds: float) -> None:
+    """Make each step of this rank take so much longer."""
+    run = TrainStep.run
 
-def order(folder: Path, kind: str, rank: int) -> None:
-    """Request that the armed rank injects a fault when its next step begins."""
-    temporary = folder / f"{ORDER}.part"
-    temporary.write_text(f"{kind} {rank}")
-    os.replace(temporary, folder / ORDER)
+    def paused(self: TrainStep, *arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return run(self, *arguments, **named)
 
-
-def arm(rank: int, folder: Path, pause_seconds: float = 0.0) -> None:
-    """Make this rank carry out the requests in `folder`. pause_seconds: added to every step."""
-    launch, path = TrainStep.run, folder / ORDER
-
-    def launched(self: TrainStep, *arguments: Any, **named: Any) -> bool:
-        time.sleep(pause_seconds)
-        try:
-            kind, victim = path.read_text().split()
-        except FileNotFoundError:
-            return launch(self, *arguments, **named)
-        if int(victim) == rank:
-            path.unlink()
-            PLANTS[kind](self)
-        return launch(self, *arguments, **named)
-
-    TrainStep.run = launched  # type: ignore[method-assign]
+    TrainStep.run = paused  # type: ignore[method-assign]
 
 
 def nan_in_one_microbatch(step: TrainStep) -> None:
@@ -84,10 +67,3 @@ def damage_newest(save: Path) -> None:
         byte = file.read(1)
         file.seek(saved.start + 5)
         file.write(bytes([byte[0] ^ 16]))
-
-
-PLANTS: dict[str, Callable[[TrainStep], None]] = {
-    "nan": nan_in_one_microbatch,
-    "loader": unreadable_data,
-    "flip": flipped_bit,
-}

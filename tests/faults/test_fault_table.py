@@ -239,7 +239,7 @@ def test_a_kill_under_the_launcher_ends_all_ranks_and_the_next_start_ends_like_a
     flags = (
         f"{TINY} {FLAGS} --save {save} --hang-timeout-seconds 30".split()
     )  # a busy machine imports for seconds in the first step
-    with launch(tmp_path, NUM_RANKS, str(tmp_path), PAUSE_SECONDS, *flags, script=SCRIPT) as command:
+    with launch(tmp_path, NUM_RANKS, PAUSE_SECONDS, *flags, script=SCRIPT) as command:
         command.wait_for(f"step {STRUCK_STEP - 1:2}/{NUM_STEPS}")
         ranks = command.ranks()
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Checkpoints across fourteen layouts of up to eight ranks.
+"""Checkpoints across fifteen layouts of up to eight ranks.
 
 A checkpoint of any layout loads bit-identically on any other, and training continues.
 """
@@ -51,6 +51,10 @@ LAYOUTS: dict[str, Layout] = {
     "tp4_dp2_zero_more_padding": (8, {TP: 4, "make_vocab_size_divisible_by": 32} | ZERO),
     "pp2_dp2_zero3": (4, {PP: 2} | ZERO3),
     "cp2_dp2_zero": (4, {"context_parallel_size": 2} | ZERO),
+    "tp2_dp4_instances2_zero3": (
+        8,
+        {TP: 2, "sequence_parallel": True, "num_distributed_optimizer_instances": 2, "global_batch_size": 8} | ZERO3,
+    ),
 }
 MODEL: dict[str, Any] = {
     "num_layers": 8,

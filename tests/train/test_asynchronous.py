@@ -78,32 +78,8 @@ def test_a_run_resumed_halfway_equals_an_uninterrupted_one(
         assert all(torch.equal(again_tensors[name], values) for name, values in tensors.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "batch", "says"),
-    [
-        (
-            "pipedream",
-            8,
-            (
-                "8 updates in a step of 8 microbatches, every stage at its own time, "
-                "4 to 1 versions of the weights on a rank"
-            ),
-        ),
-        (
-            "pipedream-2bw",
-            8,
-            "2 updates in a step of 8 microbatches, every stage at its own time, 2 versions of the weights on a rank",
-        ),
-        (
-            "pipedream-2bw",
-            4,
-            "1 update in a step of 4 microbatches, every stage at its own time, 1 version of the weights on a rank",
-        ),
-    ],
-)
-def test_the_plan_says_that_it_is_not_synchronous(name: str, batch: int, says: str) -> None:
-    changes = PP2 | {"pipeline_model_parallel_size": 4, "global_batch_size": batch}
-    text = plan_text(resolve(tiny(**changes, pipeline_schedule=name), 4))
-    assert f"NOT synchronous: {says}; one process would train something else" in text
-    assert ("a single update a step trains as 1f1b does" in text) == (batch == 4)
+def test_the_plan_says_that_it_is_not_synchronous() -> None:
+    changes = PP2 | {"pipeline_model_parallel_size": 4, "global_batch_size": 8}
+    text = plan_text(resolve(tiny(**changes, pipeline_schedule="pipedream"), 4))
+    assert "NOT synchronous: 8 updates in a step" in text and "4 to 1 versions of the weights" in text
     assert "NOT" not in plan_text(resolve(tiny(**changes, pipeline_schedule="1f1b"), 4))

@@ -1,4 +1,4 @@
-"""Checkpoints of mixtures of experts: any (ep, etp, tp, pp, dp) loads what any other saved, bit by bit."""
+"""Checkpoints of mixtures with a predicting module: any (ep, etp, tp, pp, dp) loads bit by bit what any other saved."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ EXPERTS: dict[str, Any] = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.05,
+    "mtp_num_layers": 1,
+    "position_embedding_type": "rope",
 }
 LAYOUTS: dict[str, Layout] = {
     "one": (1, EXPERTS),

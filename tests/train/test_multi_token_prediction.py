@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.data.batch import Batch, DocumentRules
-from tests.harness import RankPool
-from tests.train.jobs import job, job_on_rank
-
-Pools = Callable[[int], RankPool]
+from tests.train.jobs import job
 
 ROPE = "--position-embedding-type rope --hidden-dropout 0 --attention-dropout 0 --train-iters 4"
 MTP = f"{ROPE} --mtp-num-layers 2"
-EXPERTS = "--num-experts 4 --disable-bias-linear --moe-layer-freq [0]*3+[1] --moe-router-score-function sigmoid"
 EOD = 9
 
 
@@ -49,33 +43,6 @@ def test_losses_of_modules_are_reported_apart_from_the_loss(tmp_path: Path) -> N
     for record in found["with"]:  # steps and evaluations
         assert len(record["mtp_losses"]) == 2 and all(3 < loss < 5 for loss in record["mtp_losses"])
     assert all("mtp_losses" not in record for record in found["without"])
-
-
-@pytest.mark.parametrize("model", ["dense", "experts"])
-def test_a_checkpoint_continues_on_another_grid(model: str, tmp_path: Path, rank_pools: Pools) -> None:
-    untied = "--untie-embeddings-and-output-weights" if model == "dense" else EXPERTS
-    flags = f"{MTP} {untied} --fp64 --adam-eps 1e-3 --use-distributed-optimizer"
-    (whole := tmp_path / "whole").mkdir()
-    expected = [record["loss"] for record in run(whole, flags.replace("--use-distributed-optimizer", ""))]
-    saved, first, second = tmp_path / "saved", tmp_path / "first", tmp_path / "second"
-    first.mkdir(), second.mkdir()
-    ep = "" if model == "dense" else "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
-    grids = (
-        (4, first, f"--pipeline-model-parallel-size 2 {ep} --exit-interval 2 --save {saved}"),
-        (
-            4,
-            second,
-            "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
-            f"--pipeline-schedule zb-v {ep} --load {saved}",
-        ),
-    )
-    for world, folder, grid in grids:
-        for _, kind, text in rank_pools(world).run(
-            job_on_rank, f"{flags} {grid} --metrics-file {folder}/metrics.jsonl"
-        ):
-            assert not kind, text
-    found = [record["loss"] for folder in (first, second) for record in records(folder)]
-    assert found == pytest.approx(expected, rel=1e-10)
 
 
 def test_another_number_of_modules_is_refused_and_another_factor_is_not(tmp_path: Path) -> None:

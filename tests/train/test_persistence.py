@@ -23,7 +23,6 @@ from megapipe.train.state import Schedules, TrainingState
 from tests.harness import RankPool
 from tests.train.runs import differences, runtime_of, save, scramble, state_of
 
-ALL = ("master", "exp_avg", "exp_avg_sq")
 Pools = Callable[[int], RankPool]
 # of a run that began there, so that the position fits batches of any size
 STATE = TrainingState(step=7, consumed_samples=56, consumed_tokens=448, skipped_steps=1, since=(7, 56))
@@ -48,90 +47,6 @@ def load_and_compare(
     resumed = load(runtime, Path(root))
     has_runs = runtime.optimizer.plain_state()["num_steps"]
     return differences(runtime, keys), resumed.state, has_runs
-
-
-GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one_rank_bf16": (1, {"dtype": "bf16"}),
-    "tp2_pp2_bf16": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "dtype": "bf16"}),
-    "pp2_chunks2_dp2_zero_bf16": (
-        4,
-        {
-            "pipeline_model_parallel_size": 2,
-            "num_virtual_stages_per_pipeline_rank": 2,
-            "use_distributed_optimizer": True,
-            "dtype": "bf16",
-            "ddp_bucket_size": 500,
-        },
-    ),
-    "pp2_two_directions_dp2_zero_bf16": (
-        4,
-        {
-            "pipeline_model_parallel_size": 2,
-            "pipeline_schedule": "dualpipe",
-            "global_batch_size": 16,
-            "use_distributed_optimizer": True,
-            "dtype": "bf16",
-            "ddp_bucket_size": 500,
-        },
-    ),
-    "pp2_units2_dp2_zero3_bf16": (
-        4,
-        {
-            "pipeline_model_parallel_size": 2,
-            "data_parallel_sharding_strategy": "optim_grads_params",
-            "data_parallel_sharding_units": 2,
-            "dtype": "bf16",
-            "ddp_bucket_size": 500,
-        },
-    ),
-    "tp2_dp4_instances2_zero3": (
-        8,
-        {
-            "tensor_model_parallel_size": 2,
-            "sequence_parallel": True,
-            "global_batch_size": 8,
-            "data_parallel_sharding_strategy": "optim_grads_params",
-            "num_distributed_optimizer_instances": 2,
-            "data_parallel_sharding_units": 2,
-        },
-    ),
-    "tp4_shared_kv_heads_untied": (
-        4,
-        {"tensor_model_parallel_size": 4, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("world", "changes"), GRIDS.values(), ids=GRIDS.keys())
-def test_the_same_grid_loads_every_bit(rank_pools: Pools, tmp_path: Path, world: int, changes: dict[str, Any]) -> None:
-    rank_pools(world).run(save_scrambled, str(tmp_path), changes)
-    for found, state, num_steps in rank_pools(world).run(load_and_compare, str(tmp_path), changes, ALL):
-        assert (found, state, num_steps) == ([], STATE, 6)
-
-
-OTHERS = {
-    "pp2_chunks2_dp2_zero_to_tp2": (
-        GRIDS["pp2_chunks2_dp2_zero_bf16"],
-        (2, {"tensor_model_parallel_size": 2, "dtype": "bf16", "make_vocab_size_divisible_by": 32}),
-    ),
-    "one_rank_to_instances_of_zero3": (
-        (1, {"make_vocab_size_divisible_by": 8}),
-        GRIDS["tp2_dp4_instances2_zero3"],
-    ),
-    "tp4_fp32_to_dp2_zero_bf16": (
-        (4, {"tensor_model_parallel_size": 4, "num_query_groups": 2, "make_vocab_size_divisible_by": 32}),
-        (2, {"num_query_groups": 2, "use_distributed_optimizer": True, "dtype": "bf16", "ddp_bucket_size": 700}),
-    ),
-}
-
-
-@pytest.mark.parametrize(("writer", "reader"), OTHERS.values(), ids=OTHERS.keys())
-def test_another_grid_loads_the_same_global_tensors(
-    rank_pools: Pools, tmp_path: Path, writer: Any, reader: Any
-) -> None:
-    rank_pools(writer[0]).run(save_scrambled, str(tmp_path), writer[1])
-    for found, state, num_steps in rank_pools(reader[0]).run(load_and_compare, str(tmp_path), reader[1], ALL):
-        assert (found, state, num_steps) == ([], STATE, 6)
 
 
 def saved_keys(root: Path) -> set[str]:
