@@ -1,8 +1,8 @@
 """Settings that Megatron-Core derives from flags, beside those that megapipe derives from the same flags.
 
 fixtures/megatron_settings/settings.jsonl.xz has the settings of Megatron 0.19.2 for 1,000 random sets of flags, written
-by make_with_megatron.py beside it. megatron_settings.tsv says where each of them is in a plan; `NOT_COMPARED` names those
-that have no counterpart, with the reason, and megatron_differences.tsv those that differ on purpose.
+by make_with_megatron.py beside it. megatron_settings.tsv says where each of them is in a plan; `NOT_COMPARED` names
+those that have no counterpart, with the reason, and megatron_differences.tsv those that differ on purpose.
 `python -m tests.config.megatron_settings` writes the table of docs/migrate.md again.
 """
 
