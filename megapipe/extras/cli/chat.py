@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError, DataError
 from megapipe.extras.cli.frame import command, option
-from megapipe.extras.cli.inference import CHECKPOINT_OPTIONS, GRID_OPTIONS, SAMPLING_OPTIONS, SavedModel, open_model
+from megapipe.extras.cli.inference import CHECKPOINT_OPTIONS, GRID_OPTIONS, SAMPLING_OPTIONS, model_asked
+from megapipe.extras.inference.saved_model import SavedModel, open_model
 from megapipe.tokenizers.chat import ChatTokenizer
 from megapipe.tokenizers.hugging_face import optional_package
 from megapipe.tokenizers.tokenizer import end_tokens
@@ -64,7 +65,7 @@ def chat(own: argparse.Namespace, environment: Environment) -> None:
     """
     if environment.world_size > 1:
         raise ConfigError(f"megapipe chat runs on one process, not on {environment.world_size}; use megapipe serve")
-    model = open_model(own, environment, micro_batch_size=1, takes_newest=True)
+    model = open_model(model_asked(own, environment), environment, micro_batch_size=1, takes_newest=True)
     chats, reason = model.chat_tokenizer()
     from megapipe.extras.inference.generate import Sampling
 
@@ -164,7 +165,7 @@ def serve(own: argparse.Namespace, environment: Environment) -> None:
         raise ConfigError("--token is empty; give the text that requests must send, or leave it out")
     if own.token is None and own.host not in ("127.0.0.1", "localhost", "::1"):
         raise ConfigError(f"--host {own.host} lets other machines use the model; give a --token that they must send")
-    model = open_model(own, environment, micro_batch_size=1, takes_newest=True)
+    model = open_model(model_asked(own, environment), environment, micro_batch_size=1, takes_newest=True)
     tokenizer, chats = model.required_tokenizer(), model.chat_tokenizer()[0]
     model.tell_copies()
     listener = None

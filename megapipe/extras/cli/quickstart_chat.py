@@ -69,11 +69,12 @@ def finetune_and_export(folder: Path, base: Path, step: int, launched: Sequence[
 def exchange(words: Sequence[str]) -> str:
     """Write the answer of `megapipe chat` to QUESTION, and return it. Raises TrainingError if it does not end."""
     from megapipe.extras.cli import chat as command
-    from megapipe.extras.cli.inference import open_model
+    from megapipe.extras.cli.inference import model_asked
     from megapipe.extras.inference.generate import Sampling
+    from megapipe.extras.inference.saved_model import open_model
 
-    own = command.chat.parse(words)
-    model = open_model(own, read_environment(), micro_batch_size=1)
+    environment = read_environment()
+    model = open_model(model_asked(command.chat.parse(words), environment), environment, micro_batch_size=1)
     dialog = command.Dialog(model, Sampling(temperature=0.0), MOST_ANSWER_TOKENS)
     text, is_ended = dialog.answer(QUESTION)
     if not is_ended:

@@ -15,8 +15,9 @@ from megapipe.checkpoint.folder import CheckpointFolder
 from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import Command
-from megapipe.extras.cli.inference import MODEL_OPTIONS, SavedModel, evaluate, generate, open_model
+from megapipe.extras.cli.inference import MODEL_OPTIONS, evaluate, generate, model_asked
 from megapipe.extras.inference import session
+from megapipe.extras.inference.saved_model import SavedModel, open_model
 from tests.train.jobs import job
 
 
@@ -29,7 +30,8 @@ def trained(root: Path, flags: str) -> Path:
 def opened(root: Path, *flags: str) -> SavedModel:
     command = Command("test", MODEL_OPTIONS, lambda own: None)
     own = command.parse(["--load", str(root), "--device", "cpu", *flags])
-    return open_model(own, read_environment({}), micro_batch_size=1)
+    environment = read_environment({})
+    return open_model(model_asked(own, environment), environment, micro_batch_size=1)
 
 
 def test_a_tokenizer_given_by_flags_does_not_change_the_vocabulary(
