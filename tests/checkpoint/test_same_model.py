@@ -16,14 +16,15 @@ from megapipe.checkpoint.manifest import MANIFEST_NAME, SavedFile
 from megapipe.config.changes import FUNCTION, classes
 from megapipe.config.config import fields_by_key
 from megapipe.config.model import ModelConfig
+from megapipe.config.options import ConfigField
 from megapipe.train.loading import load
 from megapipe.train.state import Schedules, TrainingState
 from tests.checkpoint.conftest import RUN
 from tests.checkpoint.layouts import newest
+from tests.config.examples import has_values
 from tests.train.jobs import job
 from tests.train.runs import runtime_of, save
 
-# a model in which every option has an effect, and another value of each
 MODEL = ModelConfig(
     num_layers=4,
     num_query_groups=2,
@@ -34,87 +35,25 @@ MODEL = ModelConfig(
     window_size=16,
     add_bias_linear=False,
 )
-OTHER: dict[str, Any] = {
-    "num_layers": 3,
-    "mtp_num_layers": 2,
-    "hidden_size": 64,
-    "ffn_hidden_size": 72,
-    "num_attention_heads": 2,
-    "num_query_groups": 4,
-    "kv_channels": 16,
-    "vocab_size": 31,
-    "position_embedding_type": "none",
-    "rotary_base": 500000.0,
-    "rotary_percent": 0.5,
-    "rope_scaling_type": "linear",
-    "rope_scaling_factor": 4.0,
-    "rope_original_max_position_embeddings": 4096,
-    "yarn_beta_fast": 16.0,
-    "yarn_beta_slow": 2.0,
-    "yarn_mscale": 0.7,
-    "yarn_mscale_all_dim": 1.0,
-    "normalization": "RMSNorm",
-    "norm_position": "after",
-    "norm_epsilon": 1e-6,
-    "layernorm_zero_centered_gamma": True,
-    "activation": "gelu",
-    "add_bias_linear": True,
-    "add_qkv_bias": True,
-    "untie_embeddings_and_output_weights": True,
-    "embedding_scale": 2.0,
-    "residual_scale": 0.5,
-    "logits_scaling": 4.0,
-    "qk_layernorm": False,
-    "qk_layernorm_scope": "projection",
-    "qk_layernorm_after_rope": True,
-    "attention_output_gate": True,
-    "qk_l2_norm": True,
-    "yarn_query_scale": 0.1,
-    "window_size": 8,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "softmax_scale": 0.1,
-    "attention_kind": "of an extension",
-    "multi_latent_attention": True,
-    "softmax_type": "learnable",
-    "activation_func_clamp_value": 7.0,
-    "glu_linear_offset": 1.0,
-    "yarn_correction_range_round_to_int": False,
-}
-OF_LATENT = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 32,
-    "qk_pos_emb_head_dim": 16,
-    "v_head_dim": 48,
-    "latent_norm_epsilon": 1e-6,
-}
-OF_EXPERTS = {
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 40,
-    "moe_shared_expert_intermediate_size": 24,
-    "moe_shared_expert_gate": True,
-    "moe_router_topk": 1,
-    "moe_router_score_function": "sigmoid",
-    "moe_router_pre_softmax": True,
-    "moe_router_topk_scaling_factor": 2.5,
-    "moe_router_num_groups": 2,
-    "moe_router_group_topk": 2,
-    "moe_router_enable_expert_bias": True,
-    "moe_router_group_score_topk": 2,
-    "moe_router_norm_topk_prob": False,
-    "moe_apply_probs_on_input": True,
-}
-OF_NOPE = {"nope_query_scale": 0.5, "nope_query_scale_length": 3}
-OF_LLAMA3 = {"rope_low_freq_factor": 2.0, "rope_high_freq_factor": 8.0}
-SIZES_FOLLOW = (
-    "num_attention_heads",
-    "hidden_size",
-    "kv_channels",
-    "multi_latent_attention",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "moe_router_num_groups",
+# in one of them each option has an effect
+BASES = (
+    MODEL,
+    replace(MODEL, rope_scaling_type="llama3"),
+    replace(MODEL, position_embedding_type="none", nope_query_scale=0.1),
+    replace(MODEL, num_experts=8, moe_router_num_groups=4),
+    replace(MODEL, multi_latent_attention=True, num_query_groups=None),
+)
+# token mixers have their own test: tests/test_mixer.py
+COMPARED = [
+    key.removeprefix("model.")
+    for key, kind in classes().items()
+    if kind == FUNCTION and key.removeprefix("model.") not in (*OF_EACH_LAYER, "attention_options")
+]
+# other options follow from these
+FOLLOWED = (
+    *("num_attention_heads", "hidden_size", "ffn_hidden_size", "kv_channels", "norm_epsilon", "yarn_mscale_all_dim"),
+    *("multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim", "num_experts"),
+    *("moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"),
 )
 LAYERS = {
     "window_attn_skip_freq": ("2", "--window-size: 16 in the checkpoint, null here (layers 1, 3)"),
@@ -123,30 +62,25 @@ LAYERS = {
 }
 
 
-def test_every_option_of_the_function_is_compared() -> None:
-    assert {key.removeprefix("model.") for key, kind in classes().items() if kind == FUNCTION} == {
-        *OTHER,
-        *OF_NOPE,
-        *OF_LLAMA3,
-        *OF_EXPERTS,
-        *OF_LATENT,
-        *OF_EACH_LAYER,
-        "attention_options",  # of token mixers: tests/test_mixer.py
-    }
+def another(field: ConfigField, value: Any) -> Any:
+    """Return a value that differs."""
+    if not has_values(field):
+        return "of an extension"
+    if field.option.choices:
+        return next(choice for choice in field.option.choices if choice != value)
+    return not value if field.kind.scalar is bool else 2 * value if value else 2
 
 
-@pytest.mark.parametrize("name", [*OTHER, *OF_NOPE, *OF_LLAMA3, *OF_EXPERTS, *OF_LATENT])
+@pytest.mark.parametrize("name", COMPARED)
 def test_an_option_that_changes_the_function_is_found_with_both_values(name: str) -> None:
-    saved = replace(MODEL, rope_scaling_type="llama3") if name in OF_LLAMA3 else MODEL
-    saved = replace(MODEL, position_embedding_type="none", nope_query_scale=0.1) if name in OF_NOPE else saved
-    saved = replace(MODEL, num_experts=8) if name in OF_EXPERTS else saved
-    saved = replace(MODEL, multi_latent_attention=True, num_query_groups=None) if name in OF_LATENT else saved
-    value = (OTHER | OF_NOPE | OF_LLAMA3 | OF_EXPERTS | OF_LATENT)[name]
-    found = list(model_differences(saved, replace(saved, **{name: value})))
-    flag = fields_by_key()[f"model.{name}"].main_flag
-    assert len(found) == 1 or name in SIZES_FOLLOW, found
-    assert any(line.startswith(f"{flag}: ") for line in found), found
-    assert list(model_differences(saved, saved)) == []
+    field = fields_by_key()[f"model.{name}"]
+    found = []
+    for saved in BASES:
+        changed = replace(saved, **{name: another(field, getattr(saved, name))})
+        found.append([line for line in model_differences(saved, changed) if line.startswith(f"{field.main_flag}: ")])
+        assert name in FOLLOWED or list(model_differences(saved, changed)) == found[-1]
+        assert list(model_differences(saved, saved)) == []
+    assert any(found)
 
 
 @pytest.mark.parametrize("name", LAYERS)
