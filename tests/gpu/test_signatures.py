@@ -134,24 +134,6 @@ def test_the_libraries_take_what_the_adapters_give(library: str, version: str) -
     assert set(seen) == {name for name in TABLE[library][version] if "**" not in name and name != OLD}
 
 
-@pytest.mark.parametrize(("library", "version"), VERSIONS)
-def test_stubs_have_the_parameters_and_defaults_of_the_libraries(library: str, version: str) -> None:
-    """A stub may lack parameters, but has none that the library lacks, and no default where the library has none."""
-    table = TABLE[library][version]
-    with checked(library, version):
-        for name, parameters in table.items():
-            if "**" in name or name == OLD:
-                continue
-            *place, attribute = name.split(".")
-            owner = functools.reduce(getattr, place, importlib.import_module(library))
-            known = {each: default for each, _, default in [*passed_on(table, name), *parameters]}
-            ours = inspect.signature(getattr(owner, attribute)).parameters
-            for parameter in ours.values():
-                assert parameter.name in known, f"{library} {version}: {name} takes no {parameter.name}"
-                if parameter.default is not inspect.Parameter.empty:
-                    assert known[parameter.name] is not None, f"{name}: {parameter.name} has no default"
-
-
 @pytest.mark.parametrize(("version", "takes_it"), [("2.9.0", False), ("2.20.2", True)])
 def test_a_soft_cap_goes_to_versions_of_transformer_engine_that_have_it(
     version: str, takes_it: bool, monkeypatch: pytest.MonkeyPatch
@@ -183,25 +165,6 @@ def test_a_soft_cap_needs_a_flash_attn_that_has_it(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(library, "flash_attn_func", lambda q, k, v, dropout_p=0.0, causal=False: q)  # before 2.6
         with pytest.raises(ConfigError, match="has no soft-cap"):
             FlashAttention().attention(shape)
-
-
-@pytest.mark.parametrize(("library", "version"), VERSIONS)
-def test_an_argument_that_a_library_does_not_take_is_found(
-    library: str, version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each keyword argument of the adapters in turn is one that the library lacks."""
-    table = TABLE[library][version]
-    with checked(library, version) as seen:
-        call_all(library)
-    for name, given in seen.items():
-        for argument in given:
-            with monkeypatch.context() as patch:
-                for key in (name, name.replace("__init__", "**kwargs")):
-                    if key in table:
-                        patch.setitem(table, key, [row for row in table[key] if row[0] not in (argument, "kwargs")])
-                with checked(library, version), pytest.raises(TypeError, match=f"'{argument}'"):
-                    call_all(library)
-    assert library == "apex" or sum(map(len, seen.values())) >= 5
 
 
 class Misspelt(TransformerEngine):

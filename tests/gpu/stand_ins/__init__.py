@@ -1,7 +1,7 @@
 """Small stubs of libraries that need a GPU: the same package names and documented signatures, computed by torch.
 
-They let the adapters in megapipe/gpu run on a CPU. Signatures are those of Transformer Engine 2.x, apex (2024) and
-flash-attn 2.8; a stub refuses unknown arguments. `installed()` puts them on the path.
+They let the adapters in megapipe/gpu run on a CPU. `installed()` puts them on the path. test_signatures.py binds what
+the adapters give them to the signatures of the libraries.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,7 @@ def flash_attn_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    **others: Any,
 ) -> Tensor:
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert q.shape[2] % k.shape[2] == 0
@@ -53,7 +52,7 @@ def flash_attn_varlen_func(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
-    deterministic: bool = False,
+    **others: Any,
 ) -> Tensor:
     """Run each document of q, k, v [tokens, heads, d] separately."""
     assert cu_seqlens_q.dtype == torch.int32

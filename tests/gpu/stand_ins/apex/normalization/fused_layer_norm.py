@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def fused_layer_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    normalized_shape: torch.Size,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
+def fused_layer_norm_affine(input: Tensor, weight: Tensor, bias: Tensor, shape: torch.Size, eps: float) -> Tensor:
     wide = torch.promote_types(input.dtype, torch.float32)
-    return F.layer_norm(input.to(wide), tuple(normalized_shape), weight.to(wide), bias.to(wide), eps).to(input.dtype)
+    return F.layer_norm(input.to(wide), tuple(shape), weight.to(wide), bias.to(wide), eps).to(input.dtype)
 
 
-def fused_rms_norm_affine(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    normalized_shape: torch.Size,
-    eps: float = 1e-6,
-    memory_efficient: bool = False,
-) -> torch.Tensor:
+def fused_rms_norm_affine(input: Tensor, weight: Tensor, shape: torch.Size, eps: float) -> Tensor:
     wide = torch.promote_types(input.dtype, torch.float32)
-    return F.rms_norm(input.to(wide), tuple(normalized_shape), weight.to(wide), eps).to(input.dtype)
+    return F.rms_norm(input.to(wide), tuple(shape), weight.to(wide), eps).to(input.dtype)

@@ -18,24 +18,14 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
+        **others: Any,
     ) -> None:
         assert adam_w_mode
         assert bias_correction
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: None = None,
-        grads: None = None,
-        output_params: None = None,
-        scale: None = None,
-        grad_norms: None = None,
-    ) -> None:
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             beta1, beta2 = group["betas"]

@@ -31,17 +31,7 @@ class Float8CurrentScaling:
         return False
 
 
-@dataclass
-class Float8BlockScaling:
-    fp8_format: Format = Format.E4M3
-
-    def delayed(self) -> bool:
-        return False
+class Float8BlockScaling(Float8CurrentScaling): ...
 
 
-@dataclass
-class MXFP8BlockScaling:
-    fp8_format: Format = Format.E4M3
-
-    def delayed(self) -> bool:
-        return False
+class MXFP8BlockScaling(Float8CurrentScaling): ...
