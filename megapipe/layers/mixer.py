@@ -1,11 +1,9 @@
-"""`MixerTable`: the branch of a token mixer of an extension, from what its module declares (`model.mixer.Mixer`)."""
+"""`Declared`: what the module of a token mixer of an extension declares (`model.mixer.Mixer`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
-from megapipe.layers.branch import Branch
 from megapipe.sharding.spec import ParamSpec
 
 
@@ -26,20 +24,3 @@ class Declared:
     def widths(self, tp: int) -> dict[str, int]:
         """Return the widths of its linears on one of tp ranks, for messages."""
         return {f"width of {name} / tp": own.shape[own.slicing.dim or 0] // tp for name, own in self.linears.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class MixerTable(Branch):
-    """The branch of one transformer layer with a token mixer, its norms included."""
-
-    site = "mixer"
-    recompute_modules = ("core_attn",)
-
-    @cached_property
-    def declared(self) -> Declared:
-        found: Declared = self.model.mixer_kind.module.declare(self.model)
-        return found
-
-    def flops_per_token(self, seq_length: int, causal: bool) -> float:
-        """Return the forward FLOPs between its linears, per token."""
-        return self.declared.flops

@@ -1,4 +1,4 @@
-"""`ModelSpec`: the parts of a model, which need not be alike from layer to layer; `stage_parameters`: those of a stage;
+"""`ModelSpec`: the layers of a model, each a `LayerSpec`; `stage_parameters`: the parameters of a stage;
 `rank_shape`: the options of a configuration that traces of its layers depend on.
 """
 
@@ -13,46 +13,33 @@ from megapipe.config.layers import LayerConfig, layer_configs, why_masked
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.dtypes import FP8_BLOCKS
-from megapipe.layers.attention import AttentionTable
-from megapipe.layers.branch import Branch
-from megapipe.layers.ends import EmbeddingTable, HeadTable
-from megapipe.layers.latent_attention import LatentAttentionTable
 from megapipe.layers.linear import fp8_layers
-from megapipe.layers.mixer import MixerTable
-from megapipe.layers.mlp import MLPTable
-from megapipe.layers.moe import MoETable
-from megapipe.layers.prediction import PredictionTable
 from megapipe.layers.table import WHOLE, CommChunks, Documents, RankShape
+from megapipe.sharding.sequence import SequencePart, SequenceSlice, Visibility
 from megapipe.sharding.spec import Owner, ParamSpec
 from megapipe.sharding.state_dtypes import state_dtypes
 
 
 @dataclass(frozen=True, eq=False)
 class LayerSpec:
-    """One transformer layer: its residual branches in order.
+    """One transformer layer on a rank. `model_spec` makes layers that are alike one object, so that they compare and
+    hash by identity.
 
-    `model_spec` makes layers that are alike one object, so that they compare and hash by identity.
+    config: with the branches that it has. is_fp8: its linears and experts multiply in 8 bits. comm_type: how attention
+    reaches the keys of other cp ranks. frozen: linears whose weights are not trained. imbalance: rows that the rank's
+    experts see, over the mean of all ranks.
     """
 
-    parts: tuple[Branch, ...]
-    is_fp8: bool  # its linears and experts multiply in 8 bits
-    frozen: frozenset[str] = frozenset()  # linears whose weights are not trained
+    config: LayerConfig
+    is_fp8: bool
+    comm_type: str = "p2p"
+    frozen: frozenset[str] = frozenset()
+    imbalance: float = 1.0
 
     @cached_property
-    def hidden_size(self) -> int:
-        return self.parts[0].model.hidden_size
-
-    @cached_property
-    def attention(self) -> AttentionTable | None:
-        return next((part for part in self.parts if isinstance(part, AttentionTable)), None)
-
-    @cached_property
-    def mlp(self) -> MLPTable | None:
-        return next((part for part in self.parts if isinstance(part, MLPTable)), None)
-
-    @cached_property
-    def experts(self) -> MoETable | None:
-        return next((part for part in self.parts if isinstance(part, MoETable)), None)
+    def num_experts(self) -> int:
+        """Number of experts; 0 for a layer without."""
+        return (self.config.num_experts or 0) if self.config.has_mlp else 0
 
     @cached_property
     def unfrozen(self) -> LayerSpec:
@@ -60,33 +47,63 @@ class LayerSpec:
         return replace(self, frozen=frozenset()) if self.frozen else self
 
     @cached_property
-    def mixer(self) -> MixerTable | None:
-        return next((part for part in self.parts if isinstance(part, MixerTable)), None)
+    def branches(self) -> tuple[LayerSpec, ...]:
+        """Its residual branches as layers."""
+        config, has_first = self.config, self.config.has_attention or self.config.mixer is not None
+        if not (has_first and config.has_mlp):
+            return (self,)
+        second = replace(config, has_attention=False, mixer=None)
+        return (
+            replace(self, config=replace(config, has_mlp=False), imbalance=1.0),
+            replace(self, config=second, comm_type="p2p"),
+        )
 
     @cached_property
-    def config(self) -> LayerConfig:
-        """The configuration of a layer with these branches alone."""
-        model, held = self.parts[0].model, {part.site for part in self.parts}
-        mixer = model.mixer if "mixer" in held else None
-        return replace(model, has_attention="has_attention" in held, has_mlp="has_mlp" in held, mixer=mixer)
+    def recompute_modules(self) -> tuple[str, ...]:
+        """What --recompute-modules makes again, besides layernorm."""
+        config = self.config
+        attention = ("core_attn",) if config.has_attention or config.mixer is not None else ()
+        latents = ("mla_up_proj",) if config.has_attention and config.multi_latent_attention else ()
+        dense = ("mlp", "activation") if config.has_mlp and not self.num_experts else ()
+        experts = ("moe", "moe_act", "shared_experts") if self.num_experts else ()
+        return (*attention, *latents, *dense, *experts)
 
     def attention_flops(self, seq_length: int, causal: bool) -> float:
-        """Return the forward FLOPs of core attention, or of what stands in its place, per token."""
-        return sum(part.flops_per_token(seq_length, causal) for part in self.parts)
+        """Return the forward FLOPs of core attention, or of what stands in its place, per token. A sliding window
+        limits the causal count, and values that a kernel pads count without.
+        """
+        config = self.config
+        if config.mixer is not None:
+            return float(config.mixer_kind.module.declare(config).flops)
+        if not config.has_attention:
+            return 0.0
+        seen = Visibility.of(SequenceSlice((seq_length,)), **config.limits)
+        keys = seen.mean_keys if causal else float(seq_length)
+        values = config.v_head_dim if config.multi_latent_attention else config.kv_channels
+        return 2.0 * keys * config.num_attention_heads * (config.kv_channels + values)
+
+    def visibility(self, shape: RankShape) -> Visibility:
+        """Return which keys the first rank of the ring sees. Layers that share a mask have it in common."""
+        exchanged = {"a2a": shape.cp, "a2a+p2p": shape.cp_inner}.get(self.comm_type, 1)  # heads for positions
+        place, part = shape.slice or SequenceSlice((shape.whole_seq,)), SequencePart(0, shape.cp // exchanged)
+        return Visibility.of(place, shape.documents.attention_mask, part, **self.config.limits)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelSpec:
-    """A model: embedding, layers, head, and modules of multi-token prediction, each with its transformer layer."""
+    """A model: its ends, its layers, and the layers of its modules of multi-token prediction.
 
-    embedding: EmbeddingTable
+    frozen: names of the parameters that are not trained.
+    """
+
+    config: ResolvedModelConfig
     layers: tuple[LayerSpec, ...]
-    head: HeadTable
-    predictions: tuple[tuple[PredictionTable, LayerSpec], ...] = ()
+    predictions: tuple[LayerSpec, ...] = ()
+    frozen: frozenset[str] = frozenset()
 
     @cached_property
     def has_experts(self) -> bool:
-        return any(layer.experts is not None for layer in self.kinds)
+        return any(layer.num_experts for layer in self.kinds)
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
@@ -101,7 +118,7 @@ def model_spec(
     cp_comm_type: tuple[str, ...] = ("p2p",),
     frozen: frozenset[str] = frozenset(),
 ) -> ModelSpec:
-    """Return the parts of a resolved model. cp_comm_type: one, or one for each layer. frozen: names of the parameters
+    """Return the layers of a resolved model. cp_comm_type: one, or one for each layer. frozen: names of the parameters
     that are not trained.
     """
 
@@ -112,15 +129,9 @@ def model_spec(
     def layer_spec(
         layer: LayerConfig, is_fp8: bool, comm_type: str, frozen: frozenset[str]
     ) -> LayerSpec:  # alike layers are one object
-        parts: list[Branch] = []
-        if layer.mixer is not None:
-            parts.append(MixerTable(layer))
-        elif layer.has_attention:
-            table = LatentAttentionTable if layer.multi_latent_attention else AttentionTable
-            parts.append(table(layer, comm_type))
-        if layer.has_mlp:
-            parts.append(MLPTable(layer) if layer.num_experts is None else MoETable(layer))
-        return LayerSpec(tuple(parts), is_fp8, frozen)
+        has_attention = layer.has_attention and layer.mixer is None
+        own = layer if has_attention == layer.has_attention else replace(layer, has_attention=has_attention)
+        return LayerSpec(own, is_fp8, comm_type if has_attention else "p2p", frozen)
 
     in_fp8 = fp8_layers(precision, model.num_layers)
     kinds = cp_comm_type * (model.num_layers if len(cp_comm_type) == 1 else 1)
@@ -129,16 +140,11 @@ def model_spec(
         for number, (layer, kind) in enumerate(zip(layer_configs(model), kinds, strict=True))
     )
     last, last_in_fp8 = layer_configs(model)[-1], model.num_layers - 1 in in_fp8
-    predictions = tuple(PredictionTable(model, number, last_in_fp8) for number in range(model.mtp_num_layers or 0))
-    return ModelSpec(
-        EmbeddingTable(model, frozen),
-        tuple(layers),
-        HeadTable(model, frozen),
-        tuple(
-            (prediction, layer_spec(last, last_in_fp8, kinds[-1], frozen_linears(prediction.layer_prefix)))
-            for prediction in predictions
-        ),
+    predictions = (
+        layer_spec(last, last_in_fp8, kinds[-1], frozen_linears(f"mtp.layers.{number}.transformer_layer."))
+        for number in range(model.mtp_num_layers or 0)
     )
+    return ModelSpec(model, tuple(layers), tuple(predictions), frozen)
 
 
 def stage_parameters(

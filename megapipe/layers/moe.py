@@ -9,11 +9,9 @@ k t rows, times etp; those of the fullest rank `imbalance` times as many.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from megapipe.config.layers import LayerConfig
-from megapipe.layers.branch import Branch
 from megapipe.layers.table import RankShape
 
 INDEX_BYTES = 8  # int64
@@ -36,28 +34,13 @@ def rows_of_capacity(model: LayerConfig, tokens: Any) -> Any:
     return tokens * model.moe_router_topk / model.num_experts * model.moe_expert_capacity_factor
 
 
-@dataclass(frozen=True, eq=False)
-class MoETable(Branch):
-    """The branch of one transformer layer with a router, experts and perhaps shared experts, its norms included."""
-
-    site = "has_mlp"
-    recompute_modules = ("moe", "moe_act", "shared_experts")
-
-    imbalance: float = 1.0  # rows that the experts of this rank see, over the mean of all ranks
-
-    @property
-    def num_experts(self) -> int:
-        assert self.model.num_experts is not None
-        return self.model.num_experts
-
-    def num_rows(self, shape: RankShape) -> int:
-        """Return the rows that a rank's tokens become, k for each unless a capacity limits or pads them."""
-        rows, capacity = self.model.moe_router_topk * shape.own_tokens, expert_capacity(self.model, shape.own_tokens)
-        if capacity is None:
-            return rows
-        most = self.num_experts * capacity
-        return most if self.model.moe_pad_expert_input_to_capacity else min(rows, most)
-
-    def arrived_rows(self, shape: RankShape) -> int:
-        """Return the rows that reach a rank's experts from the ranks of its ep group."""
-        return math.ceil(self.imbalance * self.num_rows(shape))
+def arrived_rows(model: LayerConfig, shape: RankShape, imbalance: float) -> int:
+    """Return the rows that reach a rank's experts from the ranks of its ep group: k for each token unless a capacity
+    limits or pads them, times the imbalance.
+    """
+    rows, capacity = model.moe_router_topk * shape.own_tokens, expert_capacity(model, shape.own_tokens)
+    if capacity is not None:
+        assert model.num_experts is not None
+        most = model.num_experts * capacity
+        rows = most if model.moe_pad_expert_input_to_capacity else min(rows, most)
+    return math.ceil(imbalance * rows)

@@ -137,7 +137,14 @@ def keeping(
 
 
 class Prediction(nn.Module):
-    """Norms of embedding and hidden states, eh_proj, one transformer layer, final norm (`layers.prediction`).
+    """A module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2). Names are Megatron-Core's.
+
+    Module d sees at position i the hidden state of the module before it (of the model for the first one) and the token
+    at position i + d, and predicts the token after that:
+
+        x_d  = eh_proj [enorm(embedding(token at i + d)) ; hnorm(h_{d-1})]
+        h_d  = final_layernorm(layer(x_d))
+        loss of the model's output layer of h_d against the token at i + d + 1
 
     (hidden states of the module before, embedding of the tokens ahead) -> hidden states for the output layer, all
     [s, b, h] (a slice of s with sequence parallelism). layer: its global number.

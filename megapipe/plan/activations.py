@@ -59,8 +59,7 @@ def layers_of(model: ModelSpec, stage: StageLayers) -> tuple[LayerSpec, ...]:
 
 def all_layers_of(model: ModelSpec, stage: StageLayers) -> tuple[LayerSpec, ...]:
     """Return the layers of a stage, with the head also those of the modules of multi-token prediction."""
-    predictions = model.predictions if stage.has_head else ()
-    return (*layers_of(model, stage), *(layer for _, layer in predictions))
+    return (*layers_of(model, stage), *(model.predictions if stage.has_head else ()))
 
 
 def fp8_weights(model: ModelSpec, shape: RankShape, stage: StageLayers) -> int:
@@ -164,15 +163,15 @@ def stage_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> dict[
     if stage.has_head:
         traced = head_trace(model, shape, has_levels=False)
         total.update(bytes_by_name(traced.kept, "head"))
-        share([layer for _, layer in model.predictions[:1]], traced)  # alike
+        share(model.predictions[:1], traced)  # alike
     total["document masks"], total["rotary tables"] = masks.total(), tables.total()
     return {what: size for what, size in total.items() if size}
 
 
 def _kinds_of_context(layers: Iterable[LayerSpec], shape: RankShape) -> tuple[Hashable, Hashable]:
     """Return what the masks, and the rotary tables, of these layers are made of."""
-    held = [layer.attention for layer in layers if layer.attention is not None]
-    return frozenset(each.visibility(shape) for each in held), frozenset(each.model.position_tables for each in held)
+    held = [layer for layer in layers if layer.config.has_attention]
+    return frozenset(each.visibility(shape) for each in held), frozenset(each.config.position_tables for each in held)
 
 
 def shared_bytes(model: ModelSpec, slices: Sequence[RankShape], stage: StageLayers) -> Counter[Hashable]:
@@ -233,7 +232,7 @@ def head_backward(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tup
     if not stage.has_head:
         return 0, 0
     traced = head_trace(model, shape)
-    return traced.peaks[1], shape.hidden_bytes(model.embedding.model.hidden_size) + traced.waiting - traced.kept_bytes
+    return traced.peaks[1], shape.hidden_bytes(model.config.hidden_size) + traced.waiting - traced.kept_bytes
 
 
 def group_backward(group: LayerGroup, shape: RankShape) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from megapipe.config.layers import expert_layers
 from megapipe.config.model import ModelConfig
 from megapipe.formatting import ranges_text
 from megapipe.layers.model import LayerSpec, ModelSpec
-from megapipe.layers.moe import MoETable
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,11 @@ def with_load(model: ModelSpec, imbalance: tuple[tuple[int, float], ...]) -> Mod
 
     @cache
     def loaded(layer: LayerSpec, of_layer: float) -> LayerSpec:  # alike layers are one object, as in `model_spec`
-        parts = (replace(part, imbalance=of_layer) if isinstance(part, MoETable) else part for part in layer.parts)
-        return replace(layer, parts=tuple(parts))
+        return replace(layer, imbalance=of_layer) if layer.num_experts else layer
 
     layers = tuple(loaded(layer, loads.get(number, 1.0)) for number, layer in enumerate(model.layers))
     predictions = tuple(
-        (prediction, loaded(layer, loads.get(number, 1.0)))
-        for number, (prediction, layer) in enumerate(model.predictions, len(layers))
+        loaded(layer, loads.get(number, 1.0)) for number, layer in enumerate(model.predictions, len(layers))
     )
     return replace(model, layers=layers, predictions=predictions)
 

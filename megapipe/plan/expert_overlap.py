@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megapipe.layers.mlp import MLPTable
-from megapipe.layers.model import LayerSpec
-from megapipe.layers.moe import MoETable
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_time import OpSeconds, expert_links, head_seconds, layer_seconds, ring_link
 from megapipe.plan.run_plan import RunPlan
@@ -48,19 +45,16 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
     shape, links = plan.shape, expert_links(plan, hardware)
     tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
     kinds = {
-        kind: [
-            (part, layer_seconds(LayerSpec((part,), kind.is_fp8), shape, hardware, tp_link, experts=links))
-            for part in kind.parts
-        ]
+        kind: [(branch, layer_seconds(branch, shape, hardware, tp_link, experts=links)) for branch in kind.branches]
         for kind in plan.model.kinds
     }
     every = [timed for layer in plan.model.layers for timed in kinds[layer]]
-    attention = [seconds for part, seconds in every if part.site != "has_mlp"]
-    experts = [seconds for part, seconds in every if isinstance(part, MoETable)]
-    dense = [seconds for part, seconds in every if isinstance(part, MLPTable)]
+    attention = [seconds for branch, seconds in every if not branch.config.has_mlp]
+    experts = [seconds for branch, seconds in every if branch.num_experts]
+    dense = [seconds for branch, seconds in every if branch.config.has_mlp and not branch.num_experts]
     # half of the messages go to the experts, half come back
     head = head_seconds(plan.model, shape, hardware, tp_link)
-    for _, layer in plan.model.predictions:
+    for layer in plan.model.predictions:
         own = with_recompute(shape, shape.recompute.of_predictions)
         head += layer_seconds(layer, own, hardware, tp_link, experts=links)
     forward, backward = (
@@ -69,7 +63,7 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
     )
     link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
     return PlannedExperts(
-        has_experts=tuple(layer.experts is not None for layer in plan.model.layers),
+        has_experts=tuple(layer.num_experts > 0 for layer in plan.model.layers),
         attention=_mean(attention),
         dense_mlp=_mean(dense),
         expert_mlp=_mean(experts),

@@ -58,12 +58,12 @@ WITHOUT_EFFECT = (
 @cache
 def linear_weights(layer: LayerSpec) -> dict[str, int]:
     """Return the weights of a layer's linears that a token goes through, by name: of experts those of k of them."""
-    found, experts = {}, layer.experts
-    for spec in layer_parameters(layer.config):
+    found, config = {}, layer.config
+    for spec in layer_parameters(config):
         if spec.matrix or spec.name == "mlp.router.weight":
             found[spec.name] = math.prod(spec.shape)
-            if experts is not None and spec.name.startswith("mlp.experts."):
-                found[spec.name] = found[spec.name] * experts.model.moe_router_topk // experts.num_experts
+            if layer.num_experts and spec.name.startswith("mlp.experts."):
+                found[spec.name] = found[spec.name] * config.moe_router_topk // layer.num_experts
     return found
 
 
@@ -81,14 +81,14 @@ def head_flops(model: ModelSpec) -> float:
     """Return the forward FLOPs of the output layer, per token, vocabulary padding included; for each module of
     multi-token prediction again, with those of its projection.
     """
-    hidden, vocabulary = model.head.model.hidden_size, model.head.model.padded_vocab_size
+    hidden, vocabulary = model.config.hidden_size, model.config.padded_vocab_size
     return 2.0 * hidden * vocabulary * (1 + len(model.predictions)) + 4.0 * hidden**2 * len(model.predictions)
 
 
 def step_flops(model: ResolvedModelConfig, sequences: int, causal: bool) -> float:
     """Return the FLOPs of forward and backward of one step over `sequences` sequences, without recomputation (MFU)."""
     spec = model_spec(model, PrecisionConfig())
-    counts = Counter((*spec.layers, *(layer for _, layer in spec.predictions)))
+    counts = Counter((*spec.layers, *spec.predictions))
     layers = sum(count * layer_flops(layer, model.seq_length, causal) for layer, count in counts.items())
     return 3.0 * (layers + head_flops(spec)) * sequences * model.seq_length
 
@@ -100,13 +100,13 @@ def replayed_flops(layer: LayerSpec, recompute: RecomputeConfig, seq_length: int
     latents, the first linear of the MLP or of the shared experts, the router with all experts.
     """
     if recompute.recompute_granularity == "full":
-        keeps = recompute.recompute_keep_attention and layer.attention is not None
+        keeps = recompute.recompute_keep_attention and layer.config.has_attention
         return gemm_flops(layer) if keeps else layer_flops(layer, seq_length, causal)
     if recompute.recompute_granularity is None:
         return 0.0
-    modules, experts = recompute.recompute_modules, layer.experts
+    modules = recompute.recompute_modules
     again = {name for module in modules for name in LINEARS_OF.get(module, ())}
-    repeats_experts = experts is not None and "moe" in modules
+    repeats_experts = layer.num_experts > 0 and "moe" in modules
     products = sum(
         count
         for name, count in linear_weights(layer).items()
@@ -123,7 +123,7 @@ def recomputed_flops(
     recompute: of each layer, those of multi-token prediction included.
     """
     spec = model_spec(model, PrecisionConfig())
-    layers = (*spec.layers, *(layer for _, layer in spec.predictions))
+    layers = (*spec.layers, *spec.predictions)
     counts = Counter(zip(layers, recompute, strict=True)).items()
     total = sum(count * replayed_flops(*layer, model.seq_length, causal) for layer, count in counts)
     return total * sequences * model.seq_length
@@ -226,7 +226,7 @@ def flop_costs(model: ModelSpec, seq_length: int, recompute: RecomputeConfig) ->
         for kind in model.kinds
     }
     head, again = part(head_flops(model)), recompute.of_predictions
-    for _, layer in model.predictions:
+    for layer in model.predictions:
         replay = replayed_flops(layer, again, seq_length, causal=False) if is_full else 0.0
         head += part(layer_flops(layer, seq_length, causal=False), replay)
     return LayerCosts(PartCost(), tuple(of_kind[layer] for layer in model.layers), head, recompute)
@@ -257,7 +257,7 @@ def sequence_slices(
 
     strategy: as in --pipe-sp-strategy.
     """
-    num_units, layers = seq // unit, (*model.layers, *(layer for _, layer in model.predictions))
+    num_units, layers = seq // unit, (*model.layers, *model.predictions)
 
     @cache
     def cost(units: int) -> float:
@@ -286,7 +286,7 @@ def slice_shares(
     by_tokens = tuple(each.length / each.seq for each in slices)
     for stage, (first, end, _, has_head) in enumerate(partition.stages):
         for op in (Op.F, Op.B, Op.I, Op.W):
-            layers = (*model.layers[first:end], *(layer for _, layer in model.predictions if has_head))
+            layers = (*model.layers[first:end], *(model.predictions if has_head else ()))
             cost = flops_of_length(layers, model if has_head else None, recompute, op)
             costs = [cost(each.stop) - cost(each.start) for each in slices]
             total = sum(costs)

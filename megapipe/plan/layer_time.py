@@ -5,8 +5,8 @@ tensor-parallel messages are those of the layer's trace.
 A GEMM reaches a share of the peak by its depth and the waves of its tiles (`Hardware.gemm_share`); everything else
 moves memory at a share of its rate. With fp8 the GEMMs of a layer's linears have the peak of fp8, and casts move
 memory; attention and the head do not change. The experts of a rank are taken to get equally many rows, which every one
-of them multiplies on its own; those of the fullest rank get `MoETable.imbalance` times the mean, and the others wait
-for it.
+of them multiplies on its own; those of the fullest rank get `LayerSpec.imbalance` times the mean, and the others
+wait for it.
 
 Also the links that a plan's groups of ranks communicate over.
 """
@@ -18,10 +18,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from megapipe.config.model import NORMALIZATIONS
 from megapipe.dtypes import FP8
 from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec, ModelSpec
-from megapipe.layers.moe import MoETable
+from megapipe.layers.moe import arrived_rows
 from megapipe.layers.table import ALL_REDUCE, Documents, RankShape, ring_bytes, total_bytes
 from megapipe.plan.attention_rates import FUSED_BACKWARD
 from megapipe.plan.hardware import Hardware, Link
@@ -185,24 +186,24 @@ def layer_seconds(
     contexts: links of the messages over cp; tp's if None. experts: without these links the messages of experts take no
     time.
     """
-    clock, mixture = _Clock(shape, hardware, tp_link), layer.experts
+    clock = _Clock(shape, hardware, tp_link)
     plain = replace(without_recompute(shape), documents=Documents())
     whole, of_frozen = (layer_trace(each, plain, has_levels=False) for each in (layer.unfrozen, layer))
     linears = clock.linears(whole.products, messages_over_tp(whole, plain))
     in_w = clock.linears(of_frozen.products, messages_over_tp(of_frozen, plain)).weights
     attention, core_backward = clock.attention(whole.attention), clock.attention(whole.attention, is_backward=True)
     pointwise = POINTWISE_PASSES * _pointwise_kept(layer, plain) / hardware.pointwise_bytes_per_second
-    biases = clock.biases(mixture) if mixture is not None else 0.0
+    biases = clock.biases(layer) if layer.num_experts else 0.0
     forward = {"gemm": 0.0, "attention": attention, "pointwise": pointwise + biases / 3, "tp": 0.0}
     inputs = {"gemm": 0.0, "attention": core_backward, "pointwise": 2.0 * pointwise + biases * 2 / 3, "tp": 0.0}
 
     def exchanged(messages: Iterable[Message], computed: float) -> dict[str, float]:
         """Return the seconds of messages over cp and of those of experts. computed: seconds of attention meanwhile."""
         found, listed = dict[str, float](), list(messages)
-        if shape.cp > 1 and layer.attention is not None:
+        if shape.cp > 1 and layer.config.has_attention:
             links = contexts or ContextLinks(tp_link, tp_link, tp_link)
             found["cp"] = _context_seconds(listed, shape, links, computed)
-        if experts is not None and mixture is not None:
+        if experts is not None and layer.num_experts:
             found["ep"] = expert_message_seconds(listed, shape, experts)
         return found
 
@@ -257,14 +258,16 @@ def head_seconds(model: ModelSpec, shape: RankShape, hardware: Hardware, tp_link
         products = (each for each in traced.products if each.name.endswith(ends))
         return clock.linears(products, [each for each in messages if each.name.endswith(ends)], times)
 
-    logits = model.head.logits(shape) * shape.wide
+    config = model.config
+    logits = shape.tokens * (config.padded_vocab_size // shape.tp) * shape.wide
     again = 0 if shape.loss_chunk is None else 1  # logits in chunks are computed once more in a backward
     times = 1 + len(model.predictions)
     passes = {"pointwise": 3 * logits / rate}, {"pointwise": (2 + again) * logits / rate}
     found = linears(OUTPUT_LAYER, STAGE, times=times) + OpSeconds(*passes, {}) * times
     if model.predictions:
-        prediction, _ = model.predictions[0]  # alike
-        moved = POINTWISE_PASSES * prediction.kept_bytes(shape) / rate
+        # the embedding of the next tokens, the norms and the input of eh_proj
+        statistics = 2 * NORMALIZATIONS[config.normalization].statistics * shape.own_tokens * shape.wide
+        moved = POINTWISE_PASSES * (3 * shape.hidden_bytes(config.hidden_size) + statistics) / rate
         found += OpSeconds({"pointwise": moved}, {"pointwise": 2.0 * moved}, {}) * len(model.predictions)
         found += linears("eh_proj", "embedding")
     return found.with_overhead(hardware.stack.overhead)
@@ -340,9 +343,10 @@ class _Clock:
         }[product.op]
         return moved / self.hardware.pointwise_bytes_per_second
 
-    def biases(self, part: MoETable) -> float:
+    def biases(self, layer: LayerSpec) -> float:
         """Return the seconds that a stack's kernels for the biases of experts take, forward and backward."""
-        elements = part.model.add_bias_linear * part.arrived_rows(self.shape) * part.model.hidden_size
+        config, rows = layer.config, arrived_rows(layer.config, self.shape, layer.imbalance)
+        elements = config.add_bias_linear * rows * config.hidden_size
         return self.hardware.stack.bias_bytes * elements / self.hardware.pointwise_bytes_per_second
 
     def attention(self, works: Iterable[AttentionWork], is_backward: bool = False) -> float:
@@ -393,7 +397,7 @@ def _recomputed(
     if shape.recomputes("core_attn"):
         again["attention"] = clock.attention(each for each in traced.attention if each.again)
     # core attention's results are already part of its time
-    timed = () if layer.attention is None else ("core_attn",)
+    timed = ("core_attn",) if layer.config.has_attention else ()
     others = tuple(module for module in recompute.recompute_modules if module not in timed)
     without = replace(plain, recompute=replace(recompute, recompute_modules=others))
     kept, fewer = (layer_trace(layer, each, has_levels=False).kept_bytes for each in (plain, without))

@@ -101,17 +101,11 @@ def _traces(layer: LayerSpec, shape: RankShape) -> Iterator[Traced]:
     if shape.recompute.recompute_granularity == "full":
         yield layer_trace(layer, shape, has_levels=False)
         return
-    for branch in _branches(layer):
-        own = ("layernorm", *branch.parts[0].recompute_modules)
+    for branch in layer.branches:
+        own = ("layernorm", *branch.recompute_modules)
         modules = tuple(name for name in own if shape.recomputes(name))
         recompute = RecomputeConfig("selective", recompute_modules=modules) if modules else RecomputeConfig()
         yield layer_trace(branch, replace(shape, recompute=recompute), has_levels=False)
-
-
-@cache
-def _branches(layer: LayerSpec) -> tuple[LayerSpec, ...]:
-    """Return the residual branches of a layer as layers."""
-    return tuple(replace(layer, parts=(part,)) for part in layer.parts)
 
 
 def _saved_per_flop(before: Choice, after: Choice) -> float:
@@ -123,24 +117,22 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
     is_own = shape.transformer_impl == "local"  # Transformer Engine keeps the inputs of its linears anyway
     cores, norms = [(), ("core_attn",)], ((), ("layernorm",)) if is_own else ((),)
     mlps: tuple[tuple[str, ...], ...] = ((), ("activation",), ("mlp",)) if is_own else ((), ("mlp",))
-    mixture = layer.experts
-    if mixture is not None:
+    if layer.num_experts:
         mlps = ((), ("moe_act",), ("moe",))
-        if mixture.model.moe_shared_expert_intermediate_size is not None:
+        if layer.config.moe_shared_expert_intermediate_size is not None:
             mlps += ("shared_experts",), ("moe_act", "shared_experts")
-    attention = layer.attention
     keeps_results = False  # of a fused kernel, which a recompute of attention then uses
-    if attention is not None and shape.attention_impl != "te":
+    if layer.config.has_attention and shape.attention_impl != "te":
         works = (work for traced in _traces(layer, shape) for work in traced.attention)
         keeps_results = all(work.kernel and work.head_size <= MOST_FUSED_CHANNELS for work in works)
-    if attention is not None and "mla_up_proj" in attention.recompute_modules:
+    if "mla_up_proj" in layer.recompute_modules:
         cores += [("mla_up_proj", "core_attn"), *([("mla_up_proj",)] if keeps_results else [])]
     found = [RecomputeConfig(), FULL, *([replace(FULL, recompute_keep_attention=True)] if keeps_results else [])]
     found += [
         RecomputeConfig("selective", recompute_modules=modules)
         for each in product(cores, norms, mlps)
         if (modules := tuple(module for part in each for module in part))
-        and (mixture is None or not {"layernorm", "shared_experts"} <= set(modules))  # a rule of the configuration
+        and not (layer.num_experts and {"layernorm", "shared_experts"} <= set(modules))  # a rule of the configuration
     ]
     return found
 
@@ -155,6 +147,6 @@ def _choice(layer: LayerSpec, whole: RankShape, recompute: RecomputeConfig) -> C
     flops = ELEMENTWISE_FLOPS * elements
     flops += sum(product.flops for traced in traces for product in traced.products if product.again)
     flops += sum(work.flops for traced in traces for work in traced.attention if work.again)
-    if layer.mixer is not None and (is_full or shape.recomputes("core_attn")):
+    if layer.config.mixer is not None and (is_full or shape.recomputes("core_attn")):
         flops += layer.attention_flops(whole.whole_seq, causal=True) * whole.tokens / whole.tp
     return Choice(recompute, total_bytes(kept), flops)

@@ -160,8 +160,8 @@ class RunPlan:
     @property
     def expert_imbalance(self) -> float:
         """Rows of the fullest expert-parallel rank over the mean, in the layer where they are the most."""
-        layers = (*self.model.kinds, *(layer for _, layer in self.model.predictions))
-        return max((layer.experts.imbalance for layer in layers if layer.experts is not None), default=1.0)
+        layers = (*self.model.kinds, *self.model.predictions)
+        return max((layer.imbalance for layer in layers if layer.num_experts), default=1.0)
 
     @cached_property
     def shape(self) -> RankShape:
@@ -323,7 +323,7 @@ class RunPlan:
         """The parts in which stages run (--overlap-moe-expert-parallel-comm); None: stages run as a whole."""
         if not self.config.parallel.overlap_moe_expert_parallel_comm:
             return None
-        return parts_of(self.partition, [layer.experts is not None for layer in self.model.layers])
+        return parts_of(self.partition, [layer.num_experts > 0 for layer in self.model.layers])
 
     def part_schedule(self, num_microbatches: int) -> Schedule:
         """Return the lowered schedule of `parts` of a step: that of `schedule`, with the parts of pairs merged."""

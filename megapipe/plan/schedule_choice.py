@@ -224,5 +224,5 @@ def check_cut(model: ModelConfig, parallel: ParallelConfig, placement: Placement
 def _cut_by_flops(model: ResolvedModelConfig, num_stages: int) -> Partition:
     spec = model_spec(model, PrecisionConfig())
     costs = [layer_flops(layer, model.seq_length, causal=False) for layer in spec.layers]
-    predictions = sum(layer_flops(layer, model.seq_length, causal=False) for _, layer in spec.predictions)
+    predictions = sum(layer_flops(layer, model.seq_length, causal=False) for layer in spec.predictions)
     return cut_by_cost(costs, head_flops(spec) + predictions, num_stages)

@@ -202,9 +202,9 @@ def _slice_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> tuple
     @cache
     def of_layer(layer: LayerSpec, recompute: RecomputeConfig) -> OpSeconds:
         seconds = layer_seconds(layer, with_recompute(shape, recompute), hardware, tp_link, contexts, experts)
-        if layer.experts is None:
+        if not layer.num_experts:
             return seconds
-        held, overlaps = layer.experts.num_experts // shape.ep, plan.parts is not None
+        held, overlaps = layer.num_experts // shape.ep, plan.parts is not None
         return seconds.launched(hardware.stack.launch_seconds(held, overlaps), overlaps)
 
     nothing = layer_seconds(model.layers[0], shape, hardware, tp_link) * 0

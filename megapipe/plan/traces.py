@@ -44,9 +44,7 @@ def split(shape: RankShape) -> RankShape:
 @cache
 def traced_layer(layer: LayerSpec) -> TracedLayer:
     """Return a layer as it is traced."""
-    comm_type = "p2p" if layer.attention is None else layer.attention.cp_comm_type
-    imbalance = 1.0 if layer.experts is None else layer.experts.imbalance
-    return TracedLayer(layer.config, layer.is_fp8, comm_type, imbalance, tuple(sorted(layer.frozen)))
+    return TracedLayer(layer.config, layer.is_fp8, layer.comm_type, layer.imbalance, tuple(sorted(layer.frozen)))
 
 
 @cache
@@ -70,17 +68,16 @@ def head_trace(model: ModelSpec, shape: RankShape, has_levels: bool = True) -> T
 
     has_levels: as for `trace_layers`.
     """
-    end, frozen = model.head.model, model.head.frozen
     if not model.predictions:
-        return trace_head(end, of_end(shape), frozen, has_levels=has_levels)
-    last = traced_layer(model.predictions[0][1])  # alike, and never in parts
-    return trace_head(end, replace(shape, in_parts=False), frozen, last.is_fp8, last.comm_type, has_levels)
+        return trace_head(model.config, of_end(shape), model.frozen, has_levels=has_levels)
+    last, whole = model.predictions[0], replace(shape, in_parts=False)  # alike, and never in parts
+    return trace_head(model.config, whole, model.frozen, last.is_fp8, last.comm_type, has_levels)
 
 
 @cache
 def embedding_trace(model: ModelSpec, shape: RankShape) -> Traced:
     """Return what the embedding keeps and makes."""
-    return trace_embedding(model.embedding.model, of_end(shape), model.embedding.frozen)
+    return trace_embedding(model.config, of_end(shape), model.frozen)
 
 
 def messages_over_tp(traced: Traced, shape: RankShape) -> list[Message]:

@@ -133,7 +133,7 @@ def step_bytes(plan: RunPlan, pp_rank: int) -> dict[str, float]:
     loads = 0.0  # of all experts, summed once a step for their biases
     if plan.config.model.moe_router_enable_expert_bias:
         layers = [layer for stage in held for layer in all_layers_of(plan.model, plan.partition.stages[stage])]
-        states = sum(layer.experts.num_experts for layer in layers if layer.experts is not None)
+        states = sum(layer.num_experts for layer in layers)
         loads = ALL_REDUCE * ring_bytes(states * INDEX_BYTES, plan.topology.num_replicas)
     exchanged: Counter[str] = Counter()
     if plan.model.has_experts:

@@ -155,7 +155,7 @@ def shape_of(
 
 def cases_of(shape: str, config: ModelConfig) -> list[tuple[str, str]]:
     """Return parts of a model and recompute options, but for those that the configuration rejects."""
-    keeps_none = any(layer.attention and is_explicit(layer.config) for layer in spec_of(config).layers)
+    keeps_none = any(layer.config.has_attention and is_explicit(layer.config) for layer in spec_of(config).layers)
     cases = CASES_OF_UNLIKE if shape in UNLIKE else CASES
     return [(part, name) for part, name in cases if not (name in KEEPS_ATTENTION and keeps_none)]
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.layers import expert_layers
-from megapipe.layers.moe import MoETable
+from megapipe.layers.model import LayerSpec
+from megapipe.layers.moe import arrived_rows
 from megapipe.plan.expert_load import BALANCED, ExpertLoad, expected_load, most_imbalance
 from megapipe.plan.hardware import HARDWARE
 from megapipe.plan.layer_time import expert_links, expert_message_seconds
@@ -32,8 +33,8 @@ def loaded(plan: RunPlan, load: ExpertLoad | float) -> RunPlan:
     return dataclasses.replace(plan, expert_load=load if isinstance(load, ExpertLoad) else ExpertLoad(load))
 
 
-def experts_of(plan: RunPlan) -> list[MoETable]:
-    return [layer.experts for layer in plan.model.layers if layer.experts is not None]
+def experts_of(plan: RunPlan) -> list[LayerSpec]:
+    return [layer for layer in plan.model.layers if layer.num_experts]
 
 
 @given(st.floats(1.0, 4.0))
@@ -42,9 +43,9 @@ def test_the_fullest_rank_multiplies_and_exchanges_so_many_times_the_rows(imbala
     even = plan_of(4, **WIDE)
     plan, links = loaded(even, imbalance), expert_links(even, H100)
     assert links is not None
-    part, *_ = experts_of(plan)
+    layer, *_ = experts_of(plan)
     rows = even.shape.own_tokens * 2
-    assert part.arrived_rows(plan.shape) == pytest.approx(imbalance * rows, abs=1)
+    assert arrived_rows(layer.config, plan.shape, layer.imbalance) == pytest.approx(imbalance * rows, abs=1)
     traces = [layer_trace(each.model.layers[0], plan.shape) for each in (plan, even)]
     messages = [expert_message_seconds(each.messages, plan.shape, links) for each in traces]
     assert messages[0] >= messages[1]

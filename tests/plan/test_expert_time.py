@@ -134,7 +134,6 @@ def test_every_expert_multiplies_its_own_rows() -> None:
     plan = plan_of(2, ep=2, moe_router_topk=2, moe_ffn_hidden_size=64)
     layer, shape = plan.model.layers[0], plan.shape
     found = layer_seconds(layer, shape, H100, H100.node).forward["gemm"]
-    assert layer.attention is not None
     dense = dataclasses.replace(H100, memory_bytes_per_second=1e30)
     tokens, hidden = shape.tokens, 256
     rows = 2 * tokens // 4  # 4 of 8 experts on this rank
@@ -144,7 +143,7 @@ def test_every_expert_multiplies_its_own_rows() -> None:
         return 2.0 * count * inputs * outputs / (dense.peak("bf16") * share)
 
     routed = 4 * (seconds(hidden, 64, rows) + seconds(64, hidden, rows))
-    model, weights = layer.attention.model, {"qkv": 0, "proj": hidden}
+    model, weights = layer.config, {"qkv": 0, "proj": hidden}
     weights["qkv"] = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
     others = sum(seconds(hidden, outputs, tokens) for outputs in (*weights.values(), 8))
     assert layer_seconds(layer, shape, dense, H100.node).forward["gemm"] == pytest.approx(routed + others)

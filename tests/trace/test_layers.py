@@ -90,7 +90,7 @@ def test_a_library_keeps_what_torchs_flash_attention_keeps(name: str) -> None:
     """All keep q, k, v, the output and the log-sum-exp. The order of flash-attn's output is copied."""
     layer, shape = only(planned())
     found, torchs = (layer_trace(layer, replace(shape, attention_impl=impl)) for impl in (name, "sdpa"))
-    copied = shape.tokens * layer.hidden_size * shape.element if name == "flash" else 0
+    copied = shape.tokens * layer.config.hidden_size * shape.element if name == "flash" else 0
     assert abs(found.kept_bytes - torchs.kept_bytes - copied) <= SMALL
 
 

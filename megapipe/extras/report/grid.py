@@ -99,15 +99,15 @@ def _rank(plan: RunPlan, rank: int, x: int, y: int, rows: Sequence[int], row: in
         ep_rank, etp_rank = divmod(topology.expert_rank(rank), topology.etp)
         shown = f"ep {ep_rank}" + (f", etp {etp_rank}" if topology.etp > 1 else "")
         yield text(x + WIDTH - 6, y + 14, shown, text_anchor="end", **SMALL)
-        held = next(kind.experts.num_experts for kind in plan.model.kinds if kind.experts) // topology.ep
+        held = next(kind.num_experts for kind in plan.model.kinds if kind.num_experts) // topology.ep
         names = f"experts {range_text(range(ep_rank * held, (ep_rank + 1) * held))}"
         yield text(x + WIDTH - 6, y + HEADING + row * len(rows) + 13, names, text_anchor="end", **SMALL)
     stages = plan.placement.stages_of(place.pp_rank)
     half = (WIDTH - 12) // 2 if plan.model.has_experts else WIDTH - 12
-    experts = [None, *(layer.experts for layer in plan.model.layers), None]  # of each row
+    experts = [0, *(layer.num_experts for layer in plan.model.layers), 0]  # of each row
     for index, (stage, of_row) in enumerate(zip(rows, experts, strict=True)):
         cuts = [(x + 6, half, topology.tp, place.tp_rank)]
-        if of_row is not None:
+        if of_row:
             cuts.append((x + 8 + half, half - 2, topology.ep * topology.etp, topology.expert_rank(rank)))
         for left, width, count, own in cuts:
             for part in range(count):
@@ -132,12 +132,12 @@ def schedule_svg(plan: RunPlan) -> str:
 
 def context_svg(plan: RunPlan) -> str:
     """Return the drawing for the first layer with attention. Raises ConfigError without 2 to 8 cp ranks."""
-    cp, attention = plan.topology.cp, next((each.attention for each in plan.model.layers if each.attention), None)
-    if attention is None or not 1 < cp <= MOST_CP_RANKS:
+    cp, layer = plan.topology.cp, next((each for each in plan.model.layers if each.config.has_attention), None)
+    if layer is None or not 1 < cp <= MOST_CP_RANKS:
         raise ConfigError(
             f"a drawing of context parallelism needs --context-parallel-size 2 to {MOST_CP_RANKS}, not {cp}"
         )
-    kind = attention.cp_comm_type
+    kind = layer.comm_type
     inner = {"a2a": cp, "a2a+p2p": plan.topology.cp_inner}.get(kind, 1)
     side, seq = max(SIDE, 2 * cp * CELL), plan.config.model.seq_length
     right, bottom = LEFT + side + 70, TOP + side + 44
@@ -152,7 +152,7 @@ def context_svg(plan: RunPlan) -> str:
     for chunk, rank in enumerate(_owners(cp)):  # outside attention
         parts += _cell(LEFT + chunk * width, TOP - 26, width, 24, rank, str(rank))
     parts += _heads(cp, inner, side)
-    parts += _blocks(cp // inner, inner, side, seq, attention.visibility(plan.shape).window, kind == "all_gather")
+    parts += _blocks(cp // inner, inner, side, seq, layer.visibility(plan.shape).window, kind == "all_gather")
     for rank in range(cp):
         x = LEFT + 66 * rank
         parts += [swatch(x, bottom, COLOURS[rank]), _label(x + 17, bottom, f"rank {rank}", TEXT)]

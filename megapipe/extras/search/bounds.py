@@ -402,7 +402,7 @@ class Bounds:
         of_slices = []
         for _, shape in pairs:
             head = head_seconds(spec, shape, hardware, tp_link)
-            for _, layer in spec.predictions:
+            for layer in spec.predictions:
                 head += of_layer(layer, replace(shape, recompute=shape.recompute.of_predictions))
             of_slices.append([*(of_layer(kind, shape) for kind in spec.kinds), head])
         _, shape = pairs[0]

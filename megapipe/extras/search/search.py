@@ -440,8 +440,9 @@ class ShortSteps:
         busiest = max(range(layout.pp), key=lambda rank: (work[rank], rank))  # the last one waits longest
         # whole backwards hide messages of tp that halves do not
         hidden = max(sum(each.hidden for each in of_rank) for of_rank in held) * (count + 2 * layout.pp)
-        parts = {(part, kind.is_fp8) for kind in plan.model.kinds for part in kind.parts}
-        share = 1.0 if len(parts) == len({type(part) for part, _ in parts}) else PARTS_ERROR
+        branches = [branch for kind in plan.model.kinds for branch in kind.branches]
+        kinds = {(branch.config.mixer, branch.recompute_modules) for branch in branches}
+        share = 1.0 if len(branches) == len(kinds) else PARTS_ERROR
         return share * (least_of_rank(plan, self.hardware, busiest, (count - few) // layout.pp) - hidden)
 
     def _without_exchanges(self, layout: Layout) -> tuple[float, float]:

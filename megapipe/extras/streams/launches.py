@@ -166,7 +166,7 @@ class Work:
 class Kind(NamedTuple):
     """The properties by which layers are alike."""
 
-    parts: tuple[Hashable, ...]
+    options: tuple[Hashable, ...]
     is_fp8: bool
     recompute: RecomputeConfig
     predicts: bool
@@ -188,10 +188,7 @@ def kinds_of(plan: RunPlan, stage: StageLayers) -> list[tuple[int, Kind, LayerSp
     numbers = chain(range(stage.first_layer, stage.last_layer_exclusive), count(plan.config.model.num_layers))
     for number, (spec, recompute) in zip(numbers, layers_with_recompute(plan.model, plan.shape, stage), strict=False):
         predicts = number >= plan.config.model.num_layers
-        parts = tuple(
-            (type(part).__name__, getattr(part, "cp_comm_type", ""), *_values(part.model)) for part in spec.parts
-        )
-        found.append((number, Kind(parts, spec.is_fp8, recompute, predicts), spec))
+        found.append((number, Kind((spec.comm_type, *_values(spec.config)), spec.is_fp8, recompute, predicts), spec))
     return found
 
 
@@ -365,15 +362,16 @@ def report(found: Roofline, cut: Sequence[str], hardware: Hardware) -> str:
 def described(kind: Kind, spec: LayerSpec) -> str:
     """Return words for a layer."""
     words = ["layer of multi-token prediction" if kind.predicts else "layer"]
-    if spec.mixer is not None:
-        words.append(f"with {spec.mixer.model.mixer}")
-    elif spec.attention is None:
+    config = spec.config
+    if config.mixer is not None:
+        words.append(f"with {config.mixer}")
+    elif not config.has_attention:
         words.append("without attention")
-    elif spec.attention.model.window_size is not None:
-        words.append(f"with a window of {spec.attention.model.window_size}")
-    if spec.experts is not None:
+    elif config.window_size is not None:
+        words.append(f"with a window of {config.window_size}")
+    if spec.num_experts:
         words.append("with experts")
-    elif spec.mlp is None:
+    elif not config.has_mlp:
         words.append("without an MLP")
     if kind.recompute.recompute_granularity is not None:
         words.append(f"with {kind.recompute.recompute_granularity} recompute")
