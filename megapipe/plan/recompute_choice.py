@@ -15,7 +15,6 @@ least possible by less than those of one step of one layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, product
@@ -23,9 +22,8 @@ from typing import NamedTuple
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec
-from megapipe.layers.table import RankShape, total_bytes
-from megapipe.plan.traces import layer_trace
-from megapipe.trace.traced import Traced
+from megapipe.layers.table import RankShape
+from megapipe.plan.traces import joined_trace
 
 ELEMENTWISE_FLOPS = 8.0  # for each element that a norm or an activation computes again; only orders steps without GEMMs
 FULL = RecomputeConfig("full", "uniform", 1)
@@ -96,18 +94,6 @@ def recompute_text(recompute: RecomputeConfig) -> str:
     return "recompute " + "+".join(recompute.recompute_modules)
 
 
-def _traces(layer: LayerSpec, shape: RankShape) -> Iterator[Traced]:
-    """Yield the traces of a layer, under selective recompute branch by branch: many choices have a branch in common."""
-    if shape.recompute.recompute_granularity == "full":
-        yield layer_trace(layer, shape, has_levels=False)
-        return
-    for branch in layer.branches:
-        own = ("layernorm", *branch.recompute_modules)
-        modules = tuple(name for name in own if shape.recomputes(name))
-        recompute = RecomputeConfig("selective", recompute_modules=modules) if modules else RecomputeConfig()
-        yield layer_trace(branch, replace(shape, recompute=recompute), has_levels=False)
-
-
 def _saved_per_flop(before: Choice, after: Choice) -> float:
     return (before.kept_bytes - after.kept_bytes) / (after.flops - before.flops)
 
@@ -123,7 +109,7 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
             mlps += ("shared_experts",), ("moe_act", "shared_experts")
     keeps_results = False  # of a fused kernel, which a recompute of attention then uses
     if layer.config.has_attention and shape.attention_impl != "te":
-        works = (work for traced in _traces(layer, shape) for work in traced.attention)
+        works = joined_trace(layer, shape).attention
         keeps_results = all(work.kernel and work.head_size <= MOST_FUSED_CHANNELS for work in works)
     if "mla_up_proj" in layer.recompute_modules:
         cores += [("mla_up_proj", "core_attn"), *([("mla_up_proj",)] if keeps_results else [])]
@@ -140,13 +126,11 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
 def _choice(layer: LayerSpec, whole: RankShape, recompute: RecomputeConfig) -> Choice:
     """Return a layer's bytes and FLOPs. whole: the shape without recompute."""
     shape, is_full = replace(whole, recompute=recompute), recompute.recompute_granularity == "full"
-    traces = tuple(_traces(layer, shape))
-    kept = [tensor for traced in traces for tensor in traced.kept]
-    everything = (tensor for traced in _traces(layer, whole) for tensor in traced.kept)
-    elements = sum(tensor.elements for tensor in everything) - sum(tensor.elements for tensor in kept)
+    traced, everything = joined_trace(layer, shape), joined_trace(layer, whole)
+    elements = sum(tensor.elements for tensor in everything.kept) - sum(tensor.elements for tensor in traced.kept)
     flops = ELEMENTWISE_FLOPS * elements
-    flops += sum(product.flops for traced in traces for product in traced.products if product.again)
-    flops += sum(work.flops for traced in traces for work in traced.attention if work.again)
+    flops += sum(product.flops for product in traced.products if product.again)
+    flops += sum(work.flops for work in traced.attention if work.again)
     if layer.config.mixer is not None and (is_full or shape.recomputes("core_attn")):
         flops += layer.attention_flops(whole.whole_seq, causal=True) * whole.tokens / whole.tp
-    return Choice(recompute, total_bytes(kept), flops)
+    return Choice(recompute, traced.kept_bytes, flops)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, ModelSpec
 from megapipe.layers.table import ALL_REDUCE, RankShape, ring_bytes
 from megapipe.schedule.action import Op
 from megapipe.trace.layers import trace_embedding, trace_head, trace_layers, trace_parts
-from megapipe.trace.traced import STAGE, Message, Traced, TracedLayer
+from megapipe.trace.traced import ROWS, SIZES, STAGE, Message, Traced, TracedLayer
 
 # elements whose sums over tp are of a few numbers: norms over the heads of all ranks, and tokens of each expert
 OF_FEW_NUMBERS = ("heads", "router")
@@ -60,6 +61,40 @@ def layer_trace(layer: LayerSpec, shape: RankShape, has_levels: bool = True) -> 
     parts = trace_parts(own, shape, has_levels).values()
     kept = tuple(tensor for part in parts for tensor in part.kept)
     return replace(whole, kept=kept, waiting=sum(part.waiting for part in parts))
+
+
+@cache
+def joined_trace(layer: LayerSpec, shape: RankShape) -> Traced:
+    """Return what one layer keeps, multiplies and sends, without levels, from the traces of its residual branches.
+
+    Sizes, products and messages are those of `layer_trace`, while tensors that pass from one branch to the next have
+    other names, and tables of documents' positions are not kept by parts. A branch is run once for all shapes that are
+    alike for it: attention does not depend on how experts are divided, and each branch only on its own recompute.
+    """
+    if layer.branches == (layer,):
+        return layer_trace(layer, shape, has_levels=False)
+    traces = [layer_trace(branch, _shape_of_branch(branch, shape), has_levels=False) for branch in layer.branches]
+    kept = [tensor for traced in traces for tensor in traced.kept]
+    if shape.recompute.recompute_granularity == "full":  # keeps the input of the layer, but none between its branches
+        kept = [*traces[0].kept, *(each for traced in traces[1:] for each in traced.kept if each.name != STAGE)]
+    found: dict[str, Any] = {name: sum(getattr(traced, name) for traced in traces) for name in SIZES}
+    for name in ROWS:  # a forward runs the branches in their order, a backward in the other
+        ahead = [each for traced in traces for each in getattr(traced, name) if each.op is Op.F]
+        back = [each for traced in reversed(traces) for each in getattr(traced, name) if each.op is not Op.F]
+        found[name] = *ahead, *back
+    return Traced(tuple(kept), **found)
+
+
+def _shape_of_branch(branch: LayerSpec, shape: RankShape) -> RankShape:
+    """Return the shape with what concerns this branch alone."""
+    recompute = shape.recompute
+    if recompute.recompute_granularity != "full":
+        own = ("layernorm", *branch.recompute_modules)
+        modules = tuple(name for name in own if shape.recomputes(name))
+        recompute = RecomputeConfig("selective", recompute_modules=modules) if modules else RecomputeConfig()
+    if not branch.num_experts:
+        shape = replace(shape, ep=1, ep_inner=1, etp=1, in_parts=False)
+    return with_recompute(shape, recompute)
 
 
 @cache

@@ -1,10 +1,11 @@
-"""What traces say beside each other: of more sequences, of groups, of parts, of the fullest rank, of libraries.
+"""What traces say beside each other: of more sequences, groups, branches, parts, the fullest rank, libraries.
 
 What they say of real stages is in `tests/model/test_planned_bytes.py`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,10 +17,11 @@ from megapipe.plan.expert_load import ExpertLoad
 from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.traces import embedding_trace, head_trace, layer_trace, split, traced_layer
+from megapipe.plan.traces import embedding_trace, head_trace, joined_trace, layer_trace, split, traced_layer
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.parts import Part
 from megapipe.trace.layers import trace_layers, trace_parts
+from megapipe.trace.traced import ROWS, SIZES
 from megapipe.trace.unit import Unit
 from tests.tiny import small_config
 from tests.trace import units
@@ -83,6 +85,27 @@ def test_the_parts_of_a_layer_keep_what_the_layer_does_and_their_inputs(features
     whole = layer_trace(layer, replace(shape, in_parts=False))
     rows = 3 * max(tensor.num_bytes for tensor in whole.kept)  # what passes between two of the four
     assert whole.kept_bytes <= sum(part.kept_bytes for part in parts.values()) <= whole.kept_bytes + rows
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        ("tp2+sp", "window"),
+        ("cp2 a2a", "zb-h1"),
+        ("mla", "moe ep2", "recompute sel"),
+        ("moe ep2", "tp2+sp", "recompute full"),
+        ("moe overlap", "fp8 local"),
+        ("slices2", "recompute full"),
+    ],
+    ids=" ".join,
+)
+def test_the_branches_of_a_layer_keep_multiply_and_send_what_it_does(features: tuple[str, ...], device: str) -> None:
+    for layer, shape in units.layers_of(units.planned(features, device)):
+        joined, whole = joined_trace(layer, shape), layer_trace(layer, shape, has_levels=False)
+        assert len(layer.branches) == 2 and joined.kept_bytes == whole.kept_bytes
+        assert [getattr(joined, name) for name in SIZES] == [getattr(whole, name) for name in SIZES]
+        assert [Counter(getattr(joined, name)) for name in ROWS] == [Counter(getattr(whole, name)) for name in ROWS]
 
 
 @pytest.mark.parametrize("name", ["flash", "te"])

@@ -20,7 +20,7 @@ from megapipe.errors import ConfigError
 from megapipe.extras.search.layout import Context, Layout, keeps_all, with_dispatcher
 from megapipe.layers.model import ModelSpec, model_spec, rank_shape
 from megapipe.layers.table import ALL_REDUCE, Documents, RankShape
-from megapipe.plan.activations import layers_of, stage_bytes
+from megapipe.plan.activations import layers_of
 from megapipe.plan.cut import undominated
 from megapipe.plan.expert_load import BALANCED, ExpertLoad, with_load
 from megapipe.plan.hardware import Hardware, Link
@@ -37,10 +37,10 @@ from megapipe.plan.layer_time import (
 from megapipe.plan.recompute_choice import FULL, choices
 from megapipe.plan.schedule_choice import cut_layers
 from megapipe.plan.step_time import update_bytes
+from megapipe.plan.traces import head_trace, joined_trace
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
-from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.spec import Owner
 from megapipe.sharding.state_dtypes import StateDtypes, state_dtypes
 from megapipe.topology import Topology
@@ -383,13 +383,8 @@ class Bounds:
     def _keep(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links) -> tuple[Counts, int]:
         """Return the bytes that a microbatch keeps of a layer of each kind, by slice, and at least of the head."""
         spec, pairs = self._shapes(sizes, size, recompute, over)
-        kept, of_head = list[int](), list[int]()
-        numbers = [spec.layers.index(kind) for kind in spec.kinds]
-        for fewest, _ in pairs:
-            kept += [sum(stage_bytes(spec, fewest, StageLayers(n, n + 1, False, False)).values()) for n in numbers]
-            with_head = sum(stage_bytes(spec, fewest, StageLayers(0, 1, False, True)).values())
-            of_head.append(with_head - kept[-len(numbers)])
-        return tuple(kept), min(of_head)
+        kept = [joined_trace(kind, fewest).kept_bytes for fewest, _ in pairs for kind in spec.kinds]
+        return tuple(kept), min(head_trace(spec, fewest, has_levels=False).kept_bytes for fewest, _ in pairs)
 
     def _measure(self, sizes: _Sizes, size: int, recompute: RecomputeConfig, over: _Links) -> _Measured:
         """Return the seconds of a microbatch of so many sequences."""
