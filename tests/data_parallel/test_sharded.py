@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -13,7 +10,7 @@ from megapipe.data_parallel.buffers import StageBuffers
 from megapipe.data_parallel.store import Sharing, is_allocated
 from megapipe.data_parallel.stores import Stores
 from megapipe.sharding.buffers import layout_buffers
-from tests.data_parallel.toy import Toy, draw, groups_of, shard_of, stage_buffers, tokens_of, toy_specs
+from tests.data_parallel.toy import Toy, draw, groups_of, stage_buffers, tokens_of, toy_specs
 from tests.harness import RankPool
 
 NUM_MICROBATCHES = 4
@@ -50,95 +47,37 @@ def held(buffers: StageBuffers) -> dict[str, list[tuple[int, int, Tensor]]]:
     return found
 
 
-def train(
-    rank: int,
-    world: int,
-    every: int,
-    instances: int,
-    overlap: bool,
-    in_bf16: bool,
-    gradient_dtype: torch.dtype = torch.float64,
-) -> tuple[dict, list, list]:
-    """Run microbatches forward and backward with the weights freed in between, and reduce after every few of them.
+def train(rank: int, world: int, gradient_dtype: torch.dtype = torch.float64) -> dict:
+    """Run microbatches forward and backward with the weights freed in between, and reduce every two of them in bf16.
 
-    Return this rank's reduced gradients, whether whole weights and gradients exist, and the reductions in flight.
+    Return this rank's reduced gradients.
     """
-    groups = groups_of(rank, dp=world, num_instances=instances)
+    groups = groups_of(rank, dp=world)
     buffers, module = sharded_stage(groups, gradient_dtype=gradient_dtype)
-    options = {"overlap_gather": overlap, "overlap_reduce": overlap, "reduce_in_bf16": in_bf16}
-    weights = gradients = Stores({0: buffers}, groups, **options)
-    (buffer,) = buffers.buffers
-    exist, in_flight = [], []
-
-    def look() -> None:
-        exist.append((is_allocated(buffer.parameters), is_allocated(buffer.gradients)))
-
+    stores = Stores({0: buffers}, groups, reduce_in_bf16=True)
     for step in range(2):  # the second step shows that the first one left no state behind
-        gradients.begin_step(NUM_MICROBATCHES)
-        exist, in_flight = [], []
-        look()
+        stores.begin_step(NUM_MICROBATCHES)
         for number in range(NUM_MICROBATCHES):
-            weights.unshard(0)
-            weights.use(0)
+            stores.unshard(0)
+            stores.use(0)
             loss = module(tokens_of(step, number * world + rank))
-            weights.reshard(0)  # what the backward saved is freed, and gathered again
-            look()
-            weights.unshard(0)
-            weights.use(0)
-            gradients.accumulate(0)
+            stores.reshard(0)  # what the backward saved is freed, and gathered again
+            stores.unshard(0)
+            stores.use(0)
+            stores.accumulate(0)
             loss.backward()
-            look()
-            weights.reshard(0)
+            stores.reshard(0)
             if number == NUM_MICROBATCHES - 1:
-                gradients.reduce(0)
-            elif number % every == every - 1:
-                gradients.reduce_part(0)
-            in_flight.append(len(buffer.reducing))
-        gradients.finish_gradients()
-        look()
-    return held(buffers), exist, in_flight
-
-
-@pytest.mark.parametrize("every", [1, 2, NUM_MICROBATCHES])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "waited for"])
-def test_gradients_reduced_in_parts_equal_the_sum_over_all_microbatches(
-    two_ranks: RankPool, every: int, overlap: bool
-) -> None:
-    expected = whole_gradients(range(2 * NUM_MICROBATCHES))
-    covered = {name: torch.zeros_like(values) for name, values in expected.items()}
-    num_buckets = len(stage_buffers(toy_specs(), shard_of(0, 2)).buffers[0].layout.buckets)
-    for found, exist, in_flight in two_ranks.run(train, every, 1, overlap, False):
-        for name, start, stop, values in ((name, *part) for name, parts in found.items() for part in parts):
-            covered[name][start:stop] += 1
-            assert (values - expected[name][start:stop]).abs().max() <= 1e-12 * expected[name].abs().max(), name
-        # nothing is whole before and after a step; weights only for a computation; gradients until they are reduced
-        assert exist[0] == exist[-1] == (False, False)
-        assert all(
-            weights == is_backward for (weights, _), is_backward in zip(exist[1:-1], [False, True] * 4, strict=True)
-        )
-        assert all(gradients for _, gradients in exist[2:-1:2])
-        reduces = [number % every == every - 1 for number in range(NUM_MICROBATCHES)]
-        if overlap:
-            assert in_flight == [num_buckets if reduced else 0 for reduced in reduces]
-        else:
-            assert in_flight == [0] * NUM_MICROBATCHES
-            assert [gradients for _, gradients in exist[1:-1:2]] == [False, *(not reduced for reduced in reduces[:-1])]
-    assert all((times == 1).all() for times in covered.values())
-
-
-def test_shards_of_instances_hold_the_sum_over_all_ranks(rank_pools: Callable[[int], RankPool]) -> None:
-    expected = whole_gradients(range(4 * NUM_MICROBATCHES))
-    covered = {name: torch.zeros_like(values) for name, values in expected.items()}
-    for found, _, _ in rank_pools(4).run(train, 2, 2, True, False):
-        for name, start, stop, values in ((name, *part) for name, parts in found.items() for part in parts):
-            covered[name][start:stop] += 1
-            assert (values - expected[name][start:stop]).abs().max() <= 1e-12 * expected[name].abs().max(), name
-    assert all((times == 2).all() for times in covered.values())
+                stores.reduce(0)
+            elif number % 2:
+                stores.reduce_part(0)
+        stores.finish_gradients()
+    return held(buffers)
 
 
 def test_reductions_in_bf16_round_what_they_send(two_ranks: RankPool) -> None:
     expected, is_rounded = whole_gradients(range(2 * NUM_MICROBATCHES)), False
-    for found, _, _ in two_ranks.run(train, 2, 1, True, True):
+    for found in two_ranks.run(train):
         for name, start, stop, values in ((name, *part) for name, parts in found.items() for part in parts):
             difference = (values - expected[name][start:stop]).abs().max()
             assert difference <= 2e-2 * expected[name].abs().max(), name
@@ -149,7 +88,7 @@ def test_reductions_in_bf16_round_what_they_send(two_ranks: RankPool) -> None:
 def test_gradients_in_bf16_exist_until_their_reduction_has_read_them(two_ranks: RankPool) -> None:
     """Nothing is copied for a reduction in bf16 where main gradients are bf16 themselves."""
     expected = whole_gradients(range(2 * NUM_MICROBATCHES))
-    for found, _, _ in two_ranks.run(train, 2, 1, True, True, torch.bfloat16):
+    for found in two_ranks.run(train, torch.bfloat16):
         for name, start, stop, values in ((name, *part) for name, parts in found.items() for part in parts):
             assert (values - expected[name][start:stop]).abs().max() <= 5e-2 * expected[name].abs().max(), name
 

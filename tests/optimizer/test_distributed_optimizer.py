@@ -1,137 +1,27 @@
-"""The sharded and the replicated optimizer on several ranks.
+"""The optimizer on several ranks: shards that are all padding, and norms that count every element once.
 
-They match plain training in one process, and norms count every element once.
+That its weights are those of one process is shown by tests/parity.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from megapipe.config.model import PrecisionConfig
-from megapipe.config.training import OptimizerConfig
 from megapipe.data_parallel.store import Sharing
 from megapipe.data_parallel.stores import Stores
 from megapipe.optimizer.optimizer import Optimizer
 from megapipe.optimizer.schedule import Rates
-from megapipe.sharding.boxes import Box
 from megapipe.sharding.buffers import BufferKind
 from megapipe.sharding.spec import Fused, ParamSpec, QueryGroups
-from tests.data_parallel.toy import Toy, draw, groups_of, stage_buffers, tokens_of, toy_specs
+from tests.data_parallel.toy import draw, groups_of, stage_buffers
 from tests.harness import RankPool
-from tests.optimizer.test_optimizer import ADAM, SGD, assert_close, plain_training
-
-STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(2) as two, RankPool(3) as three, RankPool(4) as four:
-        yield {2: two, 3: three, 4: four}
-
-
-State = dict[tuple[str, str, Box], Tensor]
-
-
-def train(
-    rank: int,
-    world: int,
-    config: OptimizerConfig,
-    sharded: bool,
-    overlap: bool,
-    dtype: str = "fp64",
-    steps: range = range(STEPS),
-    saved: list[tuple[State, dict]] | None = None,
-) -> tuple[dict[str, Tensor], list[float], State, dict]:
-    """Train with 12 microbatches per step over dp ranks; return weights, norms, and the state this rank would save."""
-    groups = groups_of(rank, dp=world)
-    param_dtype = {"fp64": torch.float64, "bf16": torch.bfloat16}[dtype]
-    buffers, module = (
-        stage_buffers(
-            toy_specs(),
-            Sharing.of(groups, int(sharded)),
-            param_dtype=param_dtype,
-            grad_dtype=torch.promote_types(param_dtype, torch.float32),
-        ),
-        Toy(),
-    )
-    buffers.materialize(module, draw)
-    stores = Stores({0: buffers}, groups, overlap_gather=overlap, overlap_reduce=overlap)
-    optimizer = Optimizer(stores, groups, config, PrecisionConfig(dtype=dtype))
-    if saved is not None:
-        buffers.fill(lambda spec: torch.zeros(spec.shape))
-        load(optimizer, saved)
-    norms, num_microbatches = [], 12 // world
-    for step in steps:
-        stores.begin_step(num_microbatches)
-        stores.wait(0)
-        for microbatch in range(num_microbatches):
-            module(tokens_of(step, microbatch * world + rank)).backward()
-        stores.reduce(0)
-        stores.finish_gradients()
-        norms.append(optimizer.step(1 / 12, Rates(0.01, 0.1, 0.003)).grad_norm)
-    stores.finish_weights()
-    state = {
-        (piece.key, piece.piece.spec.name, piece.piece.box): piece.values
-        for piece in optimizer.state()
-        if piece.primary
-    }
-    return (
-        {name: parameter.detach() for name, parameter in module.named_parameters()},
-        norms,
-        state,
-        optimizer.plain_state(),
-    )
-
-
-def load(optimizer: Optimizer, saved: list[tuple[State, dict]]) -> None:
-    """Fill the optimizer's boxes from a state saved with any other sharding."""
-    whole: dict[tuple[str, str], Tensor] = {}
-    for state, _ in saved:
-        for (key, name, box), values in state.items():
-            shape = next(spec.shape for spec in toy_specs() if spec.name == name)
-            tensor = whole.setdefault((key, name), torch.full(shape, math.nan, dtype=values.dtype))
-            tensor[box.slices] = values.view(box.shape)
-    for piece in optimizer.state():
-        piece.values.copy_(whole[piece.key, piece.piece.spec.name][piece.piece.box.slices].flatten())
-    optimizer.load_plain_state(saved[0][1])
-    optimizer.masters_to_parameters()
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["at the end", "overlapped"])
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "zero1"])
-@pytest.mark.parametrize("dp", [2, 3], ids=["dp2", "dp3"])
-@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adamw", "sgd"])
-def test_weights_equal_a_plain_single_process(
-    pools: dict[int, RankPool], config: OptimizerConfig, dp: int, sharded: bool, overlap: bool
-) -> None:
-    expected, norms = plain_training(config, STEPS, 12)
-    for weights, found_norms, _, _ in pools[dp].run(train, config, sharded, overlap):
-        assert_close(weights, expected, 1e-10)
-        assert found_norms == pytest.approx(norms, rel=1e-12)
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "zero1"])
-def test_bf16_replicas_hold_the_same_parameters_to_the_bit(pools: dict[int, RankPool], sharded: bool) -> None:
-    (first, _, _, _), (second, _, _, _) = pools[2].run(train, ADAM, sharded, True, "bf16")
-    for name, values in first.items():
-        assert values.dtype == torch.bfloat16
-        assert torch.equal(values, second[name]), name
-
-
-@pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "zero1"])
-def test_state_saved_by_two_replicas_is_loaded_by_three(pools: dict[int, RankPool], sharded: bool) -> None:
-    straight = pools[2].run(train, ADAM, sharded, True, "fp64", range(4))[0][0]
-    saved = [(state, plain) for _, _, state, plain in pools[2].run(train, ADAM, sharded, True, "fp64", range(2))]
-    assert sum(values.numel() for state, _ in saved for values in state.values()) == 3 * sum(
-        values.numel() for values in straight.values()
-    )
-    for weights, _, _, _ in pools[3].run(train, ADAM, not sharded, True, "fp64", range(2, 4), saved):
-        assert_close(weights, straight, 1e-10)
+from tests.optimizer.test_optimizer import ADAM, SGD
 
 
 def train_one_vector(rank: int, world: int) -> tuple[Tensor, dict]:
@@ -146,8 +36,8 @@ def train_one_vector(rank: int, world: int) -> tuple[Tensor, dict]:
     return stages[0].parameter("bias").clone(), optimizer.plain_state()
 
 
-def test_rank_whose_shards_are_all_padding_takes_part(pools: dict[int, RankPool]) -> None:
-    (first, state), (second, other_state) = pools[2].run(train_one_vector)
+def test_rank_whose_shards_are_all_padding_takes_part(rank_pools: Callable[[int], RankPool]) -> None:
+    (first, state), (second, other_state) = rank_pools(2).run(train_one_vector)
     assert torch.equal(first, second)
     assert first == pytest.approx(torch.tensor([-1.0, -2.0, -2.0]) * 0.1 * 0.5 / 3, rel=1e-6)
     assert state == other_state
@@ -221,12 +111,12 @@ def measure(
     ids=["tp2 pp2", "tp2 dp2 zero1", "tp2 dp2", "pp2 dp2 zero1"],
 )
 def test_every_element_counts_once_on_every_grid(
-    pools: dict[int, RankPool], axes: dict[str, int], num_shards: int
+    rank_pools: Callable[[int], RankPool], axes: dict[str, int], num_shards: int
 ) -> None:
     values = {spec.name: global_values(spec)[: spec.true_rows] for spec in GRID_SPECS}
     norm = math.sqrt(sum(tensor.square().sum().item() for tensor in values.values()))
     zeros = sum(int((tensor == 0).sum()) for tensor in values.values())
-    results = pools[4].run(measure, axes, num_shards)
+    results = rank_pools(4).run(measure, axes, num_shards)
     for grad_norm, params_norm, num_zeros, _ in results:
         assert grad_norm == pytest.approx(norm, rel=1e-12)
         assert params_norm == pytest.approx(norm, rel=1e-12)

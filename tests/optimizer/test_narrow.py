@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -141,28 +140,8 @@ def test_chunks_change_no_bits(chunk: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert all(torch.equal(weights[1][name], values) for name, values in weights[0].items())
 
 
-Saved = list[tuple[dict[tuple[str, str, Any], Tensor], dict[str, Any]]]
-
-
-def load(optimizer: Optimizer, saved: Saved) -> None:
-    """Fill the state of any grid from what all ranks of another one saved."""
-    whole: dict[tuple[str, str], Tensor] = {}
-    shapes = {spec.name: spec.shape for spec in toy_specs()}
-    for state, _ in saved:
-        for (key, name, box), values in state.items():
-            target = whole.setdefault((key, name), torch.full(shapes[name], math.nan))
-            target[box.slices] = values.view(box.shape)
-    pieces = list(optimizer.state())
-    for piece in pieces:
-        piece.values.copy_(whole[piece.key, piece.piece.spec.name][piece.piece.box.slices].reshape(-1))
-    optimizer.load_plain_state(saved[0][1])
-    optimizer.load_state(pieces)
-
-
-def train(
-    rank: int, world: int, dtypes: dict[str, str], steps: range, saved: Saved | None = None, bf16_sum: bool = False
-) -> tuple[dict[str, Tensor], dict[tuple[str, str, Any], Tensor], dict[str, Any]]:
-    """Train with one exactly summable gradient in each step; return weights, what the rank saves, and plain state."""
+def train(rank: int, world: int, dtypes: dict[str, str], steps: range, bf16_sum: bool = False) -> dict[str, Tensor]:
+    """Train with one exactly summable gradient in each step; return the weights."""
     config, groups = narrow_adam(**dtypes), groups_of(rank, dp=world)
     gradient = DTYPES[state_dtypes(config, BF16).gradient]
     buffers = stage_buffers(toy_specs(), Sharing.of(groups, 1), param_dtype=torch.bfloat16, grad_dtype=gradient)
@@ -170,9 +149,6 @@ def train(
     buffers.materialize(module, draw)
     stores = Stores({0: buffers}, groups, reduce_in_bf16=bf16_sum)
     optimizer = Optimizer(stores, groups, config, BF16)
-    if saved is not None:
-        buffers.fill(lambda spec: torch.zeros(spec.shape))
-        load(optimizer, saved)
     for step in steps:
         stores.begin_step(1)
         stores.wait(0)
@@ -186,31 +162,17 @@ def train(
         stores.finish_gradients()
         optimizer.step(1 / 2, RATES)
     stores.finish_weights()
-    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
-    state = {(p.key, p.piece.spec.name, p.piece.box): p.values.clone() for p in optimizer.state() if p.primary}
-    return weights, state, optimizer.plain_state()
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
 def test_two_shards_train_to_the_bits_of_one_process(two_ranks: RankPool) -> None:
-    expected = train(0, 1, NARROWEST, range(4))[0]
-    for weights, _, _ in two_ranks.run(train, NARROWEST, range(4)):
-        assert all(torch.equal(weights[name], values) for name, values in expected.items())
-
-
-def test_state_saved_by_two_ranks_continues_on_one_to_the_bit(two_ranks: RankPool) -> None:
-    expected, state, _ = train(0, 1, NARROWEST, range(4))
-    saved = [(state, plain) for _, state, plain in two_ranks.run(train, NARROWEST, range(2))]
-    assert all(values.dtype == torch.float32 for state, _ in saved for values in state.values())
-    weights, resumed, _ = train(0, 1, NARROWEST, range(2, 4), saved)
-    assert all(torch.equal(weights[name], values) for name, values in expected.items())
-    assert all(torch.equal(resumed[key], values) for key, values in state.items())
-    back: Saved = [train(0, 1, NARROWEST, range(2))[1:]]
-    for weights, _, _ in two_ranks.run(train, NARROWEST, range(2, 4), back):
+    expected = train(0, 1, NARROWEST, range(4))
+    for weights in two_ranks.run(train, NARROWEST, range(4)):
         assert all(torch.equal(weights[name], values) for name, values in expected.items())
 
 
 def test_bf16_gradients_are_reduced_alike_with_and_without_the_flag(two_ranks: RankPool) -> None:
-    plain, flagged = (two_ranks.run(train, NARROWEST, range(2), None, flag)[0][0] for flag in (False, True))
+    plain, flagged = (two_ranks.run(train, NARROWEST, range(2), flag)[0] for flag in (False, True))
     assert all(torch.equal(flagged[name], values) for name, values in plain.items())
 
 

@@ -31,7 +31,7 @@ from megapipe.schedule.validate import validate
 from megapipe.tensor_parallel.gradients import WeightQueue
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 from tests.harness import RankFailure, RankPool
-from tests.pipeline.stages import Plain, gradients, loss_of, merged, message, payloads, pp_group
+from tests.pipeline.stages import Plain, gradients, loss_of, message, payloads, pp_group
 from tests.tiny import tiny_config
 
 WIDTH = 6
@@ -84,23 +84,6 @@ def split(schedule: Schedule, delay: int) -> Schedule:
     return Schedule("split", schedule.placement, schedule.num_microbatches, tuple(rows))
 
 
-def run_linears(
-    rank: int, world_size: int, chunks: int, count: int, delay: int | None
-) -> tuple[tuple[list[Tensor], list[tuple[int, int]]], dict[int, list[Tensor]]]:
-    """Train the linears with full backwards, or with split ones if `delay` is given.
-
-    The result includes (stage, weight gradients that have run) at each reduction.
-    """
-    schedule = build_schedule("interleaved" if chunks > 1 else "1f1b", world_size, chunks, count)
-    lowered = lower(schedule if delay is None else split(schedule, delay))
-    validate(lowered)
-    return run_lowered(rank, world_size, lowered)
-
-
-def run_named(rank: int, world_size: int, name: str, chunks: int, count: int) -> tuple[Any, dict[int, list[Tensor]]]:
-    return run_lowered(rank, world_size, build_lowered(name, world_size, chunks, count))
-
-
 def run_lowered(
     rank: int, world_size: int, lowered: Schedule, streams: StageStreams | None = None, tracer: Tracer | None = None
 ) -> tuple[tuple[list[Tensor], list[tuple[int, int]]], dict[int, list[Tensor]]]:
@@ -132,56 +115,6 @@ def run_lowered(
     )
     assert all(runner.num_live == 0 for runner in runners.values())
     return (reports, reduced), {stage: gradients(module) for stage, module in modules.items()}
-
-
-@pytest.mark.parametrize(
-    ("chunks", "count", "delay"), [(1, 5, 0), (1, 5, 2), (2, 4, 1), (1, 1, 3)], ids=lambda value: str(value)
-)
-def test_split_backward_gradients_equal_full_backward(
-    rank_pools: Callable[[int], RankPool], chunks: int, count: int, delay: int
-) -> None:
-    whole, cut = (rank_pools(2).run(run_linears, chunks, count, how) for how in (None, delay))
-    assert all(torch.equal(a, b) for a, b in zip(whole[1][0][0], cut[1][0][0], strict=True))
-    expected, found = merged(whole), merged(cut)
-    for stage, tensors in expected.items():
-        assert all(tensor.abs().sum() > 0 for tensor in tensors)
-        assert all(torch.equal(a, b) for a, b in zip(found[stage], tensors, strict=True)), stage
-    for rank, ((_, reduced), _) in enumerate(cut):  # no weight gradient is pending when a stage is reduced
-        assert sorted(reduced) == [(stage, 0) for stage in range(rank, 2 * chunks, 2)]
-
-
-@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (2, 6), (4, 8)], ids=["p2 m4", "p2 m6", "p4 m8"])
-def test_dualpipe_losses_and_gradients_equal_1f1b(
-    rank_pools: Callable[[int], RankPool], ranks: int, count: int
-) -> None:
-    one, two = (
-        rank_pools(ranks).run(run_named, "1f1b", 1, count),
-        rank_pools(ranks).run(run_named, "dualpipe", 1, count),
-    )
-    losses = one[-1][0][0]
-    assert [len(reports) for (reports, _), _ in two] == [count // 2] + [0] * (ranks - 2) + [count // 2]
-    assert torch.equal(torch.stack(two[-1][0][0]), torch.stack(losses[::2]))  # the even ones end on the last rank
-    assert torch.equal(torch.stack(two[0][0][0]), torch.stack(losses[1::2]))
-    for stage, expected in merged(one).items():
-        holders = [gradients for _, by_stage in two for held, gradients in by_stage.items() if held == stage]
-        for whole, half, other in zip(expected, *holders, strict=True):
-            assert half.abs().sum() > 0 and other.abs().sum() > 0
-            assert (half + other - whole).abs().max() <= 1e-13 * whole.abs().max()
-    for rank, ((_, reduced), _) in enumerate(two):  # the last stage comes first on both of its ranks
-        assert reduced == [(stage, 0) for stage in sorted((rank, ranks - 1 - rank), reverse=True)]
-
-
-@pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 5), (4, 8)], ids=["p1 m2", "p2 m5", "p4 m8"])
-def test_dualpipe_v_losses_and_gradients_equal_interleaved(
-    rank_pools: Callable[[int], RankPool], ranks: int, count: int
-) -> None:
-    loop, folded = (rank_pools(ranks).run(run_named, name, 2, count) for name in ("interleaved", "dualpipe-v"))
-    assert torch.equal(torch.stack(folded[0][0][0]), torch.stack(loop[-1][0][0]))
-    found = merged(folded)
-    for stage, expected in merged(loop).items():
-        assert all((a - b).abs().max() <= 1e-13 * b.abs().max() for a, b in zip(found[stage], expected, strict=True)), (
-            stage
-        )
 
 
 class Watched(nn.Module):
@@ -400,55 +333,6 @@ class Scaled(nn.Module):
 
     def forward(self, *inputs: Any) -> Tensor:
         return (inputs[0] if len(inputs) > 1 else inputs[-1]) * self.factor
-
-
-class Versions:
-    """Weight versions for the engine: version t has the value t + 1.
-
-    log: the engine's calls in order.
-    """
-
-    def __init__(self, module: Scaled, late: int) -> None:
-        self.module, self.late, self.newest = module, late, 0
-        self.made = [module.factor]
-        self.log: list[str] = []
-
-    @contextmanager
-    def using(self, action: Action) -> Iterator[None]:
-        assert action.microbatch is not None
-        version = max(0, action.microbatch - self.late)
-        self.module.factor = self.made[version]
-        self.log.append(f"{action.microbatch} uses {version}")
-        yield
-
-    def update(self, action: Action) -> None:
-        self.made.append(nn.Parameter(torch.full((), len(self.made) + 1.0, dtype=torch.float64)))
-        self.log.append(f"update {action.microbatch}")
-
-
-def run_versions(rank: int, world_size: int) -> tuple[list[float], list[str], list[float | None]]:
-    schedule, module = build_lowered("pipedream", world_size, 1, 4), Scaled()
-    weights = Versions(module, world_size - 1 - rank)
-    channels = Channels.build(schedule.placement, pp_group(rank, world_size), max_in_flight=2)
-    handlers, around = {Op.UPDATE: weights.update}, [Around.computing(weights.using)]
-    engine = Engine(schedule, rank, {rank: StageRunner(module)}, channels, handlers, around)
-    spec = (MessageSpec((), torch.float64),)
-    ones = [torch.ones((), dtype=torch.float64)] * 4
-    reports = engine.run(Step(ones, lambda boundary: spec, lambda output, payload: (output, float(output))))
-    return reports, weights.log, [None if made.grad is None else float(made.grad) for made in weights.made]
-
-
-def test_row_with_updates_uses_the_planned_weight_versions(
-    rank_pools: Callable[[int], RankPool],
-) -> None:
-    (_, first_log, first_grads), (losses, last_log, last_grads) = rank_pools(2).run(run_versions)
-    assert losses == [1 * 1, 1 * 2, 2 * 3, 3 * 4]  # the first stage is one update late, the last one is not
-    assert last_log == [line for k in range(4) for line in (f"{k} uses {k}", f"{k} uses {k}", f"update {k}")]
-    assert first_log[:5] == ["0 uses 0", "1 uses 0", "0 uses 0", "update 0", "2 uses 1"]
-    assert first_grads == [1 + 2, 3, 4, None, None], (
-        "gradients of a version are those of its microbatches, at the later weights behind it"
-    )
-    assert last_grads == [1, 1, 2, 3, None]
 
 
 def test_a_schedule_with_updates_needs_a_handler_of_them() -> None:
