@@ -18,7 +18,7 @@ from megapipe.errors import CommunicationError
 from tests.harness import run_ranks
 from tests.train.jobs import job_on_rank
 
-MOST_SECONDS = 15.0  # from the kill until all survivors have ended, on a busy machine
+MOST_SECONDS = 60.0  # from the kill until all survivors have ended, on a busy machine
 FLAGS = "--train-iters 6 --save-interval 2 --eval-interval 3 --eval-iters 2"
 GRIDS = {"pp2": "--pipeline-model-parallel-size 2", "dp2": "--use-distributed-optimizer --overlap-param-gather"}
 BUSY_SECONDS = 60.0  # of a survivor that neither communicates nor ends

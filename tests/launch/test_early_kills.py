@@ -18,7 +18,7 @@ from tests.comm.test_bootstrap import free_port
 from tests.launch.scripts import REPOSITORY, environment
 from tests.tiny import TINY_FLAGS
 
-MOST_SECONDS = 15.0  # from the kill until all others have ended
+MOST_SECONDS = 60.0  # from the kill until all others have ended, on a busy machine
 WITHIN_SECONDS = 5.0  # of a rank's first line
 NUM_KILLS = 20
 CHOOSE = random.Random(20)

@@ -21,7 +21,7 @@ from tests.harness import RankPool
 from tests.train.jobs import job_on_rank
 
 LIMIT_SECONDS = 1.0
-MOST_SECONDS = 2.0  # from the limit to the report
+MOST_SECONDS = 30.0  # from the limit to the report; 0.2 s on an idle machine
 PP2 = "--pipeline-model-parallel-size 2 --train-iters 50"
 Pools = Callable[[int], RankPool]
 

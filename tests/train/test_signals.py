@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,7 +122,7 @@ from megapipe.train.saving import Saving
 
 def save(self, state):
     print("saving", flush=True)
-    time.sleep(100)
+    time.sleep(1000)
 
 Saving.save = save
 sys.exit(main())
@@ -141,13 +140,11 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
             next(line for line in process.stdout if re.match(r"step +2/", line))
             process.send_signal(signal.SIGINT)
             next(line for line in process.stdout if line == "saving\n")
-            began = time.monotonic()
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=280)
+            process.communicate(timeout=280)  # the save alone takes 1000 seconds
         finally:
             process.kill()
     assert process.returncode == 130
-    assert time.monotonic() - began < 90.0  # the save alone takes 100
 
 
 def test_a_run_whose_terminal_is_closed_saves_and_exits(tmp_path: Path) -> None:
