@@ -18,32 +18,30 @@ from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint, 
 from megapipe.extras.convert.special_tokens import ends_of
 
 HUGGING_FACE, OWN, MEGATRON, DCP = "hugging-face", "megapipe", "megatron", "dcp"
-FORMATS = (HUGGING_FACE, OWN, MEGATRON, DCP)
+SOURCES = (HUGGING_FACE, OWN, MEGATRON)
+TARGETS = (*SOURCES, DCP)
 
 
 def guess(folder: Path) -> str:
     """Return the format of a folder. Raises CheckpointError if it is unknown."""
     if not folder.is_dir():
-        way_out = "give a checkpoint of megapipe, Megatron or torch, or a Hugging Face model"
+        way_out = "give a checkpoint of megapipe or Megatron, or a Hugging Face model"
         raise CheckpointError(f"{folder} is not a folder; {way_out}")
     if (folder / MANIFEST_NAME).exists() or steps_in(folder):
         return OWN
-    if dcp_run.find(folder) is not None:
-        return DCP
     if megatron_legacy.is_legacy(folder) or megatron_dist.is_distributed(folder):
         return MEGATRON
     if (folder / hugging_face.CONFIG).exists():
         return HUGGING_FACE
-    raise CheckpointError(f"{folder} looks like none of {', '.join(FORMATS)}; give its format with --from")
+    raise CheckpointError(f"{folder} looks like none of {', '.join(SOURCES)}; give its format with --from")
 
 
 # flags that mean something for some formats alone: these flags, their side, the formats
 CONCERNS = (
     ("--ignore-key --text-only", "from", HUGGING_FACE),
     ("--vocab-size", "from", MEGATRON),
-    ("--weights-only", "from", MEGATRON, DCP),
+    ("--weights-only", "from", MEGATRON),
     ("--drop-vocab-padding", "from", MEGATRON),
-    ("--config", "from", DCP),
     ("--architecture --max-shard-size", "to", HUGGING_FACE),
     ("--like", "to", HUGGING_FACE, OWN, DCP),
     ("--tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size", "to", MEGATRON),
@@ -53,12 +51,12 @@ CONCERNS = (
 OPTIONS = (
     option("source", "folder to read", type=Path),
     option("target", "folder to write: a new one, for megapipe a directory to --load", type=Path, nargs="?"),
-    option("--from", "format of the source (default: detected)", dest="source_format", choices=FORMATS),
+    option("--from", "format of the source (default: detected)", dest="source_format", choices=SOURCES),
     option(
         "--to",
         "format to write (default: megapipe, or hugging-face if the source is megapipe)",
         dest="target_format",
-        choices=FORMATS,
+        choices=TARGETS,
     ),
     option("--step", "step of the source (default: the newest)", type=int),
     option("--dtype", "dtype of the weights (default: unchanged)", choices=DTYPES),
@@ -77,7 +75,6 @@ OPTIONS = (
         "--drop-vocab-padding",
         "leave out the padding rows of a Megatron run's vocabulary, which its softmax counts: the loss changes",
     ),
-    option("--config", "YAML configuration of the model, if a dcp folder has none", type=Path),
     switch("--weights-only", "leave out optimizer state, step and schedules"),
     "writing",
     option(
@@ -110,13 +107,13 @@ OPTIONS = (
 
 @command("megapipe convert", OPTIONS, interrupted="\ninterrupted; no checkpoint was written")
 def main(own: argparse.Namespace) -> None:
-    """Convert checkpoints on the CPU: Hugging Face <-> megapipe <-> Megatron, torch.distributed.checkpoint.
+    """Convert checkpoints on the CPU: Hugging Face <-> megapipe <-> Megatron, -> torch.distributed.checkpoint.
 
     megapipe convert Llama-3.2-1B checkpoints/llama              a Hugging Face folder, to --load and train on
     megapipe convert checkpoints/llama export --to hugging-face  back, or after training
     megapipe convert megatron_run checkpoints/run                a Megatron run: weights, moments, step, schedules
     megapipe convert checkpoints/run out --to megatron --ckpt-format torch_dist --use-distributed-optimizer   back
-    megapipe convert checkpoints/run out --to dcp                for torch.distributed.checkpoint; --from dcp: back
+    megapipe convert checkpoints/run out --to dcp                for torch.distributed.checkpoint
     """
     source_format = own.source_format or guess(own.source)
     target_format = own.target_format or (HUGGING_FACE if source_format == OWN else OWN)
@@ -166,8 +163,6 @@ def read(source_format: str, own: argparse.Namespace) -> Snapshot:
         return read_checkpoint(own.source, own.step)
     if source_format == HUGGING_FACE:
         return hugging_face.read(own.source, frozenset(own.ignore_key), own.text_only)
-    if source_format == DCP:
-        return dcp_run.read(own.source, own.step, own.config, own.weights_only)
     is_distributed = megatron_dist.is_distributed(iteration_folder(own.source, own.step))
     module = megatron_dist if is_distributed else megatron_legacy
     return module.read(own.source, own.step, own.vocab_size, own.weights_only, own.drop_vocab_padding)

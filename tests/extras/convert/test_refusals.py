@@ -204,7 +204,7 @@ COMMANDS = {
     "cannot_express": ("{t}/ours {t}/x --architecture GPT2LMHeadModel", "GPT2LMHeadModel cannot express model."),
     "idle_flag": (
         "{t}/ours {t}/x --weights-only",
-        "--weights-only applies only to a conversion from megatron or dcp, this one is from megapipe",
+        "--weights-only applies only to a conversion from megatron, this one is from megapipe",
     ),
     "idle_grid": (
         "{t}/source {t}/x --tensor-model-parallel-size 2",
