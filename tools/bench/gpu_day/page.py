@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,99 +20,17 @@ NO = "no"
 
 
 class Area(NamedTuple):
-    """A row of the table. name: by which parts of the day say that they prove it."""
+    """A row of the table, and of areas.csv. name: by which parts of the day say that they prove it."""
 
     name: str
     what: str
     on_cpus: str  # how it is tested on a CPU
-    on_fake: bool  # on a fake CUDA device
+    on_fake: str  # on a fake CUDA device: yes or no
     tests: str  # that need a GPU
 
 
-AREAS = (
-    Area(
-        "libraries",
-        "Transformer Engine, apex, flash-attn",
-        "mocks with the libraries' signatures",
-        False,
-        "test_implementations.py",
-    ),
-    Area(
-        "fp8",
-        "fp8, compiled casts and activations",
-        "`torch._scaled_mm` on CPU tensors",
-        True,
-        "test_implementations.py",
-    ),
-    Area(
-        "features",
-        "experts, latent attention, Muon, ZeRO-2 and ZeRO-3, HSDP, expert and context parallelism",
-        "losses of one process in fp32",
-        True,
-        "test_features.py",
-    ),
-    Area(
-        "compiled",
-        "compiled loss, optimizer and blocks",
-        "inductor's CPU backend against eager",
-        True,
-        "test_features.py",
-    ),
-    Area(
-        "precision",
-        "bf16 and fp16, GEMMs that accumulate in fp32",
-        "torch and the reference",
-        True,
-        "test_training.py test_kernels.py",
-    ),
-    Area(
-        "nccl",
-        "NCCL: channels, options, flight recorder; grids of ranks that share a GPU",
-        "the same tests over gloo",
-        False,
-        "test_nccl.py",
-    ),
-    Area(
-        "chunked",
-        "chunked collectives, streams of overlapped pairs",
-        "gloo; recorded order of events",
-        False,
-        "test_training.py",
-    ),
-    Area("offload", "activation offload", "copies as late or early as waits allow", True, "test_memory.py"),
-    Area("recompute", "full recompute that keeps attention", "the CPU's flash kernel", True, "test_kernels.py"),
-    Area(
-        "graphs",
-        "CUDA graphs",
-        "a tape that replays recorded operations, bit-equal to eager steps",
-        False,
-        "test_graphs.py",
-    ),
-    Area(
-        "clocks",
-        "profiles, stragglers, calibration",
-        "a simulated device with clock drift",
-        False,
-        "test_clocks.py",
-    ),
-    Area(
-        "memory",
-        "peak memory against the plan",
-        "storages counted on CPU and meta tensors",
-        True,
-        "test_memory.py",
-    ),
-    Area("checksum", "checksums of parameters", "CPU tensors", False, "test_checksum.py"),
-    Area("training", "NVTX ranges, snapshots, optimizer offload, generation", "CPU", False, "test_training.py"),
-    Area(
-        "drivers",
-        "driver errors, one visible GPU a rank, installation",
-        "mocks of driver, `nvidia-smi` and pip",
-        False,
-        "",
-    ),
-    Area("speed", "all speed figures and the planner's fp8 times", "one run on a CPU", False, "test_bench.py"),
-)
+with Path(__file__).with_name("areas.csv").open(encoding="utf-8", newline="") as file:
+    AREAS = tuple(map(Area._make, [*csv.reader(file)][1:]))
 HEADER = ("part", "tested on a CPU by", "fake device", "tests for a GPU", "has run on a GPU")
 
 
@@ -177,7 +96,7 @@ def table(record: Record, parts: Sequence[Part] = PARTS) -> str:
     rows = [HEADER]
     for area in AREAS:
         tests = ", ".join(f"`tests/cuda/{name}`" for name in area.tests.split()) or "start a run"
-        rows.append((area.what, area.on_cpus, "yes" if area.on_fake else "no", tests, known[area.name].text()))
+        rows.append((area.what, area.on_cpus, area.on_fake, tests, known[area.name].text()))
     return as_markdown(rows)
 
 
