@@ -22,7 +22,6 @@ from megapipe.config.model import NORMALIZATIONS
 from megapipe.dtypes import FP8
 from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec, ModelSpec
-from megapipe.layers.moe import arrived_rows
 from megapipe.layers.table import ALL_REDUCE, Documents, RankShape, ring_bytes, total_bytes
 from megapipe.plan.attention_rates import FUSED_BACKWARD
 from megapipe.plan.hardware import Hardware, Link
@@ -43,6 +42,7 @@ from megapipe.trace.traced import CORE_ATTENTION, OUTPUT_LAYER, STAGE, Attention
 
 # each byte a layer keeps is written once and read once in the forward; a backward moves twice as much
 POINTWISE_PASSES = 2.0
+SECOND_OF_EXPERTS = "mlp.experts.weight2"  # the name of their second products
 KERNELS = ("gemm", "attention", "pointwise")  # parts of a stage's seconds that are computed
 
 
@@ -193,7 +193,7 @@ def layer_seconds(
     in_w = clock.linears(of_frozen.products, messages_over_tp(of_frozen, plain)).weights
     attention, core_backward = clock.attention(whole.attention), clock.attention(whole.attention, is_backward=True)
     pointwise = POINTWISE_PASSES * _pointwise_kept(layer, plain) / hardware.pointwise_bytes_per_second
-    biases = clock.biases(layer) if layer.num_experts else 0.0
+    biases = clock.biases(layer, whole.products)
     forward = {"gemm": 0.0, "attention": attention, "pointwise": pointwise + biases / 3, "tp": 0.0}
     inputs = {"gemm": 0.0, "attention": core_backward, "pointwise": 2.0 * pointwise + biases * 2 / 3, "tp": 0.0}
 
@@ -343,10 +343,10 @@ class _Clock:
         }[product.op]
         return moved / self.hardware.pointwise_bytes_per_second
 
-    def biases(self, layer: LayerSpec) -> float:
+    def biases(self, layer: LayerSpec, products: Iterable[Product]) -> float:
         """Return the seconds that a stack's kernels for the biases of experts take, forward and backward."""
-        config, rows = layer.config, arrived_rows(layer.config, self.shape, layer.imbalance)
-        elements = config.add_bias_linear * rows * config.hidden_size
+        rows = sum(each.tokens for each in products if each.op is Op.F and each.name == SECOND_OF_EXPERTS)
+        elements = layer.config.add_bias_linear * rows * layer.config.hidden_size
         return self.hardware.stack.bias_bytes * elements / self.hardware.pointwise_bytes_per_second
 
     def attention(self, works: Iterable[AttentionWork], is_backward: bool = False) -> float:
