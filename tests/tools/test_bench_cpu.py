@@ -94,5 +94,6 @@ def test_a_missing_hardware_file_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
-    assert importlib.import_module("bench_cpu").main(["--hardware", "missing.yaml"]) == 2
+    main = importlib.import_module("bench_cpu").main
+    assert importlib.import_module("bench_processes").exit_code(main, ["--hardware", "missing.yaml"]) == 2
     assert "missing.yaml" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,7 +91,7 @@ def test_a_twin_measures_what_a_card_would(
 def test_a_longer_twin_measures_what_a_card_would(
     name: str, tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tools("card_bench.pipeline"), "num_cores", lambda: 2)
+    monkeypatch.setattr(tools("card_bench.pipeline"), "resources", lambda: SimpleNamespace(cores=2))
     code, found = run(tools, tmp_path / "figures.json", name)
     assert code == 0 and f"{name}.{FIGURES[name]}" in found["figures"], found["failed"]
 

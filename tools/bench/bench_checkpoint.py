@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from bench_processes import BenchError, Ranks
+from bench_processes import Ranks, exit_code, make_parser
 from bench_table import as_markdown
 
 from megapipe.checkpoint.disk import Disk
@@ -245,9 +245,7 @@ def _peak() -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--folder", type=Path, required=True, help="on the disk to measure; a subfolder is created and removed"
     )
@@ -269,20 +267,16 @@ def main(argv: Sequence[str]) -> int:
     state_bytes = max(1, (arguments.mebibytes << 20) // LARGE_BYTES) * LARGE_BYTES
     folder: Path = arguments.folder / f"bench_checkpoint_{os.getpid()}"
     figures = Figures()
+    folder.mkdir(parents=True)
+    ranks = Ranks("save and load", arguments.ranks, serve, (state_bytes, arguments.tensors))
     try:
-        folder.mkdir(parents=True)
-        ranks = Ranks("save and load", arguments.ranks, serve, (state_bytes, arguments.tensors))
-        try:
-            ranks.answers(TIMEOUT_SECONDS)
-            for number in range(arguments.rounds):
-                one_round(ranks, folder, state_bytes, figures, dd_first=number % 2 == 0)
-            ranks.close(None)
-        finally:
-            ranks.kill()
-            shutil.rmtree(folder)
-    except (BenchError, OSError) as error:
-        print(f"bench_checkpoint: {error}", file=sys.stderr)
-        return 2
+        ranks.answers(TIMEOUT_SECONDS)
+        for number in range(arguments.rounds):
+            one_round(ranks, folder, state_bytes, figures, dd_first=number % 2 == 0)
+        ranks.close(None)
+    finally:
+        ranks.kill()
+        shutil.rmtree(folder)
     heads = ("", "seconds [least, most]", "GB/s", "of dd", "MiB above the tensors")
     rows = [heads, *lines(figures, state_bytes, arguments.tensors, arguments.ranks)]
     print(as_markdown(rows) if arguments.markdown else "\n".join(text_table(rows, left=(0,))))
@@ -294,4 +288,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main, sys.argv[1:]))

@@ -13,12 +13,12 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from bench_processes import BenchError, Ranks, num_cores, processor
+from bench_processes import BenchError, Ranks, exit_code, machine_text, make_parser
 
 from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.collectives import barrier
@@ -44,9 +44,9 @@ TIMEOUT_SECONDS = 600.0
 TOLERANCE = 1e-4
 
 
-def arguments(words: list[str]) -> argparse.Namespace:
+def arguments(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--cp", type=int, default=2, help="ranks")
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--num-attention-heads", type=int, default=8)
@@ -126,12 +126,12 @@ def sent_megabytes(kind: str, own: argparse.Namespace) -> float:
     return sum(sent_bytes(each, shape) for each in messages) / 1e6
 
 
-def main(words: list[str]) -> int:
+def main(words: Sequence[str]) -> int:
     own = arguments(words)
     ranks = Ranks("context parallelism", own.cp, rank_main, own)
     found = ranks.answers(TIMEOUT_SECONDS)
     ranks.close(None)
-    print(f"{processor()}, {num_cores()} cores, {own.cp} ranks of one thread, gloo; {own.repeats} repeats in turn")
+    print(f"{machine_text()}, {own.cp} ranks of one thread, gloo; {own.repeats} repeats in turn")
     print(f"sequence {own.seq_length}, {own.num_attention_heads} heads, {own.num_query_groups} key/value heads, fp32")
     print(f"{'kind':<12}{'median':>10}{'fastest':>10}{'sent':>12}")
     for kind in KINDS:
@@ -142,4 +142,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main, sys.argv[1:]))

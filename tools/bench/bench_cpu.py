@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 
 from bench_job import TIMEOUT_SECONDS, Grid, Measured, check, make_plan, serve, simulated_seconds
-from bench_processes import BenchError, Ranks, answer, num_cores, processor, spawn
+from bench_processes import BenchError, Ranks, answer, exit_code, machine_text, make_parser, spawn
 from bench_table import Quartiles, as_markdown
 from plain_loop import Shape
 
-from megapipe.errors import MegapipeError
+from megapipe.extras.doctor.host import resources
 from megapipe.formatting import text_table
 from megapipe.plan.hardware import Hardware, read_hardware
 from megapipe.plan.run_plan import RunPlan
@@ -237,13 +237,12 @@ def remarks(
     """Return the machine and its load, and warnings if it was not idle."""
     import torch
 
-    cores = num_cores()
+    cores = resources().cores
     said = [
         f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, sequence {shape.seq}, vocabulary "
         f"{shape.vocab}, fp32, tied; "
         f"{shape.microbatches} microbatches of {shape.micro_batch} sequences a step; AdamW and clipping included",
-        f"median [quartiles] of {pairs} rounds of {steps} step(s) a row; one thread a rank; {processor()}, "
-        f"{cores} cores; torch "
+        f"median [quartiles] of {pairs} rounds of {steps} step(s) a row; one thread a rank; {machine_text()}; torch "
         f"{torch.__version__}",
         f"both loops agree within {difference:.0e} in loss and gradient norm over three steps",
     ]
@@ -260,9 +259,7 @@ def remarks(
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--rows", nargs="+", choices=tuple(GRIDS), default=["one", "pp2"], help="grids of megapipe (default: one pp2)"
     )
@@ -289,16 +286,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
     shape = Shape(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Shape)})
     names = ([] if arguments.no_plain else ["plain"]) + [name for name in GRIDS if name in arguments.rows]
-    try:
-        hardware = None if arguments.hardware is None else read_hardware(arguments.hardware)
-        difference = check_agreement(shape)
-        turns = measure(shape, names, arguments.pairs, arguments.steps)
-    except (BenchError, MegapipeError) as error:
-        print(f"bench_cpu: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbench_cpu: interrupted", file=sys.stderr)
-        return 130
+    hardware = None if arguments.hardware is None else read_hardware(arguments.hardware)
+    difference = check_agreement(shape)
+    turns = measure(shape, names, arguments.pairs, arguments.steps)
     found = figures(shape, turns)
     rows = table(shape, found)
     as_text = as_markdown if arguments.markdown else lambda rows: "\n".join(text_table(rows, (0,), 0))
@@ -318,4 +308,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main, sys.argv[1:]))

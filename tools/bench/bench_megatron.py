@@ -11,7 +11,6 @@ its calls of it are redirected to the CPU. docs/performance.md explains the resu
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 from bench_cpu import Turn, ratios, take_turns
 from bench_job import CLIP, LR, WEIGHT_DECAY, Grid, Measured, draw_rows, serve
-from bench_processes import BenchError, Ranks, num_cores, processor
+from bench_processes import BenchError, Ranks, exit_code, machine_text, make_parser
 from bench_table import Quartiles
 from plain_loop import Shape
 
@@ -161,20 +160,15 @@ def measure(folder: str, shape: Shape, tp: int, rounds: int, tuned: bool) -> dic
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("folder", type=Path, help="where megatron-core is installed")
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="ranks (default: 2)")
     parser.add_argument("--rounds", type=int, default=10, metavar="N", help="steps of each in turn (default: 10)")
     parser.add_argument("--tuned", action="store_true", help="give Megatron torch's attention kernel and its fusions")
     given, shape = parser.parse_args(argv), Shape()
     if not (given.folder / "megatron" / "core").is_dir():
-        print(f"bench_megatron: no megatron/core in {given.folder}; see --help", file=sys.stderr)
-        return 2
-    try:
-        turns = measure(str(given.folder), shape, given.tp, given.rounds, given.tuned)
-    except BenchError as error:
-        print(f"bench_megatron: {error}", file=sys.stderr)
-        return 2
+        raise BenchError(f"no megatron/core in {given.folder}; see --help")
+    turns = measure(str(given.folder), shape, given.tp, given.rounds, given.tuned)
     for name, found in turns.items():
         tokens = Quartiles.of([shape.step_tokens / turn.step_seconds for turn in found])
         cpu = Quartiles.of([turn.cpu_seconds for turn in found])
@@ -185,9 +179,9 @@ def main(argv: Sequence[str]) -> int:
     print(f"megapipe / Megatron-Core, tokens/s: {speed.text('.3f')}")
     print(f"megapipe / Megatron-Core, tokens per CPU second: {cpu_speed.text('.3f')}")
     tuned = ", Megatron tuned" if given.tuned else ""
-    print(f"tp {given.tp}{tuned}; median [quartiles] of {given.rounds} pairs; {processor()}, {num_cores()} cores")
+    print(f"tp {given.tp}{tuned}; median [quartiles] of {given.rounds} pairs; {machine_text()}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main, sys.argv[1:]))

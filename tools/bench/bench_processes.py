@@ -1,19 +1,40 @@
-"""Processes that answer orders: the ranks of the benchmarks."""
+"""What the benchmarks on CPUs have in common: their command line, and processes that answer orders."""
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
-import os
-import platform
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from megapipe.errors import MegapipeError
+
 
 class BenchError(Exception):
     """A run that cannot give figures."""
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that prints the description as it is written, and takes no abbreviated flags."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=description, formatter_class=formatter, allow_abbrev=False)
+
+
+def exit_code(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Run a benchmark and return its exit code: 2 after an error, which is printed, and 130 after an interrupt."""
+    name = Path(sys.argv[0]).stem
+    try:
+        return main(argv)
+    except (BenchError, MegapipeError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\n{name}: interrupted", file=sys.stderr)
+        return 130
 
 
 def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
@@ -77,17 +98,9 @@ def free_port() -> int:
         return port
 
 
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def machine_text() -> str:
+    """Return the processor and the number of its cores that this process may use."""
+    from megapipe.extras.doctor.host import resources  # imports torch
 
-
-def processor() -> str:
-    """Return the processor's name."""
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        if info.exists()
-        else []
-    )
-    return names[0] if names else platform.machine()
+    has = resources()
+    return f"{has.cpu}, {has.cores} cores"

@@ -19,19 +19,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_processes import BenchError
+from bench_processes import exit_code, make_parser
 from schedule_bench.cases import PARTS, QUICK
 from schedule_bench.page import bars, insert, line_of, machine, tables
 from schedule_bench.run import Result, run_cases
 
-from megapipe.errors import MegapipeError
 from megapipe.schedule.lower import default_receive_depth
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--part",
         action="append",
@@ -81,14 +78,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.page is not None:
             insert(arguments.page, tables(so_far), machine(so_far, steps))
 
-    try:
-        results = run_cases(cases, steps, arguments.receive_depth, not arguments.no_real_time, report)
-    except (BenchError, MegapipeError) as error:
-        print(f"bench_schedules: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nbench_schedules: interrupted", file=sys.stderr)
-        return 130
+    results = run_cases(cases, steps, arguments.receive_depth, not arguments.no_real_time, report)
     text = tables(results)
     verdicts = bars(results)
     print("\n".join(["", *text.values(), "", machine(results, steps), *(f"- {line}" for line, _ in verdicts)]))
@@ -98,4 +88,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main, sys.argv[1:]))

@@ -24,6 +24,6 @@ class Quartiles:
         return f"{self.median:{form}} [{self.low:{form}}, {self.high:{form}}]"
 
 
-def as_markdown(rows: Sequence[tuple[str, ...]]) -> str:
+def as_markdown(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])

@@ -6,11 +6,11 @@ import gc
 
 import torch
 from gpu_bench.contenders import Job
-from gpu_bench.timing import synchronize
 
 from card_bench.jobs import EAGER_BLOCKS, TINY, plan_of
 from card_bench.report import Report
 from megapipe.comm.groups import ProcessGroups
+from megapipe.comm.round_trips import synchronize
 from megapipe.extras.dry_run.rank import count_rank, count_step
 from megapipe.extras.streams.ranks import random_batches
 from megapipe.plan.memory import rank_memory

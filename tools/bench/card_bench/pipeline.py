@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from bench_processes import num_cores
 from schedule_bench.cases import Case, RealCase
 from schedule_bench.page import bars, line_of
 from schedule_bench.run import Result, run_cases
 
 from card_bench.report import Report
+from megapipe.extras.doctor.host import resources
 from megapipe.schedule.lower import default_receive_depth
 
 RANKS, MICROBATCHES = 8, 16
@@ -18,9 +18,10 @@ STEPS = 3
 
 def pipeline_8(report: Report) -> None:
     """Emulated stages and real computation, on CPUs whatever the device is."""
-    ranks = RANKS if num_cores() >= RANKS else 2
+    cores = resources().cores
+    ranks = RANKS if cores >= RANKS else 2
     if ranks < RANKS:
-        report.say(f"{num_cores()} cores: a tiny pipeline of 2 ranks runs instead; {RANKS} need {RANKS} cores")
+        report.say(f"{cores} cores: a tiny pipeline of 2 ranks runs instead; {RANKS} need {RANKS} cores")
         cases: list[Case | RealCase] = [
             Case("1f1b", 2, 3, 1, 0.002, 1024),
             RealCase("1f1b", microbatches=2, layers=2, hidden=16, heads=2, seq=8, vocab=16),

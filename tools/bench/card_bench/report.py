@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from bench_processes import num_cores, processor
 from bench_table import as_markdown
 
+from megapipe.extras.doctor.host import resources
 from megapipe.plan.hardware import Hardware, hardware_named, hardware_of
 
 NO_TIME = "not run: no time left of --seconds"
@@ -56,9 +56,10 @@ class Report:
         self.sentences = [] if self.on_gpu else ["tiny twins on a CPU: no figure and no bar means anything"]
         self.failed: dict[str, str] = {}
         self.rows: list[tuple[str, ...]] = []
+        has = resources()
         self.machine = {
-            "device": name or f"CPU: {processor()}",
-            "cores": num_cores(),
+            "device": name or f"CPU: {has.cpu}",
+            "cores": has.cores,
             "torch": torch.__version__,
             "cuda": torch.version.cuda or "",
             "python": platform.python_version(),

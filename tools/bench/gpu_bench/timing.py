@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megapipe.comm.round_trips import synchronize
 from megapipe.tensor_parallel.fp8_matrix import E4M3, fp8_matmul
 from megapipe.tensor_parallel.fp8_scales import tensorwise
 
@@ -26,11 +27,6 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("copies", r"memcpy|memset|copy|fill|cat"),
     ("norms and pointwise", r"elementwise|vectorized|reduce|triton|norm|silu|mul|add|sum"),
 )
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device) -> float:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench_processes import BenchError, num_cores, processor
+from bench_processes import BenchError, machine_text
+from bench_table import as_markdown
 
 from schedule_bench.cases import AnyCase, Case, ExpertCase, RealCase
 from schedule_bench.figures import Figures, lower_quartile
@@ -33,7 +34,7 @@ def tables(results: Sequence[Result]) -> dict[str, str]:
     for result in results:
         by_part.setdefault(part_of(result.case), []).append(result)
     return {
-        part: _markdown(HEADS[_kind(part)], [ROWS[_kind(part)](result) for result in rows])
+        part: as_markdown([HEADS[_kind(part)], *(ROWS[_kind(part)](result) for result in rows)])
         for part, rows in by_part.items()
     }
 
@@ -45,10 +46,6 @@ def line_of(result: Result) -> str:
 
 def _kind(part: str) -> str:
     return part if part in ("zero", "real", "experts") else "emulated"
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def _emulated_row(result: Result) -> list[str]:
@@ -178,7 +175,7 @@ def machine(results: Sequence[Result], steps: int) -> str:
         else "the default scheduling policy"
     )
     return (
-        f"{processor()}, {num_cores()} cores; torch {torch.__version__}; one thread a rank; emulated devices "
+        f"{machine_text()}; torch {torch.__version__}; one thread a rank; emulated devices "
         f"under {policy}; "
         f"lower quartile of {steps} steps of each contender in turn."
     )
