@@ -22,6 +22,7 @@ from pathlib import Path
 
 from megapipe.formatting import text_table
 from tests.extras.search.published import LABELS, PUBLISHED, Row, published_rows, sweeps
+from tools.write_flags_page import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, SPREAD_FILE = ROOT / "docs" / "time_model.md", ROOT / "megapipe" / "extras" / "search" / "spread.py"
@@ -157,11 +158,6 @@ measured ratios of their times, and the number of pairs; of other differences th
 SPREAD = {'''
 
 
-def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    table = [header, ["---"] * len(header), *lines]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in table)
-
-
 SOURCES = ("source", "where", "stack", "predicted rows", "guesses")
 ERRORS = ("source", "models", "GPUs", "rows", "bias", "rms", "worst")
 OUTSIDE = ("source", "rows", "why not")
@@ -180,9 +176,9 @@ def tables() -> dict[str, str]:
     lines = [sweep_line(name, rows) for name, rows in sweeps().items()]
     near = sum(line[3] == "yes" for line in lines)
     return {
-        "sources": markdown(SOURCES, source_lines()),
-        "errors": markdown(ERRORS, error_lines()),
-        "sweeps": markdown(SWEEPS, [*lines, (f"all {len(lines)}", "", "", f"{near} of {len(lines)}", "", "")]),
+        "sources": markdown_table(SOURCES, source_lines()),
+        "errors": markdown_table(ERRORS, error_lines()),
+        "sweeps": markdown_table(SWEEPS, [*lines, (f"all {len(lines)}", "", "", f"{near} of {len(lines)}", "", "")]),
     }
 
 
@@ -192,7 +188,7 @@ def write(page: Path = PAGE) -> None:
     made = tables()
 
     def replaced(found: re.Match[str]) -> str:
-        return f"<!-- {found[1]} -->\n{made[found[1]]}\n<!-- end -->"
+        return f"<!-- {found[1]} -->\n{made[found[1]]}<!-- end -->"
 
     page.write_text(re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", replaced, text, flags=re.DOTALL))
     SPREAD_FILE.write_text(spread_text(sweeps()))
