@@ -53,7 +53,7 @@ class Recorder(LiveBytes):
         self.phase = Op.F
         self._levels: list[int] = []  # after each new tensor, since `watch`
         self.replayed: list[int] = []  # likewise, of what a backward computes again
-        self._element, self._linear = STAGE, ""
+        self._element = self._here = STAGE  # the element that runs, and within it perhaps a linear
         # the elements that make autograd's nodes, each with the number of its first one
         self._first: list[int] = [0]
         self._watched, self._outer = 0, STAGE  # the first node since `watch`, and the element of the last one before
@@ -97,7 +97,7 @@ class Recorder(LiveBytes):
     def watch(self) -> int:
         """Return the level, and note it whenever a tensor is made from now on."""
         self._levels, self.replayed = [self.level], []
-        self._make_nodes(self._element)
+        self._make_nodes(self._here)
         self._watched, self._outer = self._first[-1], STAGE
         return self.level
 
@@ -128,11 +128,11 @@ class Recorder(LiveBytes):
             if path.startswith("decoder.layers."):
                 name = ".".join(path.split(".")[3:])
             if isinstance(layer, Embedding):
-                layer.embed = partial(self.in_linear, name, layer.embed)  # type: ignore[method-assign]
+                layer.embed = partial(self.at, name, layer.embed)  # type: ignore[method-assign]
             elif isinstance(layer, ParallelLinear):
                 name = OUTPUT_LAYER if path.startswith("embedding.") else name  # tied
-                layer.output = partial(self.in_linear, name, layer.output)  # type: ignore[method-assign]
-                layer.gradients = partial(self.in_linear, name, layer.gradients)  # type: ignore[method-assign]
+                layer.output = partial(self.at, name, layer.output)  # type: ignore[method-assign]
+                layer.gradients = partial(self.at, name, layer.gradients)  # type: ignore[method-assign]
                 layer.gemms = self._recorded(layer.gemms, name, is_fp8)
             elif isinstance(layer, ExpertWeights):
                 for each, gemms in layer.gemms.items():
@@ -160,12 +160,10 @@ class Recorder(LiveBytes):
     def _within(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         before = self._element, self.label
         self._element, self.label = name, AGAIN if self.is_backward else self.label
-        self._make_nodes(name)
         try:
-            return function(*args)
+            return self.at(name, function, *args)
         finally:
             self._element, self.label = before
-            self._make_nodes(self._element)
 
     def _attend(self, function: Callable[..., Any], context: LayerContext, q: Tensor, *others: Any) -> Any:
         """Run core attention, and record what has computed it."""
@@ -188,22 +186,22 @@ class Recorder(LiveBytes):
         self._first.append(torch.autograd._get_sequence_nr())
         self._elements.append(name)
 
-    def in_linear(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        """Return function(*args), whose products and messages are a linear's."""
-        before, self._linear = self._linear, name
+    def at(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Return function(*args), whose products and messages are of a linear or an element."""
+        before, self._here = self._here, name
         self._make_nodes(name)
         try:
             return function(*args)
         finally:
-            self._linear = before
-            self._make_nodes(before or self._element)
+            self._here = before
+            self._make_nodes(before)
 
     @property
     def place(self) -> str:
         """The linear or the element that runs, or in a backward that has made the node which does."""
         node = torch._C._current_autograd_node()
-        if self._linear or self._element != STAGE or node is None:
-            return self._linear or self._element
+        if self._here != STAGE or node is None:
+            return self._here
         number = node._sequence_nr()
         found = self._elements[bisect_right(self._first, number) - 1]
         if number < self._watched:
@@ -315,7 +313,7 @@ class RecordedQueue(WeightQueue):
         self._recorder = recorder
 
     def submit(self, gradient: QueuedGradient) -> None:
-        super().submit(InPlace(gradient, partial(self._recorder.in_linear, self._recorder.place)))
+        super().submit(InPlace(gradient, partial(self._recorder.at, self._recorder.place)))
 
 
 class InPlace(QueuedGradient):

@@ -90,6 +90,13 @@ def test_a_backward_repeats_the_attention_of_its_recompute(flags: str, times: in
     assert again == [works[Op.F, False].flops] * times
 
 
+def test_the_messages_of_a_recompute_are_of_the_element_that_runs_again() -> None:
+    words = f"{FLAGS} {CP} --cp-comm-type a2a --recompute-granularity selective --recompute-modules core_attn"
+    plan = plan_for(words.split(), 2)
+    again = [each for each in layer_trace(plan.model.layers[0], plan.shape).messages if each.again]
+    assert {(each.name, each.group) for each in again} == {("core_attention", "cp")}
+
+
 def test_the_backward_of_an_extension_multiplies_its_forward_again() -> None:
     file = Path(__file__).parents[2] / "examples" / "extend_layer.py"
     works = works_of(f"--extension {file} --attention-kind sigmoid")
