@@ -18,6 +18,41 @@ def num_reducing(stores: Stores) -> int:
     return sum(len(store.reducing) for store in stores.all)
 
 
+def reduce_mirrored(rank: int, world: int) -> tuple[list[int], dict[int, dict[str, Tensor]]]:
+    """Reduce two stages that both ranks of a mirrored pipeline hold.
+
+    Rank 0 runs microbatches 0, 2, ... of stage 0 and completes that stage last; rank 1 does the same with stage 1.
+    """
+    groups = build_process_groups(Topology(pp=world, mirrored_pipeline=True), rank, "gloo", 30.0)
+    stages, modules = {}, {}
+    for stage in range(2):
+        stages[stage], modules[stage] = stage_buffers(toy_specs(), Sharing.of(groups, 0)), Toy()
+        stages[stage].materialize(modules[stage], draw)
+    reducer = Stores(stages, groups)
+    reducer.begin_step(2)  # the number of microbatches on this rank, by which a bucket could detect that it is complete
+    launched = []
+    for stage in (1 - rank, rank):
+        for microbatch in range(int(stage != rank), 4, 2):
+            modules[stage](tokens_of(stage, microbatch)).backward()
+        launched.append(num_reducing(reducer))
+    for stage in (1, 0):
+        reducer.reduce(stage)
+    reducer.finish_gradients()
+    return launched, {stage: {name: held.main_grad(name) for name in held.names} for stage, held in stages.items()}
+
+
+def test_opposite_ranks_that_complete_their_stages_in_opposite_orders_sum_each(two_ranks: RankPool) -> None:
+    for launched, gradients in two_ranks.run(reduce_mirrored):
+        assert launched == [0, 0]  # no bucket is reduced before the schedule's row says so
+        for stage, found in gradients.items():
+            buffers, module = stage_buffers(toy_specs()), Toy()
+            buffers.materialize(module, draw)
+            for microbatch in range(4):
+                module(tokens_of(stage, microbatch)).backward()
+            for name, values in found.items():
+                torch.testing.assert_close(values, buffers.main_grad(name), rtol=1e-9, atol=1e-9)
+
+
 def unused_parameter(rank: int, world: int) -> tuple[list[int], Tensor]:
     groups = groups_of(rank, dp=world)
     buffers, module = stage_buffers(toy_specs(), Sharing.of(groups, 1)), Toy()
