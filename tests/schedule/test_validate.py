@@ -1,4 +1,5 @@
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
@@ -14,7 +15,9 @@ from megapipe.schedule.schedule import Schedule, from_csv
 from megapipe.schedule.validate import validate
 from tests.schedule.naive import runs
 from tests.schedule.strategies import named_schedules, random_schedules
+from tests.tables import rows
 
+FAULTS = rows(Path(__file__).with_name("faults.tsv"))
 seeds = st.integers(0, 10**6)
 any_schedule = st.one_of(
     named_schedules().filter(lambda s: s.num_microbatches * s.num_stages <= 60), random_schedules()
@@ -108,53 +111,10 @@ def test_the_report_names_every_channel_by_boundary_and_kind():
     assert "activations of stage 0 -> 1" in map(str, report.least_send_depth)
 
 
-@pytest.mark.parametrize(
-    ("text", "placement", "complaint"),
-    [
-        pytest.param(
-            "0F0,0B0\n1B0,1F0\n",
-            linear(2),
-            "rank 1, slot 0: 1B0 needs the activation of stage 1, microbatch 0, which this",
-            id="order",
-        ),
-        pytest.param("0F0,0B0\n1F0,1B0,1F0\n", linear(2), "rank 1, slot 2: 1F0 was already done at slot 0", id="twice"),
-        pytest.param("0F0,0B0,1B0\n1F0\n", linear(2), "rank 0, slot 2: 1B0 belongs on rank 1", id="place"),
-        pytest.param(
-            "0F0\n1F0,1B0\n", linear(2), "backward of stage 0, microbatch 0 is missing on rank 0", id="no backward"
-        ),
-        pytest.param(
-            "0B0\n1F0,1B0\n", linear(2), "forward of stage 0, microbatch 0 is missing on rank 0", id="no forward"
-        ),
-        pytest.param("0F0,0I0\n1F0,1B0\n", linear(2), "split, but its W is missing", id="no weight gradient"),
-        pytest.param("0F0,0I0,0B0,0W0\n1F0,1B0\n", linear(2), "both a full and a split backward", id="both backwards"),
-        pytest.param(
-            "0F0,0B0\n1F1,1B1\n", linear(2), "forward of stage 0, microbatch 1 is missing", id="other microbatch"
-        ),
-        pytest.param("0F0,0B0\n7F0,1B0\n", linear(2), "7F0 is outside stages 0..1", id="no such stage"),
-        pytest.param("2F0,0F0,0B0,2B0\n1F0,1B0\n", loop(2, 2), "forward of stage 3", id="chunk missing"),
-        pytest.param(
-            "2F0,0F0,0B0,2B0\n1F0,3F0,3B0,1B0\n",
-            loop(2, 2),
-            "deadlock: rank 0, slot 0: 2F0 needs .*stage 1.*; rank 1, slot 0",
-            id="ring",
-        ),
-        pytest.param(
-            "0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", linear(2), "0RECV_B0 is missing on rank 0", id="no receive"
-        ),
-        pytest.param("0F0,0SEND_F0,0B0,0REDUCE_GRAD\n", linear(1), "0SEND_F0 has no peer", id="no peer"),
-        pytest.param("0F0,0B0,0REDUCE_GRAD,0REDUCE_GRAD\n", linear(1), "already done", id="reduced twice"),
-        pytest.param(
-            "0F0,0REDUCE_GRAD,0B0\n",
-            linear(1),
-            "0REDUCE_GRAD needs the weight gradient of stage 0, .*only later",
-            id="reduced early",
-        ),
-        pytest.param("0F0,0B0,1REDUCE_GRAD\n", linear(1), "does not hold stage 1", id="not held"),
-    ],
-)
-def test_faults_are_named_with_their_place(text, placement, complaint):
+@pytest.mark.parametrize(("layout", "text", "complaint"), [pytest.param(*row[1:], id=row[0]) for row in FAULTS])
+def test_faults_are_named_with_their_place(layout, text, complaint):
     with pytest.raises(ScheduleError, match=complaint):
-        validate(from_csv(text, placement=placement))
+        validate(from_csv("\n".join(text.split()), placement=loop(*map(int, layout.split(" x ")))))
 
 
 def test_a_channel_that_receives_in_another_order_is_rejected():

@@ -20,6 +20,7 @@ from megapipe.data_parallel.copies import raw_bytes
 from megapipe.train.copies_check import expert_biases
 from megapipe.train.step import TrainStep
 from tests.harness import RankPool
+from tests.tables import rows
 from tests.train.jobs import job_on_rank
 from tests.train.test_saving import contents
 
@@ -34,8 +35,8 @@ def flip(values: torch.Tensor, element: int) -> None:
     raw_bytes(values)[element * values.element_size() + values.element_size() - 2] ^= 1
 
 
-def flipping(rank: int, victims: tuple[int, ...], name: str, where: str = "parameter") -> None:
-    """Flip a bit in the memory of the victim ranks after step STRIKES_AFTER."""
+def flipping(rank: int, victim: int, name: str, where: str) -> None:
+    """Flip a bit in the memory of the victim after step STRIKES_AFTER."""
     run, count = TrainStep.run, 0
 
     def finished(self: TrainStep, *arguments: Any) -> Any:
@@ -49,7 +50,7 @@ def flipping(rank: int, victims: tuple[int, ...], name: str, where: str = "param
             strike(runtime, name, where)
         return result
 
-    if rank in victims:
+    if rank == victim:
         TrainStep.run = finished  # type: ignore[method-assign]
 
 
@@ -71,73 +72,17 @@ def strike(runtime: TrainingRuntime, name: str, where: str) -> None:
 
 
 ZERO3 = "--data-parallel-sharding-strategy optim_grads_params --data-parallel-sharding-units 2"
-CASES: dict[str, tuple[int, str, tuple[Any, ...], tuple[str, ...]]] = {
-    "dp4_majority": (
-        4,
-        "",
-        ((2,), "mlp"),
-        ("changed on rank 2 (dp 2) on ", "over replicas (ranks 0 1 2 3): 1 of ", "on rank 2"),
-    ),
-    "dp2_both": (
-        2,
-        "",
-        ((1,), "mlp"),
-        ("one of rank 0 (dp 0) on ", "rank 1 (dp 1) on ", "with two copies it is unknown which"),
-    ),
-    "norm_in_tp2_dp2": (
-        4,
-        "--tensor-model-parallel-size 2",
-        ((3,), "norm"),
-        ("changed on rank 3 (dp 1, tp 1) on ", "over replicas (ranks 1 3)", "over tp (ranks 2 3)"),
-    ),
-    "shared_kv_of_tp4": (
-        4,
-        "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
-        ((1,), "qkv"),
-        ("over kv (ranks 0 1)",),
-    ),
-    "shards_of_instances": (
-        4,
-        f"{ZERO3} --num-distributed-optimizer-instances 2",
-        ((1,), "mlp", "master"),
-        ("over replicas (ranks 0 1 2 3): 1 of ",),
-    ),
-    "tied_ends": (
-        2,
-        "--pipeline-model-parallel-size 2",
-        ((1,), "embedding"),
-        ("over embedding (ranks 0 1)", "word_embeddings"),
-    ),
-    "bias_of_experts_in_ep2_pp2": (
-        4,
-        f"{EXPERTS} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2",
-        ((1,), "layers.0.", "expert_bias"),
-        ("over replicas (ranks 0 1)", "decoder.layers.0.mlp.router.expert_bias of stage 0"),
-    ),
-    "bias_of_experts_in_tp2": (
-        2,
-        f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel",
-        ((1,), "layers.0.", "expert_bias"),
-        ("over tp (ranks 0 1)", "expert_bias"),
-    ),
-    "master_of_bf16": (
-        1,
-        f"--bf16 {FLAG} 3",
-        ((0,), "mlp", "master"),
-        ("is not what the optimizer's master weights round to",),
-    ),
-}
+CASES = rows(Path(__file__).with_name("flipped_bits.tsv"), {"ZERO3": ZERO3, "EXPERTS": EXPERTS, "FLAG": FLAG})
 
 
-@pytest.mark.parametrize(("world", "grid", "fault", "words"), CASES.values(), ids=CASES.keys())
-def test_a_flipped_bit_is_found_and_named(
-    rank_pools: Pools, tmp_path: Path, world: int, grid: str, fault: tuple[Any, ...], words: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
+def test_a_flipped_bit_is_found_and_named(rank_pools: Pools, tmp_path: Path, case: list[str]) -> None:
+    _, world, grid, victim, name, where, words = case
     flags = f"{FLAG} 4 --train-iters 9 --save-interval 2 --save {tmp_path}/run {grid}"
-    answers = rank_pools(world).run(job_on_rank, flags, flipping, *fault)
+    answers = rank_pools(int(world)).run(job_on_rank, flags, flipping, int(victim), name, where)
     assert {answer[1] for answer in answers} == {"TrainingError"}, answers
     assert len({answer[2] for answer in answers}) == 1
-    for word in (*words, f"found after step {STRIKES_AFTER if '--bf16' in grid else STRIKES_AFTER + 1}"):
+    for word in (*words.split(" & "), f"found after step {STRIKES_AFTER if '--bf16' in grid else STRIKES_AFTER + 1}"):
         assert word in answers[0][2], answers[0][2]
     assert steps_in(tmp_path / "run") == [2]
 

@@ -5,11 +5,8 @@ Every tensor equals the one that Megatron itself loads on one rank.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import os
-import pickle
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -27,12 +24,13 @@ from megapipe.extras.cli.convert import read as read_source
 from megapipe.extras.convert import megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron_args import MegatronGrid, read_config
 from megapipe.extras.convert.megatron_legacy import read_distributed, read_plain
-from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
+from megapipe.extras.convert.pickled import load_pickled
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, read_checkpoint
 from megapipe.extras.convert.tables import meaning, unpadded
 from megapipe.trace.parameters import model_parameters
 from megapipe.train.state import Schedules, TrainingState
 from tests.extras.convert.test_refusals import folder as hugging_face_folder
+from tests.tables import rows, value
 from tests.train import jobs
 from tests.train.jobs import job
 
@@ -217,35 +215,6 @@ def test_hugging_face_to_megatron_and_back_by_command(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- refusals
 
 
-@dataclasses.dataclass
-class Bomb:
-    function: Any
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.function, ("exploded",)
-
-
-def explode(name: str) -> None:
-    Path(name).touch()
-
-
-def test_a_pickled_file_executes_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"args": argparse.Namespace(num_layers=1), "bomb": Bomb(explode)}, tmp_path / "file.pt")
-    content = load_pickled(tmp_path / "file.pt")
-    assert isinstance(content["bomb"], StandIn) and content["bomb"].arguments == ("exploded",)
-    assert content["args"].num_layers == 1
-    assert not (tmp_path / "exploded").exists()
-    torch.save({"bomb": Bomb(os.mkdir)}, tmp_path / "file.pt")
-    with pytest.raises(CheckpointError, match=r"file.pt cannot be read: .*posix.mkdir"):
-        load_pickled(tmp_path / "file.pt")
-    assert not (tmp_path / "exploded").exists()
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Bomb(explode)))
-    with pytest.raises(CheckpointError, match="is not the metadata of a distributed checkpoint"):
-        read_folder(tmp_path)
-    assert not (tmp_path / "exploded").exists()
-
-
 def test_a_format_that_is_tied_to_its_grid_is_refused_with_the_reason(real: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"stored as separate objects, which cannot be read.*fully-reshardable.*--weights-only"
@@ -286,74 +255,24 @@ def test_optimizer_state_in_another_order_is_found_out() -> None:
 
 
 def args_of(real: Path, **changes: Any) -> dict[str, Any]:
+    if "block_configs" in changes:
+        blocks = json.dumps({"block_configs": changes.pop("block_configs")})
+        changes["heterogeneous_layers_config_encoded_json"] = blocks
     return vars(load_pickled(real / GPT2 / "dist" / "iter_0000003" / "common.pt")["args"]) | changes
 
 
-ARGS: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"num_experts": 8, "moe_latent_size": 4}, "moe_latent_size 4 cannot be expressed"),
-    "latent_attention": ({"multi_latent_attention": True}, "rotates all channels of --qk-pos-emb-head-dim"),
-    "two_scalings": (
-        {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
-        "together cannot be expressed",
-    ),
-    "positions": ({"position_embedding_type": "mrope"}, "position_embedding_type mrope"),
-    "vocabulary_unknown": (
-        {"vocab_size": None},
-        "only has padded_vocab_size 64: give the true size .* with --vocab-size",
-    ),
-    "vocabulary_too_large": ({"vocab_size": 65}, "a vocabulary of 65 tokens does not fit into padded_vocab_size 64"),
-    "blocks_of_a_file": (
-        {"heterogeneous_layers_config_path": "blocks.json"},
-        "blocks.json: its content, heterogeneous_layers_config_encoded_json, is not in the checkpoint",
-    ),
-    "linears_in_place_of_attention": (
-        {
-            "heterogeneous_layers_config_encoded_json": json.dumps(
-                {"block_configs": [{"attention": {"replace_with_linear": True}, "ffn": {"no_op": True}}]}
-            )
-        },
-        "heterogeneous_layers_config_encoded_json: block 0: replace_with_linear of its attention",
-    ),
-    "lookahead": ({"window_size": (4, 4)}, r"window_size \(4, 4\) cannot be expressed"),
-}
+ROWS: dict[str, list[Any]] = {"refused": [], "layers": [], "written": []}
+for kind, name, changes, expected in rows(Path(__file__).with_name("megatron_args.tsv")):
+    ROWS[kind].append(pytest.param(value(changes), value(expected), id=name))
 
 
-@pytest.mark.parametrize(("changes", "message"), ARGS.values(), ids=ARGS.keys())
+@pytest.mark.parametrize(("changes", "message"), ROWS["refused"])
 def test_arguments_that_cannot_be_expressed_are_named(real: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(args_of(real, **{"vocab_size": 60} | changes), None)
 
 
-LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "every_second_layer": (
-        {"window_size": (4, 0), "window_attn_skip_freq": 2},
-        {"window_size": [5, None, 5, None], "position_embedding_type": ["rope"] * 4},
-    ),
-    "lists": (
-        {"window_size": (4, 0), "window_attn_skip_freq": [1, 0, 0, 1], "no_rope_freq": [0, 0, 1, 0]},
-        {"window_size": [5, None, None, 5], "position_embedding_type": ["rope", "rope", "none", "rope"]},
-    ),
-    "every_second_layer_without_rope": (
-        {"no_rope_freq": 2},
-        {"position_embedding_type": ["rope", "none"] * 2},
-    ),
-    "blocks": (
-        {"heterogeneous_layers_config_encoded_json": json.dumps({"block_configs": [
-            {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 24.0}},
-            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 48.0}},
-            {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True}},
-            {"attention": {"n_heads_in_group": 1}, "ffn": {"ffn_mult": 24.0}},
-        ]})},
-        {
-            "has_attention": [True, False, True, True],
-            "has_mlp": [True, True, False, True],
-            "num_query_groups": [1, 4, 2, 4],
-        },
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "expected"), LAYERS.values(), ids=LAYERS.keys())
+@pytest.mark.parametrize(("changes", "expected"), ROWS["layers"])
 def test_arguments_of_layers_that_differ_are_read(
     real: Path, changes: dict[str, Any], expected: dict[str, Any]
 ) -> None:
@@ -437,48 +356,11 @@ def test_a_missing_rank_and_a_damaged_file_are_named(tmp_path: Path) -> None:
         megatron_legacy.read(tmp_path / "megatron")
 
 
-WRITTEN = {
-    "pp": (LLAMA_MODEL, (1, 3), "--pipeline-model-parallel-size 3 does not divide the 4 layers"),
-    "tp": (LLAMA_MODEL, (4, 1), "--tensor-model-parallel-size 4 does not divide the 2 query groups"),
-    "soft_cap": (
-        dataclasses.replace(LLAMA_MODEL, final_logit_softcapping=9.0),
-        (1, 1),
-        "cannot express model.final_logit_softcapping 9",
-    ),
-    "norms_around": (
-        dataclasses.replace(LLAMA_MODEL, norm_position="around"),
-        (1, 1),
-        "cannot express model.norm_position around",
-    ),
-    "qk_norm_of_the_projection": (
-        dataclasses.replace(LLAMA_MODEL, qk_layernorm=True, qk_layernorm_scope="projection"),
-        (1, 1),
-        "cannot express model.qk_layernorm_scope projection",
-    ),
-    "embedding_scale": (
-        dataclasses.replace(LLAMA_MODEL, embedding_scale=4.0),
-        (1, 1),
-        "cannot express model.embedding_scale 4.0",
-    ),
-    "rope_of_one_layer": (
-        dataclasses.replace(LLAMA_MODEL, layer_pattern=("2", "1 rotary_base=77", "1")),
-        (1, 1),
-        "cannot express model.rotary_base 77.0 of layer 2",
-    ),
-    "layer_without_attention": (
-        dataclasses.replace(LLAMA_MODEL, window_size=None, layer_pattern=("3", "1 attention=none")),
-        (1, 1),
-        "cannot express model.has_attention False of layer 3",
-    ),
-}
-
-
-@pytest.mark.parametrize(("model", "grid", "message"), WRITTEN.values(), ids=WRITTEN.keys())
-def test_what_megatron_cannot_express_is_named(
-    tmp_path: Path, model: ModelConfig, grid: tuple[int, int], message: str
-) -> None:
+@pytest.mark.parametrize(("changes", "message"), ROWS["written"])
+def test_what_megatron_cannot_express_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    grid = MegatronGrid(*changes.pop("grid", (1, 1)))
     with pytest.raises(MegapipeError, match=message):
-        megatron_legacy.write(drawn(model), tmp_path / "megatron", MegatronGrid(*grid))
+        megatron_legacy.write(drawn(dataclasses.replace(LLAMA_MODEL, **changes)), tmp_path / "megatron", grid)
     assert not any(tmp_path.iterdir())
 
 

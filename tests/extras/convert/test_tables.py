@@ -6,6 +6,7 @@ Names, layouts and settings are bijections for every model that an architecture 
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from hypothesis import given, settings
 from megapipe.config.model import ModelConfig
 from megapipe.errors import ConfigError
 from megapipe.extras.convert.families import FAMILIES, REFUSED, choose_family, family_of
-from megapipe.extras.convert.layer_types import FULL, SLIDING
 from megapipe.extras.convert.snapshot import INERT
 from megapipe.extras.convert.tables import (
     NOT_THE_MODEL,
@@ -310,82 +310,14 @@ def test_every_way_to_write_the_same_layers_has_the_same_settings(architecture: 
     assert all(settings == written[0] for settings in written)
 
 
-LAYER_TYPES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "windows_in_every_second_layer": (
-        "Gemma2ForCausalLM", {"num_hidden_layers": 5}, {"window_size": 4096, "window_attn_skip_freq": "2"},
-    ),
-    "windows_in_some_layers": (
-        "MistralForCausalLM",
-        {"num_hidden_layers": 3, "sliding_window": 7, "layer_types": [FULL, SLIDING, SLIDING]},
-        {"window_size": 7, "window_attn_skip_freq": "[0]*1+[1]*2"},
-    ),
-    "qwen_from_a_layer_on": (
-        "Qwen2ForCausalLM",
-        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
-        {"window_size": 7, "window_attn_skip_freq": "[0]*2+[1]*2"},
-    ),
-    "keys_of_transformers_4": (
-        "Gemma3ForCausalLM",
-        {"num_hidden_layers": 62, "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        {
-            "rotary_base": 1e6,
-            "rope_scaling_type": "linear",
-            "rope_scaling_factor": 8.0,
-            "layer_pattern": ("5 window_size=1024 rotary_base=10000 rope_scaling_type=none", "1", "..."),
-        },
-    ),
-    "no_pattern_that_repeats": (
-        "Gemma3ForCausalLM",
-        {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL], "sliding_window": 9},
-        {"layer_pattern": ("1 window_size=9 rotary_base=10000", "2")},
-    ),
-    "keys_of_transformers_5": (
-        "Olmo3ForCausalLM",
-        {
-            "num_hidden_layers": 8,
-            "rope_parameters": {
-                FULL: {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5},
-                SLIDING: {"rope_type": "default", "rope_theta": 5e5},
-            },
-        },
-        {
-            "rope_original_max_position_embeddings": 8192,
-            "layer_pattern": ("3 window_size=4096 rope_scaling_type=none", "1", "..."),
-        },
-    ),
-    "yarn_of_transformers_4": (
-        "Olmo3ForCausalLM",
-        {
-            "num_hidden_layers": 8,
-            "rope_theta": 500000,
-            "rope_scaling": {
-                "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0,
-                "beta_slow": 1.0, "attention_factor": 1.2079441541679836,
-            },
-        },
-        {
-            "rope_scaling_type": "yarn",
-            "rope_scaling_factor": 8.0,
-            "layer_pattern": ("3 window_size=4096 rope_scaling_type=none", "1", "..."),
-        },
-    ),
-    "olmo_3_of_transformers_4": (
-        "Olmo3ForCausalLM",
-        {"num_hidden_layers": 8, "rope_theta": 7e5, "sliding_window": 4096},
-        {"rotary_base": 7e5, "window_size": 4096, "window_attn_skip_freq": "4", "layer_pattern": ()},
-    ),
-    "one_type": (
-        "Olmo3ForCausalLM",
-        {"num_hidden_layers": 2, "layer_types": [SLIDING] * 2, "sliding_window": 9},
-        {"window_size": 9, "window_attn_skip_freq": None, "layer_pattern": ()},
-    ),
-}  # fmt: skip
+LAYER_TYPES = rows(Path(__file__).with_name("layer_types.tsv"))
 
 
-@pytest.mark.parametrize(("architecture", "settings", "ours"), LAYER_TYPES.values(), ids=LAYER_TYPES.keys())
-def test_layer_types_are_read_as_the_shortest_of_our_options(
-    architecture: str, settings: dict[str, Any], ours: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "settings", "ours"), [pytest.param(*row[1:], id=row[0]) for row in LAYER_TYPES]
+)
+def test_layer_types_are_read_as_the_shortest_of_our_options(architecture: str, settings: str, ours: str) -> None:
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    model = FAMILIES[architecture].read(sizes | settings)
-    assert {name: getattr(model, name) for name in ours} == ours
+    model = FAMILIES[architecture].read(sizes | json.loads(settings))
+    expected = value(ours)
+    assert {name: getattr(model, name) for name in expected} == expected
