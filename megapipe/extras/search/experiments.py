@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megapipe.config.config import Config, fields_by_key
-from megapipe.config.options import TAKES_VALUE
+from megapipe.config.flags import flag_words
 from megapipe.config.problems import divisors
 from megapipe.errors import ConfigError
 from megapipe.extras.search.search import Candidate, Found, ShortSteps
@@ -88,8 +88,5 @@ def layout_flags(config: Config, changed: Config) -> list[str]:
         section, name = key.split(".")
         before, after = (getattr(getattr(each, section), name) for each in (config, changed))
         if before != after and name != "micro_batch_size":
-            flag = next(flag for flag in field.flags if flag.value is TAKES_VALUE or flag.value is after)
-            values = after if isinstance(after, tuple) else [after]
-            given = ["none" if value is None else str(value) for value in values]
-            words += [flag.name, *(given if flag.value is TAKES_VALUE else ())]
+            words += flag_words(field, after)
     return words
