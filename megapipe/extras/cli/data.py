@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
-import os
 import sys
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,27 +14,16 @@ from megapipe.config.files import TOKENIZER_TYPES
 from megapipe.data.indexed_file import bin_path, idx_path, token_dtype
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option, switch
+from megapipe.extras.preprocess.corpus import find_corpus
 from megapipe.extras.preprocess.merge import merge as merge_files
 from megapipe.extras.preprocess.merge import prefixes_in
 from megapipe.extras.preprocess.partial_output import PartialOutput, output_prefix, require_space
 from megapipe.extras.preprocess.preprocess import Progress
 from megapipe.extras.preprocess.preprocess import preprocess as tokenize
-from megapipe.extras.preprocess.text_source import (
-    DOCUMENT_UNITS,
-    FORMATS,
-    STDIN_PATH,
-    TEXT_KEY,
-    Problem,
-    find_files,
-    format_of,
-    infer_document_unit,
-    is_prose,
-    is_regular,
-    read_records,
-)
+from megapipe.extras.preprocess.text_source import DOCUMENT_UNITS, FORMATS, TEXT_KEY
 from megapipe.extras.preprocess.tokenizer_training import train_tokenizer as train
 from megapipe.input_files import MOST_DOCUMENT_BYTES
-from megapipe.tokenizers.tokenizer import Tokenizer, build_tokenizer, described, tokenizer_fingerprint
+from megapipe.tokenizers.tokenizer import build_tokenizer, described, tokenizer_fingerprint
 
 TEXT_OPTIONS = (
     "text",
@@ -117,10 +102,11 @@ def train_tokenizer(own: argparse.Namespace) -> None:
         raise ConfigError(
             f"--output {own.output} is to be a folder, which gets a tokenizer.json; use --output tokenizer"
         )
-    files, plain = _files(own)
-    unit = own.document_unit or _document_unit(files, plain)
+    corpus, remark = find_corpus(own.input, own.suffixes, own.json_keys, own.input_format, own.document_unit)
+    if remark:
+        print(remark)
     counts: Counter[str] = Counter()
-    texts = _documents_of_each(own, files, unit, counts)
+    texts = corpus.beginnings(own.megabytes * 1e6, counts)
     first = next(texts, None)
     if first is None:
         bad = f" ({counts['bad']:,} documents are not UTF-8 text)" if counts["bad"] else ""
@@ -129,44 +115,6 @@ def train_tokenizer(own: argparse.Namespace) -> None:
     left_out = f"; {counts['bad']:,} that are no text were left out" if counts["bad"] else ""
     read = f"{counts['documents']:,} documents ({counts['bytes'] / 1e6:.2f} MB) of {counts['files']:,} files"
     print(f"wrote {own.output}: {own.vocab_size:,} tokens, trained on {read}{left_out}")
-
-
-def _files(own: argparse.Namespace) -> tuple[list[Path], list[Path]]:
-    """Return the files of --input, and those of plain text."""
-    files = find_files(own.input, own.suffixes)
-    texts = [path for path in files if format_of(path, own.input_format) == "text"]
-    if texts and own.json_keys != [TEXT_KEY]:
-        keys = " ".join(own.json_keys)
-        raise ConfigError(f"--json-keys {keys}: {texts[0]} is plain text, which has the key {TEXT_KEY!r} only")
-    return files, texts
-
-
-def _documents_of_each(
-    own: argparse.Namespace, files: Sequence[Path], unit: str, counts: Counter[str]
-) -> Iterator[str]:
-    """Yield texts from the beginning of each file, up to --megabytes in all, and count what is read.
-
-    A file may give an equal share of what the files before it have left.
-    """
-    left = own.megabytes * 1e6
-    for index, path in enumerate(files):
-        share = left / (len(files) - index)
-        begun = counts["documents"]
-        for record in read_records([path], unit, keys=own.json_keys, input_format=own.input_format):
-            found = record.parse(own.json_keys)
-            if isinstance(found, Problem):
-                counts["bad"] += 1
-                continue
-            counts["documents"] += 1
-            for text in found:
-                size = len(text.encode("utf-8"))
-                taken = min(size, math.ceil(share))
-                counts["bytes"] += taken
-                share, left = share - taken, left - taken
-                yield text if taken == size else text.encode("utf-8")[:taken].decode("utf-8", errors="ignore")
-            if share <= 0:
-                break
-        counts["files"] += counts["documents"] > begun
 
 
 @command("megapipe preprocess", PREPROCESS_OPTIONS, interrupted=KEPT, refused=REFUSED)
@@ -182,21 +130,32 @@ def preprocess(own: argparse.Namespace) -> None:
     factory = functools.partial(
         build_tokenizer, own.tokenizer_type, own.tokenizer_model, own.vocab_size, own.vocab_file, own.merge_file
     )
-    files, texts = _files(own)
+    corpus, remark = find_corpus(own.input, own.suffixes, own.json_keys, own.input_format, own.document_unit)
     tokenizer = factory()
-    unit = own.document_unit or _document_unit(files, texts)
-    output = _open_output(own, files, unit, tokenizer)
+    if remark:
+        print(remark)
+    made = tokenizer_fingerprint(tokenizer, own.tokenizer_model or own.vocab_file)
+    description: dict[str, Any] | None = None
+    if corpus.pipe is None:
+        description = {
+            "input": corpus.states(),
+            "--json-keys": own.json_keys,
+            "--input-format": own.input_format,
+            "--document-unit": corpus.document_unit,
+            "--max-document-bytes": own.max_document_bytes,
+            "--append-eod": own.append_eod,
+            "tokenizer": described({**made, "source": None}),
+        }
+    else:
+        print(f"note: {corpus.pipe} can be read only once: an interrupted run begins again", file=sys.stderr)
+    dtype = token_dtype(tokenizer.vocab_size)
+    output = PartialOutput(
+        own.output_prefix, own.json_keys, dtype, description, overwrite=own.overwrite, tokenizer=made
+    )
     if output.counts:
         print(f"going on after {output.counts['documents']:,} documents of an interrupted run ({output.folder})")
     counts = tokenize(
-        read_records(
-            files,
-            unit,
-            keys=own.json_keys,
-            input_format=own.input_format,
-            start=output.position,
-            most_bytes=own.max_document_bytes,
-        ),
+        corpus.records(output.position, own.max_document_bytes),
         own.output_prefix,
         factory,
         keys=own.json_keys,
@@ -214,47 +173,6 @@ def preprocess(own: argparse.Namespace) -> None:
             f"wrote {output_prefix(own.output_prefix, key)}.bin/.idx: {counts.tokens[key]:,} tokens as "
             f"{output.dtype}, vocabulary {tokenizer.vocab_size:,}"
         )
-
-
-def _document_unit(files: Sequence[Path], texts: Sequence[Path]) -> str:
-    """Return the unit of documents in plain text where none is given; of a single .txt it is inferred, and said."""
-    pipe = next((path for path in texts if not is_regular(path)), None)
-    if pipe is not None:
-        raise ConfigError(f"--input-format text from {pipe} needs --document-unit ({', '.join(DOCUMENT_UNITS)})")
-    if len(files) != 1 or not texts or not is_prose(files[0]):
-        return DOCUMENT_UNITS[0]
-    unit, reason = infer_document_unit(files[0])
-    others = " or ".join(each for each in DOCUMENT_UNITS if each != unit)
-    print(f"{files[0]}: --document-unit {unit} is taken, because {reason}; or give {others}")
-    return unit
-
-
-def _open_output(own: argparse.Namespace, files: Sequence[Path], unit: str, tokenizer: Tokenizer) -> PartialOutput:
-    """Return the output, which continues an interrupted run if there is one of these inputs and settings."""
-    pipe = next((path for path in files if not is_regular(path)), None)
-    description: dict[str, Any] | None = None
-    made = tokenizer_fingerprint(tokenizer, own.tokenizer_model or own.vocab_file)
-    if pipe is None:
-        inputs = []
-        for path in files:
-            found = os.stat(path)
-            modified = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
-            modified += f".{found.st_mtime_ns % 10**9:09}"
-            inputs.append(f"{os.path.realpath(path)} ({found.st_size:,} bytes of {modified})")
-        description = {
-            "input": inputs,
-            "--json-keys": own.json_keys,
-            "--input-format": own.input_format,
-            "--document-unit": unit,
-            "--max-document-bytes": own.max_document_bytes,
-            "--append-eod": own.append_eod,
-            "tokenizer": described({**made, "source": None}),
-        }
-    else:
-        name = "standard input" if pipe == STDIN_PATH else str(pipe)
-        print(f"note: {name} can be read only once: an interrupted run begins again", file=sys.stderr)
-    dtype = token_dtype(tokenizer.vocab_size)
-    return PartialOutput(own.output_prefix, own.json_keys, dtype, description, overwrite=own.overwrite, tokenizer=made)
 
 
 @command("megapipe merge", MERGE_OPTIONS, interrupted=NO_FILE)
