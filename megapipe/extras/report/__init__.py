@@ -12,5 +12,6 @@
 - `timeline`:   a simulated timeline, of stages or of parts of layers, as SVG or text
 - `grid`:       the grid of a plan's ranks, and context parallelism
 - `status`:     the ranks of a run and what they do now, for `megapipe status`
+- `explanation`: a flag, its paper (papers.csv) and its cost in memory and time, for `megapipe explain`
 - `drawing`:    the elements of which all of them are made
 """

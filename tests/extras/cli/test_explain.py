@@ -9,7 +9,8 @@ import pytest
 
 from megapipe.config.flags import field_flags
 from megapipe.extras.cli.command import SUBCOMMANDS
-from megapipe.extras.cli.explain import explained, main, papers
+from megapipe.extras.cli.explain import main
+from megapipe.extras.report.explanation import explained, papers
 
 PAGE = (Path(__file__).parents[3] / "docs" / "flags.md").read_text(encoding="utf-8")
 FLAGS = sorted(set(re.findall(r"`(--[a-z0-9-]+)`", PAGE)))
