@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import argparse
 import errno
-import itertools
 import queue
 import signal
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING
 
 from megapipe.environment import Environment
-from megapipe.errors import ConfigError, DataError
+from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option
 from megapipe.extras.cli.inference import CHECKPOINT_OPTIONS, GRID_OPTIONS, SAMPLING_OPTIONS, model_asked
-from megapipe.extras.inference.saved_model import SavedModel, open_model
-from megapipe.tokenizers.chat import ChatTokenizer
+from megapipe.extras.inference.saved_model import open_model
 from megapipe.tokenizers.hugging_face import optional_package
-from megapipe.tokenizers.tokenizer import end_tokens
-
-if TYPE_CHECKING:
-    from megapipe.extras.inference.generate import Sampling
 
 RUN_OPTIONS = (
     option("load", "folder of a run, one of its checkpoints, or a folder of runs: the newest", metavar="RUN"),
@@ -35,7 +25,6 @@ CHAT_OPTIONS = (
     option("--max-new-tokens", "of an answer (default: what the context holds)", type=int, at_least=1),
     *SAMPLING_OPTIONS,
 )
-ANSWER_SHARE = 0.25  # of the context that is kept free for an answer
 SERVE_OPTIONS = (
     *RUN_OPTIONS,
     *GRID_OPTIONS,
@@ -48,7 +37,6 @@ SERVE_OPTIONS = (
     ),
     option("--queue", "requests that may wait while one is answered", default=16, at_least=1),
 )
-HELP = "/new begins another conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 @command("megapipe chat", CHAT_OPTIONS, on_ranks=True)
@@ -67,85 +55,13 @@ def chat(own: argparse.Namespace, environment: Environment) -> None:
         raise ConfigError(f"megapipe chat runs on one process, not on {environment.world_size}; use megapipe serve")
     model = open_model(model_asked(own, environment), environment, micro_batch_size=1, takes_newest=True)
     chats, reason = model.chat_tokenizer()
+    from megapipe.extras.inference.dialog import HELP, Dialog, converse
     from megapipe.extras.inference.generate import Sampling
 
     dialog = Dialog(model, Sampling(own.temperature, own.top_k, own.top_p, own.seed), own.max_new_tokens)
     how = f"it continues each line of text: {reason}" if chats is None else "it answers by its chat template"
     print(f"{model.folder}: {how}\n{HELP}", flush=True)
     converse(dialog, input)
-
-
-def converse(dialog: Dialog, read: Callable[[str], str]) -> None:
-    """Answer each line that `read` returns, until /quit or EOFError."""
-    while True:
-        try:
-            line = read("> ").strip()
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print(f"\n{HELP}")
-            continue
-        if line == "/quit":
-            return
-        if line == "/new":
-            dialog.messages.clear()
-        elif line:
-            try:
-                dialog.answer(line)
-            except (ConfigError, DataError) as error:
-                print(f"error: {error}")
-
-
-class Dialog:
-    """A conversation with a model in this process. max_new_tokens: of an answer, None for what the context holds."""
-
-    def __init__(self, model: SavedModel, sampling: Sampling, max_new_tokens: int | None = None) -> None:
-        from megapipe.extras.inference.session import Session
-
-        self._chats, self._sampling = model.chat_tokenizer()[0], sampling
-        self._tokenizer = self._chats or model.required_tokenizer()
-        self._positions = model.plan.config.model.max_position_embeddings
-        self._max_new_tokens = max_new_tokens or self._positions
-        self._session, self._numbers = Session(model.runtime()), itertools.count()
-        self.messages: list[dict[str, str]] = []
-
-    def answer(self, line: str) -> tuple[str, bool]:
-        """Print the answer to a line as it is generated. Return it, and whether it ended before its limit.
-
-        Ctrl-C ends it, too. Raises ConfigError, DataError for a line that cannot be answered, which is not kept.
-        """
-        from megapipe.extras.inference.generate import TextStream, another_draw
-        from megapipe.extras.inference.session import Request
-
-        message = {"role": "user", "content": line}
-        prompt = self._tokenizer.encode(line) if self._chats is None else self._fitting(self._chats, message)
-        sampling = another_draw(self._sampling, next(self._numbers))
-        request = Request(tuple(prompt), self._max_new_tokens, end_tokens(self._tokenizer), sampling)
-        stream = TextStream(self._tokenizer.decode, prompt, partial(print, end="", flush=True))
-        tokens: list[int] = []
-
-        def take(token: int) -> None:
-            tokens.append(token)
-            stream.add(token)
-
-        with suppress(KeyboardInterrupt):
-            self._session.answer(request, take)
-        stream.close()
-        print(flush=True)
-        text = self._tokenizer.decode([*prompt, *tokens])[len(self._tokenizer.decode(prompt)) :]
-        if self._chats is not None and text.strip():
-            self.messages += [message, {"role": "assistant", "content": text}]
-        return text, len(tokens) < min(self._max_new_tokens, self._positions - len(prompt))
-
-    def _fitting(self, chats: ChatTokenizer, message: dict[str, str]) -> list[int]:
-        """Return the prompt of the conversation with a new message; drop the oldest messages until it fits."""
-        while True:
-            prompt = chats.prompt([*self.messages, message])
-            if len(prompt) <= self._positions * (1.0 - ANSWER_SHARE) or not self.messages:
-                return prompt
-            del self.messages[:2]
-            print(f"(the context of {self._positions:,} tokens is full: the oldest two messages are left out)")
 
 
 @command("megapipe serve", SERVE_OPTIONS, on_ranks=True)

@@ -68,14 +68,15 @@ def finetune_and_export(folder: Path, base: Path, step: int, launched: Sequence[
 
 def exchange(words: Sequence[str]) -> str:
     """Write the answer of `megapipe chat` to QUESTION, and return it. Raises TrainingError if it does not end."""
-    from megapipe.extras.cli import chat as command
+    from megapipe.extras.cli.chat import chat
     from megapipe.extras.cli.inference import model_asked
+    from megapipe.extras.inference.dialog import Dialog
     from megapipe.extras.inference.generate import Sampling
     from megapipe.extras.inference.saved_model import open_model
 
     environment = read_environment()
-    model = open_model(model_asked(command.chat.parse(words), environment), environment, micro_batch_size=1)
-    dialog = command.Dialog(model, Sampling(temperature=0.0), MOST_ANSWER_TOKENS)
+    model = open_model(model_asked(chat.parse(words), environment), environment, micro_batch_size=1)
+    dialog = Dialog(model, Sampling(temperature=0.0), MOST_ANSWER_TOKENS)
     text, is_ended = dialog.answer(QUESTION)
     if not is_ended:
         raise TrainingError(f"the answer did not end within {MOST_ANSWER_TOKENS} tokens; train for more --steps")

@@ -5,5 +5,6 @@ generate    prompts through the pipeline once, then one token at a time: greedy,
             perplexity: the loss of a text under a model, window by window
 logprobs    log probabilities of new tokens and of a prompt
 session     the weights of a checkpoint; a model that answers requests, on ranks that follow rank 0
+dialog      a conversation in a terminal
 server      requests over HTTP; openai_api: their fields and answers
 """

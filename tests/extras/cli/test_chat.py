@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.extras.cli.chat import HELP
 from megapipe.extras.cli.command import main
+from megapipe.extras.inference.dialog import HELP
 from megapipe.extras.inference.session import Session
 from tests.extras.inference.chat_run import ANSWERS, MODEL, nan_run, train_chat_run, write_tokenizer
 from tests.launch.scripts import environment
