@@ -354,7 +354,7 @@ def _common(folder: Path, others: Others) -> Settings:
         rates = {name.removeprefix(FSDP_SCHEDULER): name for name in others if name.startswith(FSDP_SCHEDULER)}
         common["opt_param_scheduler"] = {name: others[stored].read() for name, stored in rates.items()}
     elif inside is None and not (folder / COMMON).exists():
-        way_out = "of another program that saves with torch, convert the weights as a Hugging Face model"
+        way_out = "save weights of other programs as a Hugging Face model and convert that"
         raise CheckpointError(f"{folder} holds no args of Megatron, so the model is unknown; {way_out}")
     elif inside is None:
         common, place = load_pickled(folder / COMMON), f"{folder / COMMON}"
