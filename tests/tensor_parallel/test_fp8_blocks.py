@@ -1,4 +1,4 @@
-"""fp8 with a scale for each block of 128 or 32: casts and products against a definition written out block by block."""
+"""fp8 with a scale for each tensor or block of 128 or 32: casts and products against a definition by single blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megapipe.tensor_parallel.fp8_matrix import (
     tiles_as_rows,
     why_no_grouped_product,
 )
-from megapipe.tensor_parallel.fp8_scales import BlockScales, MxScales, block_scale
+from megapipe.tensor_parallel.fp8_scales import BlockScales, MxScales, block_scale, cast_to_fp8, fp8_scale
 from megapipe.tensor_parallel.gemms import RowGroups
 from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
@@ -39,19 +39,32 @@ OF_SUMS = 64  # `closeness` of sums in fp32, in any order; rounding in other blo
 HYBRID = PrecisionConfig(fp8_format="hybrid", fp8_recipe="blockwise")
 MX = PrecisionConfig(fp8_format="e4m3", fp8_recipe="mxfp8")
 MX_HYBRID = PrecisionConfig(fp8_format="hybrid", fp8_recipe="mxfp8")
-BLOCK = {"blockwise": 128, "mxfp8": 32}
+TENSORWISE = PrecisionConfig(fp8_format="hybrid", fp8_recipe="tensorwise")
+BLOCK = {"blockwise": 128, "mxfp8": 32, "tensorwise": 0}
+all_recipes = pytest.mark.parametrize(
+    "precision", [BLOCKWISE, MX, TENSORWISE], ids=["blockwise", "mxfp8", "tensorwise"]
+)
+Part = slice | int
 both_recipes = pytest.mark.parametrize("precision", [BLOCKWISE, MX], ids=["blockwise", "mxfp8"])
 
 
-def rounded_weight(weight: Tensor, precision: PrecisionConfig, transposed: bool) -> Tensor:
-    """Return a weight [out, in] as the forward sees it, or, transposed, as the input gradient does."""
-    if precision.fp8_recipe == "blockwise":
-        return rounded(weight, E4M3, 128, 128)
-    return rounded(weight, E4M3, *((32, 1) if transposed else (1, 32)))
+def rounded_weight(weight: Tensor, precision: PrecisionConfig, transposed: bool, part: Part = slice(None)) -> Tensor:
+    """Return a part [out, in] of weights as the forward sees it, or, transposed, as the input gradient does."""
+    block = BLOCK[precision.fp8_recipe]
+    if precision.fp8_recipe != "mxfp8":
+        return rounded(weight, E4M3, block, block, part)
+    return rounded(weight, E4M3, *((block, 1) if transposed else (1, block)), part)
 
 
-def rounded(x: Tensor, dtype: torch.dtype, height: int, width: int) -> Tensor:
-    """Return x [m, n] as a product sees it, with a power of two for each block of height x width."""
+def rounded(x: Tensor, dtype: torch.dtype, height: int, width: int, part: Part = slice(None)) -> Tensor:
+    """Return a part [m, n] of x as a product sees it.
+
+    Each block of height x width has a power of two as its scale; without a height or width, x has one scale.
+    """
+    if not height * width:
+        scale = fp8_scale(x.abs().amax(), dtype)
+        return (cast_to_fp8(x, scale, dtype).double() / scale.double())[part]
+    x = x[part]
     result = torch.empty(x.shape, dtype=torch.float64)
     for i in range(0, x.shape[0], height):
         for j in range(0, x.shape[1], width):
@@ -60,6 +73,10 @@ def rounded(x: Tensor, dtype: torch.dtype, height: int, width: int) -> Tensor:
             exponent = math.floor(math.log2(torch.finfo(dtype).max / largest)) if largest else 0
             result[i : i + height, j : j + width] = (block * 2.0**exponent).to(dtype).double() / 2.0**exponent
     return result
+
+
+def of_gradients(precision: PrecisionConfig) -> torch.dtype:
+    return E4M3 if precision.fp8_format == "e4m3" else E5M2
 
 
 def spread(*shape: int) -> Tensor:
@@ -73,7 +90,9 @@ def closeness(found: Tensor, wanted: Tensor, terms: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "precision", [BLOCKWISE, HYBRID, MX, MX_HYBRID], ids=["e4m3", "hybrid", "mxfp8", "mxfp8-hybrid"]
+    "precision",
+    [BLOCKWISE, HYBRID, MX, MX_HYBRID, TENSORWISE, PrecisionConfig(fp8_format="e4m3", fp8_recipe="tensorwise")],
+    ids=["e4m3", "hybrid", "mxfp8", "mxfp8-hybrid", "tensorwise-hybrid", "tensorwise"],
 )
 @pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(256, 384, 256), (272, 336, 400)], ids=["whole", "partial"])
 def test_the_three_products_of_a_linear_are_those_of_operands_rounded_in_blocks(
@@ -81,10 +100,10 @@ def test_the_three_products_of_a_linear_are_those_of_operands_rounded_in_blocks(
 ) -> None:
     torch.manual_seed(0)
     gemms, weight, x, dy = Fp8Gemms(precision), spread(outputs, inputs), spread(tokens, inputs), spread(tokens, outputs)
-    of_gradients, block = E4M3 if precision.fp8_format == "e4m3" else E5M2, BLOCK[precision.fp8_recipe]
+    of_dy, block = of_gradients(precision), BLOCK[precision.fp8_recipe]
     w8, w8_back = (rounded_weight(weight, precision, transposed) for transposed in (False, True))
-    x8, dy8 = rounded(x, E4M3, 1, block), rounded(dy, of_gradients, 1, block)
-    x8_tokens, dy8_tokens = rounded(x, E4M3, block, 1), rounded(dy, of_gradients, block, 1)
+    x8, dy8 = rounded(x, E4M3, 1, block), rounded(dy, of_dy, 1, block)
+    x8_tokens, dy8_tokens = rounded(x, E4M3, block, 1), rounded(dy, of_dy, block, 1)
     bias = torch.randn(outputs)
     found = [
         gemms.forward(x, weight, None),
@@ -99,7 +118,8 @@ def test_the_three_products_of_a_linear_are_those_of_operands_rounded_in_blocks(
     slot = GradientSlot(torch.ones(outputs, inputs))
     gemms.add_weight_gradient(slot, dy, x)
     assert torch.equal(slot.main_grad, 1.0 + found[-1])
-    assert not torch.equal(x8, x8_tokens)
+    assert torch.equal(found[-2], found[-1])
+    assert torch.equal(x8, x8_tokens) == (precision.fp8_recipe == "tensorwise")
 
 
 @settings(max_examples=40)
@@ -137,7 +157,7 @@ GROUPS = {"some_without_rows": (256, 0, 300, 17), "the_last_alone": (0, 0, 0, 27
 @pytest.mark.parametrize("inputs_first", [False, True], ids=["out_in", "in_out"])
 @pytest.mark.parametrize("then_input", [True, False], ids=["whole", "split"])
 @pytest.mark.parametrize("name", GROUPS)
-@both_recipes
+@all_recipes
 def test_no_block_holds_rows_or_weights_of_two_groups(
     precision: PrecisionConfig, name: str, then_input: bool, inputs_first: bool
 ) -> None:
@@ -159,34 +179,39 @@ def test_no_block_holds_rows_or_weights_of_two_groups(
     if not then_input:
         gemms.add_weight_gradient_groups(slot, dy, x, groups)
     assert y.shape == dy.shape and dx.shape == x.shape
-    assert not slot.main_grad.view_as(matrices)[1].any()
+    assert not any(slot.main_grad.view_as(matrices)[group].any() for group, count in enumerate(counts) if not count)
+    of_dy = of_gradients(precision)
     for group, rows in groups.slices():
-        w8, w8_back = (rounded_weight(matrices[group], precision, each is not inputs_first) for each in (False, True))
+        w8, w8_back = (rounded_weight(matrices, precision, each is not inputs_first, group) for each in (False, True))
         w8, w8_back = (w8.t(), w8_back.t()) if inputs_first else (w8, w8_back)
         of_weight = slot.main_grad.view_as(matrices)[group]
         pairs = (
-            (y[rows], rounded(x[rows], E4M3, 1, block), w8.t()),
-            (dx[rows], rounded(dy[rows], E4M3, 1, block), w8_back),
+            (y[rows], rounded(x, E4M3, 1, block, rows), w8.t()),
+            (dx[rows], rounded(dy, of_dy, 1, block, rows), w8_back),
             (
                 of_weight.t() if inputs_first else of_weight,
-                rounded(dy[rows], E4M3, block, 1).t(),
-                rounded(x[rows], E4M3, block, 1),
+                rounded(dy, of_dy, block, 1, rows).t(),
+                rounded(x, E4M3, block, 1, rows),
             ),
         )
         for found, a, b in pairs:
             assert closeness(found, a @ b, a.abs() @ b.abs()) < OF_SUMS
 
 
-@both_recipes
+@all_recipes
 def test_weights_are_cast_once_per_run_into_fixed_memory(precision: PrecisionConfig) -> None:
     torch.manual_seed(0)
-    gemms, weight, x = Fp8Gemms(precision), torch.randn(256, 336), torch.randn(32, 336)
-    first = gemms.forward(x, weight, None)
+    gemms, weight, x, dy = Fp8Gemms(precision), torch.randn(256, 336), torch.randn(32, 336), torch.randn(32, 256)
+
+    def products() -> tuple[Tensor, Tensor]:
+        return gemms.forward(x, weight, None), gemms.input_gradient(dy, weight)
+
+    first = products()
     addresses = [(each.values.data_ptr(), each.scale_inverse.data_ptr()) for each in gemms.cast_weight(weight)]
     weight.mul_(4)
-    assert torch.equal(gemms.forward(x, weight, None), first)
+    assert all(map(torch.equal, products(), first))
     gemms.begin()
-    assert torch.equal(gemms.forward(x, weight, None), 4 * first)
+    assert all(torch.equal(found, 4 * earlier) for found, earlier in zip(products(), first, strict=True))
     assert [(e.values.data_ptr(), e.scale_inverse.data_ptr()) for e in gemms.cast_weight(weight)] == addresses
 
 
@@ -227,11 +252,14 @@ def test_a_slice_of_a_linear_has_the_scales_of_the_whole_where_cuts_fall_on_bloc
         assert (differences[0] == 0.0) is is_micro
 
 
-@pytest.mark.parametrize("precision", [HYBRID, MX_HYBRID], ids=["blockwise", "mxfp8"])
+@pytest.mark.parametrize("precision", [HYBRID, MX_HYBRID, TENSORWISE], ids=["blockwise", "mxfp8", "tensorwise"])
 def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(
     precision: PrecisionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linears and experts of several shapes; traced with fullgraph, not compiled."""
+    """Linears and experts of several shapes, whole and split backwards.
+
+    The casts are traced with fullgraph, which makes a ninth graph of one function an error, not compiled.
+    """
     whole = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **settings: whole(function, backend="eager", **settings))
     torch._dynamo.reset()
@@ -243,9 +271,11 @@ def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(
             weight, experts, results = torch.randn(outputs, inputs), torch.randn(3 * outputs, inputs), []
             gemms, grouped = Fp8Gemms(precision, compiler), Fp8Gemms(precision, compiler, 3)
             for counts in ((30, 0, 2), (1, 130, 5), (17, 3, 128)):
+                gemms.begin(), grouped.begin()
+                is_whole = counts[0] != 30
                 x, dy = torch.randn(sum(counts), inputs), torch.randn(sum(counts), outputs)
                 groups, slot = RowGroups(counts, inputs_first=False), GradientSlot(torch.zeros_like(experts))
-                results += [gemms.forward(x, weight, None), gemms.input_gradient(dy, weight, then_weight=True)]
+                results += [gemms.forward(x, weight, None), gemms.input_gradient(dy, weight, then_weight=is_whole)]
                 results += [gemms.weight_gradient(dy, x), grouped.forward_groups(x, experts, groups)]
                 grouped.add_weight_gradient_groups(slot, dy, x, groups, then_input=True)
                 results += [slot.main_grad, grouped.input_gradient_groups(dy, experts, groups)]
