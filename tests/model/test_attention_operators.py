@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,53 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapipe.model.block_attention import FusedBlocks, MaskedBlock, prefers_cudnn
 from megapipe.sharding.sequence import KeyBlock
 from megapipe.trace.meta import MetaMode
+from tests.tables import rows
 
-QKV = "query key value"
-PLACES = "max_q max_k dropout_p is_causal"
-# arguments in order, then those by name; results, unnamed ones as ''
-OPERATORS = {
-    "_fused_sdp_choice": (f"{QKV} attn_mask dropout_p is_causal scale enable_gqa", "int"),
-    "_scaled_dot_product_cudnn_attention": (
-        f"{QKV} attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale",
-        "output logsumexp cum_seq_q cum_seq_k max_q max_k philox_seed philox_offset debug_attn_mask",
-    ),
-    "_scaled_dot_product_cudnn_attention_backward": (
-        f"grad_out {QKV} out logsumexp philox_seed philox_offset attn_bias cum_seq_q cum_seq_k {PLACES} scale",
-        "Tensor Tensor Tensor",
-    ),
-    "_scaled_dot_product_flash_attention": (
-        f"{QKV} dropout_p is_causal return_debug_mask scale",
-        "output logsumexp cum_seq_q cum_seq_k max_q max_k rng_state unused debug_attn_mask",
-    ),
-    "_scaled_dot_product_flash_attention_backward": (
-        f"grad_out {QKV} out logsumexp cum_seq_q cum_seq_k {PLACES} philox_seed philox_offset scale",
-        "grad_query grad_key grad_value",
-    ),
-    "_scaled_dot_product_efficient_attention": (
-        f"{QKV} attn_bias compute_log_sumexp dropout_p is_causal scale",
-        "output log_sumexp philox_seed philox_offset",
-    ),
-    "_scaled_dot_product_efficient_attention_backward": (
-        f"grad_out_ {QKV} attn_bias out logsumexp philox_seed philox_offset dropout_p grad_input_mask is_causal scale",
-        "Tensor Tensor Tensor Tensor",
-    ),
-    "_scaled_dot_product_flash_attention_for_cpu": (
-        f"{QKV} dropout_p is_causal attn_mask scale",
-        "output logsumexp",
-    ),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (
-        f"grad_out {QKV} out logsumexp dropout_p is_causal attn_mask scale",
-        "grad_query grad_key grad_value",
-    ),
-}
+NAMES = {"QKV": "query key value", "PLACES": "max_q max_k dropout_p is_causal"}
+OPERATORS = rows(Path(__file__).with_name("attention_operators.tsv"), NAMES)
 FLASH = "_scaled_dot_product_flash_attention"
 HEADS, QUERIES, KEYS, SIZE = 3, 6, 8, 16
 
 
-@pytest.mark.parametrize("name", OPERATORS)
-def test_an_operator_has_the_signature_that_blocks_rely_on(name: str) -> None:
+@pytest.mark.parametrize(("name", "arguments", "results"), OPERATORS, ids=[row[0] for row in OPERATORS])
+def test_an_operator_has_the_signature_that_blocks_rely_on(name: str, arguments: str, results: str) -> None:
     schema = getattr(torch.ops.aten, name).default._schema
-    arguments, results = OPERATORS[name]
     assert [argument.name for argument in schema.arguments] == arguments.split()
     assert [result.name or str(result.type) for result in schema.returns] == results.split()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,68 +24,10 @@ from tests.model.grids import (
     reference,
     reference_run,
 )
+from tests.tables import options, rows, value
 
 OPTIONS = options_of("parity", SETS)
-WHOLE, NO_ROPE = {"window_size": None}, {"position_embedding_type": "none"}
-LOCAL = {"window_size": 4, "rotary_base": 50.0}
-# options -> what each of five layers has in their place, written by hand
-STACKS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
-    "every_second_layer_without_window": (
-        {"window_size": 4, "window_attn_skip_freq": "2"},
-        [{}, WHOLE, {}, WHOLE, {}],
-    ),
-    "window_by_list": ({"window_size": 4, "window_attn_skip_freq": "[0]+([1]*2)*2"}, [WHOLE, {}, {}, {}, {}]),
-    "every_fifth_layer_without_rotation": ({"no_rope_freq": "5"}, [{}, {}, {}, {}, NO_ROPE]),
-    "rotation_by_list": ({"no_rope_freq": "[1]*2+[0]*3"}, [NO_ROPE, NO_ROPE, {}, {}, {}]),
-    "windows_and_rotary_bases": (
-        {"layer_pattern": ("2 window_size=4 rotary_base=50", "1 rope_scaling_type=linear rotary-percent=0.67", "...")},
-        [LOCAL, LOCAL, {"rope_scaling_type": "linear", "rotary_percent": 0.67}, LOCAL, LOCAL],
-    ),
-    "attention_options": (
-        {
-            "window_size": 4,
-            "qk_layernorm": True,
-            "layer_pattern": (
-                "1 attn_logit_softcapping=1.5 window_size=none",
-                "2 softmax_scale=0.9 num_query_groups=4",
-                "1 qk_layernorm_scope=projection num_query_groups=1",
-                "1 qk_layernorm=false",
-            ),
-        },
-        [
-            {"attn_logit_softcapping": 1.5, "window_size": None},
-            {"softmax_scale": 0.9, "num_query_groups": 4},
-            {"softmax_scale": 0.9, "num_query_groups": 4},
-            {"qk_layernorm_scope": "projection", "num_query_groups": 1},
-            {"qk_layernorm": False},
-        ],
-    ),
-    "missing_parts": (
-        {"layer_pattern": ("1", "1 attention=none ffn_hidden_size=8", "1 mlp=none norm_position=around", "2 mlp=none")},
-        [
-            {},
-            {"has_attention": False, "ffn_hidden_size": 8},
-            {"has_mlp": False, "norm_position": "around"},
-            {"has_mlp": False},
-            {"has_mlp": False},
-        ],
-    ),
-    "widths_and_norms": (
-        {
-            "layer_pattern": (
-                "1 activation=squared_relu ffn_hidden_size=36 norm_position=after",
-                "1 activation=relu",
-                "...",
-            )
-        },
-        [{"activation": "squared_relu", "ffn_hidden_size": 36, "norm_position": "after"}, {"activation": "relu"}] * 2
-        + [{"activation": "squared_relu", "ffn_hidden_size": 36, "norm_position": "after"}],
-    ),
-    "frequencies_and_a_pattern": (
-        {"window_size": 4, "window_attn_skip_freq": "3", "no_rope_freq": "5", "layer_pattern": ("1 mlp=none", "4")},
-        [{"has_mlp": False}, {}, WHOLE, {}, NO_ROPE],
-    ),
-}
+STACKS = rows(Path(__file__).with_name("stacks.tsv"))
 WITH_DOCUMENTS = ["gpt2", "llama", "window", "qk_norm_llama", "dropout_gqa_cap"]
 KEY = DropoutKey(seed=11, step=2, microbatch=7)
 
@@ -100,10 +42,10 @@ def test_loss_and_gradients_equal_the_reference(name: str, documents: bool) -> N
     assert_equals_reference(config, reference(config), documents)
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_layers_that_differ_equal_the_reference_with_a_list_by_hand(name: str) -> None:
-    options, layers = STACKS[name]
-    config = model_config(**LLAMA | options, num_layers=5)
+@pytest.mark.parametrize(("name", "words", "stack"), STACKS, ids=[row[0] for row in STACKS])
+def test_layers_that_differ_equal_the_reference_with_a_list_by_hand(name: str, words: str, stack: str) -> None:
+    layers = [{} if text == "-" else options(text, SETS) for text in stack.split(" / ")]
+    config = model_config(**LLAMA | value(words), num_layers=5)
     assert_equals_reference(config, reference(config, layers=layers), documents="windows" in name)
 
 

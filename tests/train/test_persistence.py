@@ -21,6 +21,7 @@ from megapipe.train.loading import load
 from megapipe.train.saving import prepare_save
 from megapipe.train.state import Schedules, TrainingState
 from tests.harness import RankPool
+from tests.tables import options, rows
 from tests.train.runs import differences, runtime_of, save, scramble, state_of
 
 Pools = Callable[[int], RankPool]
@@ -102,45 +103,16 @@ def refusal(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> s
         return str(error)
 
 
-CHANGED = {"allow_changed_model": True}
-REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no_optimizer": (
-        {"no_save_optim": True},
-        {},
-        r"holds no optimizer state \(--no-save-optim\); give --no-load-optim .* or --finetune",
-    ),
-    "another_rule": (
-        {},
-        {"optimizer": "sgd"},
-        r"holds the state of --optimizer adam, this run uses sgd; give --no-load-optim",
-    ),
-    "no_random_state": ({"no_save_rng": True}, {}, r"holds no random state \(--no-save-rng\); give --no-load-rng"),
-    "seed": ({}, {"seed": 5}, r"--seed 5 differs from the seed 1234 of .*; give --seed 1234, or --no-load-rng"),
-    "schedule": (
-        {},
-        {"lr": 0.5, "train_iters": 20},
-        r"schedules differ .*step_00000007.*\n  --lr: 0.01 in the checkpoint, 0.5 here\n"
-        r"  --lr-decay-iters .*: 80 in the checkpoint, 160 here\n"
-        r"  --decoupled-lr: 0.01 in .*\n.*--override-opt-param-scheduler .* --use-checkpoint-opt-param-scheduler",
-    ),
-    "another_model": ({}, {"hidden_size": 32}, r"--hidden-size: 16 in the checkpoint, 32 here"),
-    "other_shapes": (
-        {},
-        {"hidden_size": 32} | CHANGED,
-        r"master/.* has shape \[.*16.*\], but this model's has \[.*32.*\]",
-    ),
-    "more_layers": ({}, {"num_layers": 6} | CHANGED, r"holds no tensor master/decoder.layers.[45]"),
-    "wider": ({"dtype": "fp64"}, {}, r"was saved as float64, which float32 cannot represent exactly"),
-    "step": ({}, {"ckpt_step": 3}, r"--ckpt-step 3: .* has no step_00000003; it holds step_00000007"),
-}
+REFUSALS = rows(Path(__file__).with_name("unfit_checkpoints.tsv"))
 
 
-@pytest.mark.parametrize(("writer", "reader", "message"), REFUSALS.values(), ids=REFUSALS.keys())
+@pytest.mark.parametrize(("writer", "reader", "message"), [pytest.param(*row[1:], id=row[0]) for row in REFUSALS])
 def test_a_checkpoint_that_does_not_fit_the_run_is_refused_on_all_ranks(
-    rank_pools: Pools, tmp_path: Path, writer: dict[str, Any], reader: dict[str, Any], message: str
+    rank_pools: Pools, tmp_path: Path, writer: str, reader: str, message: str
 ) -> None:
-    rank_pools(1).run(save_scrambled, str(tmp_path), writer)
-    for said in rank_pools(2).run(refusal, str(tmp_path), {"pipeline_model_parallel_size": 2} | reader):
+    rank_pools(1).run(save_scrambled, str(tmp_path), options(writer, {}))
+    changes = options(f"pipeline_model_parallel_size=2 {reader}", {})
+    for said in rank_pools(2).run(refusal, str(tmp_path), changes):
         assert re.search(message, said, re.DOTALL), said
 
 
