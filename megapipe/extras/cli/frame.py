@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -72,10 +72,10 @@ class Option:
         """The name of its value among the parsed options."""
         return str(self.settings.get("dest") or self.names[-1].lstrip("-").replace("-", "_"))
 
-    def is_given(self, own: argparse.Namespace) -> bool:
-        """Return True if a value other than the default was given."""
-        value = getattr(own, self.attribute)
-        return value not in (None, self.settings.get("default")) and value is not False
+    def is_given(self, words: Iterable[str]) -> bool:
+        """Return True if the option is among the words of a command line, as --name VALUE, --name=VALUE or -nVALUE."""
+        short = tuple(name for name in self.names if name[0] == "-" != name[1])
+        return any(word.partition("=")[0] in self.names or (short and word.startswith(short)) for word in words)
 
     def check(self, own: argparse.Namespace, given: Collection[str]) -> None:
         """Raise ConfigError if the value is out of range, or does not go with the options that are given."""
@@ -257,7 +257,7 @@ class Command:
             own = parser.parse_intermixed_args(dashed)  # positional arguments may come after flags
         own.command = self
         options = [each for each in self.options if isinstance(each, Option)]
-        given = {name for each in options if each.is_given(own) for name in each.names}
+        given = {name for each in options if each.is_given(dashed) for name in each.names}
         for each in options:
             each.check(own, given)
         return own
