@@ -12,12 +12,12 @@ from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_time import OpSeconds, expert_links, head_seconds, layer_seconds, ring_link
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traces import with_recompute
-from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Seconds
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.partition import Partition
-from megapipe.schedule.parts import Parts, expand_row, parts_of
+from megapipe.schedule.parts import Parts, parts_of
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline, simulate
 
@@ -111,34 +111,6 @@ def hidden_seconds(plan: RunPlan, hardware: Hardware, count: int | None = None, 
     )
     longer = (count - few) // t.pp * (fill_seconds(blocking) - fill_seconds(overlapping))
     return max(0.0, blocking.makespan_seconds - overlapping.makespan_seconds + longer)
-
-
-def least_of_rank(plan: RunPlan, hardware: Hardware, rank: int, more: int) -> float:
-    """Return a lower bound of a step in which all-to-alls overlap, with so many times pp microbatches more than the
-    plan's: one pipeline rank computes and exchanges its parts in their order, and waits for others only for the first
-    forward; the last gradient passes the stages before it.
-    """
-    assert plan.parts is not None
-    parts, schedule = plan.parts, plan.schedule(plan.batch.num_microbatches).without_messages()
-    seconds, speeds = expert_model(plan, hardware).part_costs(parts, overlap=True).seconds, plan.rank_speeds
-    row = expand_row(schedule.rows[rank], parts, plan.config.parallel.delay_wgrad_compute)
-    free_at, done = [0.0, 0.0], dict[tuple[int, bool, int | None], float]()
-    backwards: dict[int, list[float]] = {}  # ends, of each part
-    for site, op, microbatch in row:
-        if op in COMPUTE_OPS:
-            lane, is_forward = site in parts.network, op is Op.F
-            needed = (site - 1, True, microbatch) if is_forward else (site + 1, False, microbatch)
-            start = free_at[lane] if op is Op.W else max(free_at[lane], done.get(needed, 0.0))
-            free_at[lane] = end = start + seconds[site, op] / (1.0 if lane else speeds[rank])
-            if op is not Op.W:
-                done[site, is_forward, microbatch] = end
-            if op in (Op.B, Op.I):
-                backwards.setdefault(site, []).append(end)
-    last = max(backwards, key=lambda site: backwards[site][-1])
-    before = sum(seconds[site, Op.F] for site in range(row[0].stage))
-    after = sum(seconds[site, Op.B if site in parts.network else Op.I] for site in range(last))
-    longest = max(*free_at, backwards[last][-1] + after / max(speeds)) + before / max(speeds)
-    return longest + more * _apart(schedule, max(backwards.values(), key=len), max(free_at))
 
 
 def fill_seconds(timeline: Timeline) -> float:

@@ -73,7 +73,7 @@ def _smallest(candidate: Candidate, config: Config, hardware: Hardware) -> tuple
         small = dataclasses.replace(config, training=training)
         try:
             steps = ShortSteps(small, num_gpus, hardware.on(num_gpus))
-            seconds, need = steps.of(layout)
+            seconds, need = steps.seconds(layout), steps.need(layout)
         except ConfigError:  # ep does not divide so few ranks
             continue
         if need <= hardware.usable_bytes:

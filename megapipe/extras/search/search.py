@@ -1,10 +1,10 @@
 """The search for the fastest layouts of a configuration on a number of accelerators, and for the best such number.
 
-A candidate is a configuration that training accepts too: nothing is predicted that `resolve` refuses. Candidates are
-tried in order of a lower bound of their time, and the search ends when no remaining bound is below the times of the
-best. Layouts of a group are bounded one by one only once the bound of the group is the least. The result is therefore
-the best by the model of `step_time`, not by a heuristic. Recompute memory budgets are not candidates; afterwards each
-of the best layouts with recompute is also tried with the largest budget that fits.
+A candidate is a configuration that training accepts too: nothing is predicted that `resolve` refuses. Closed forms of
+time and memory order the candidates (`estimate`); those of a group are looked at one by one only once the group comes
+first. The first ones that fit are simulated, until the next closed form is above the seconds of the tenth best, or
+MOST_SIMULATED are. Recompute memory budgets are not candidates; afterwards each of the best layouts with recompute is
+also tried with the largest budget that fits.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
 from typing import Any
 
 from megapipe.config.config import Config, resolve_model
 from megapipe.config.parallel import RecomputeConfig, strategy_of
 from megapipe.config.problems import divisors
 from megapipe.errors import ConfigError
-from megapipe.extras.search.bounds import NEAR_MISS, Bound, Bounds
-from megapipe.extras.search.layout import Context, Group, Layout, Variant, groups, keeps_all
+from megapipe.extras.search.estimate import Estimate, Estimates
+from megapipe.extras.search.layout import Context, Group, Layout, groups, keeps_all
 from megapipe.formatting import bytes_text
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
-from megapipe.plan.expert_overlap import fill_seconds, hidden_seconds, least_of_rank
+from megapipe.plan.expert_overlap import fill_seconds, hidden_seconds
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.memory import RankMemory, all_rank_memory, rank_memory
 from megapipe.plan.resolve import resolve, vary
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import StepTime, most_exchanged, predict_step, stage_seconds, without_exchanges
-from megapipe.schedule.action import Op
 from megapipe.schedule.schedule import gc_paused
 from megapipe.trace.parameters import model_parameters
 
@@ -81,11 +80,16 @@ class Found:
     best: tuple[Candidate, ...]  # the fastest layouts that fit, fastest first
     misses: tuple[Candidate, ...]  # layouts faster than the best, but slightly too large, fastest first
     num_tried: int  # layouts of the groups, with the variants that are searched
-    num_predicted: int  # layouts that were simulated
+    shares: tuple[float, ...]  # of the closed form in the seconds of each layout that was simulated
     rival: Candidate | None  # the fastest layout with a pipeline, if none of `best` has one
-    least_bytes: Mapping[int, float]  # for each pp a lower bound of the fullest rank's bytes, over all other choices
+    least_bytes: Mapping[int, float]  # for each pp those of the fullest rank by closed forms, over all other choices
     least_bytes_of_cp: Mapping[int, float] = field(default_factory=dict)  # the same for each cp
     steps: ShortSteps | None = field(default=None, repr=False)
+
+    @property
+    def num_predicted(self) -> int:
+        """The layouts that were simulated."""
+        return len(self.shares)
 
     def cost(self, price_per_hour: float | None) -> float | None:
         """Return the price of a billion tokens with the best layout; None without one or a price of an accelerator."""
@@ -95,11 +99,11 @@ class Found:
 
 
 UNSHARDED: dict[str, Any] = {"sharding": "", "units": 1, "distributed_optimizer": True, "instances": 1}
-Steps = Generator[tuple[float, float | None], None, int]
+NEAR_MISS = 1.25  # layouts that need more than this times the usable memory are not reported
+MOST_SIMULATED = 100  # layouts of a search
 MOST_MISSES = 3
 FILLS = 4  # a short step has about this many times pp microbatches
 SHORT_STEP_ERROR = 1.01  # a short step's prediction for a whole one is at most this factor too long
-PARTS_ERROR = 0.99  # of the seconds of stages, to which those of their parts, means of kinds of layers, add up
 ONCE = ("reduce", "gather", "optimizer")  # parts of a step's time that do not grow with its microbatches
 PARTS = 64  # of a recompute memory budget
 LEAST_BYTES = 4  # per parameter, over all ranks: weight and gradient, at 2 bytes each
@@ -136,11 +140,11 @@ def choose(
         goal = objective.tokens_per_second
         slowest = tokens / goal * SHORT_STEP_ERROR if goal else math.inf
         here = hardware.on(num_gpus)
-        walk = _Walk(ShortSteps(config, num_gpus, here, load), 1, slowest, here.usable_bytes)
-        walk.along(Frontier(bounds.at(num_gpus), config, num_gpus, here, pinned))
-        return bool(walk.best)
+        walk = _Walk(ShortSteps(config, num_gpus, here, load), 1, slowest)
+        walk.along(Ranking(estimates.at(num_gpus), config, num_gpus, here, pinned))
+        return bool(walk.fastest)
 
-    bounds = Bounds(config, 1, hardware, load)
+    estimates = Estimates(config, 1, hardware, load)
     elements = sum(math.prod(spec.shape) for spec in model_parameters(resolve_model(config.model, 1), False))
     least, node = math.ceil(elements * LEAST_BYTES / hardware.usable_bytes), hardware.ranks_per_node
     in_a_node = [number for number in divisors(node) if number <= most]
@@ -158,16 +162,16 @@ def choose(
     return best, [tried[number] for number in sorted(tried)]
 
 
-class Frontier:
-    """The layouts of a search in the order of lower bounds of their times.
+class Ranking:
+    """The layouts of a search in the order of their closed forms.
 
-    A heap of groups, of groups with one setting of recompute, and of layouts. What has the least bound is opened, or is
-    the next layout; so that layouts of slow groups are never bounded one by one.
+    A heap of groups, of groups with one setting of recompute, and of layouts. The first one is opened, or is the next
+    layout; so that layouts of slow groups are never looked at one by one.
     """
 
     def __init__(
         self,
-        bounds: Bounds,
+        estimates: Estimates,
         config: Config,
         world_size: int,
         hardware: Hardware,
@@ -175,16 +179,14 @@ class Frontier:
     ) -> None:
         """Raises ConfigError without a global batch size, and with --freeze."""
         if config.optimizer.freeze:
-            rule = "the search bounds layouts by the memory of models that are trained whole"
+            rule = "the search ranks layouts by the memory of models that are trained whole"
             raise ConfigError(f"--freeze: {rule}; leave it out, and plan the layouts it finds with it")
         if config.training.global_batch_size is None:
             raise ConfigError("--global-batch-size is missing; set it: the sequences of a step limit the parallelism")
-        self._bounds, self._pinned, self._most_bytes = bounds, pinned, NEAR_MISS * hardware.usable_bytes
+        self._estimates, self._pinned, self._most_bytes = estimates, pinned, NEAR_MISS * hardware.usable_bytes
         self.num_layouts, self._numbers = 0, itertools.count()
-        self._heap: list[tuple[float, int, Bound, Layout, Group | None]] = []
+        self._heap: list[tuple[float, int, Estimate, Layout, Group | None]] = []
         self._least: dict[tuple[int, int], float] = {}  # the least bytes of each pp and cp
-        self._groups: dict[Layout, Group] = {}  # by their first layout
-        self._added: set[Layout] = set()
         every = list(groups(config, world_size, hardware))
         # with experts, sharded weights take three times as long to search: only where nothing else is allowed
         self._add([group for group in every if group.first.etp is None or not group.first.sharding])
@@ -193,76 +195,43 @@ class Frontier:
 
     def _add(self, every: Iterable[Group]) -> None:
         for group in every:
-            first, *others = group.variants
-            variants = [first] if self._allows(group, first) else [each for each in others if self._allows(group, each)]
-            if variants:
-                # several instances are searched only where the first variant is not allowed
-                searched = [each for each in group.variants if each.instances == 1] if variants == [first] else variants
-                self.num_layouts += group._replace(variants=searched).size
-                self._groups[group.first] = group
-                bound = self._bounds.of_group(group.first)
-                self._push(bound, group.first, group._replace(variants=variants))
+            allowed = [each for each in group.variants if any(map(self._pinned, group.members(each)))]
+            # several instances are searched only where nothing else is allowed
+            if variants := [each for each in allowed if each.instances == 1] or allowed:
+                searched = group._replace(variants=variants)
+                self.num_layouts += searched.size
+                self._push(self._estimates.of_group(group.first, self._most_bytes), group.first, searched)
 
-    def _allows(self, group: Group, variant: Variant) -> bool:
-        return any(map(self._pinned, group.members(variant)))
+    def _push(self, estimate: Estimate | None, layout: Layout, group: Group | None) -> None:
+        if estimate is not None and estimate.least_bytes <= self._most_bytes:
+            heapq.heappush(self._heap, (estimate.seconds, next(self._numbers), estimate, layout, group))
+        elif estimate is not None:
+            self._note(estimate, layout)
 
-    def _push(self, bound: Bound | None, layout: Layout, group: Group | None) -> None:
-        if bound is not None and bound.least_bytes <= self._most_bytes:
-            heapq.heappush(self._heap, (bound.seconds, next(self._numbers), bound, layout, group))
-        elif bound is not None:
-            self._note(bound, layout)
-
-    def _note(self, bound: Bound, layout: Layout) -> None:
+    def _note(self, estimate: Estimate, layout: Layout) -> None:
         sizes = layout.pp, layout.context.ranks
-        self._least[sizes] = min(bound.least_bytes, self._least.get(sizes, math.inf))
+        self._least[sizes] = min(estimate.least_bytes, self._least.get(sizes, math.inf))
 
-    def __iter__(self) -> Iterator[tuple[Bound, Layout]]:
+    def __iter__(self) -> Iterator[tuple[Estimate, Layout]]:
         """Yield the layouts that may fit, or nearly, least seconds first."""
         while self._heap:
-            _, _, bound, layout, group = heapq.heappop(self._heap)
+            _, _, estimate, layout, group = heapq.heappop(self._heap)
             if group is None:
-                self._note(bound, layout)
-                yield bound, layout
+                self._note(estimate, layout)
+                yield estimate, layout
             elif len(group.recomputes) > 1:
                 for recompute in group.recomputes:
                     first = dataclasses.replace(layout, recompute=recompute)
-                    self._push(self._bounds.of_group(first), first, group._replace(recomputes=(recompute,)))
+                    of_first = self._estimates.of_group(first, self._most_bytes)
+                    self._push(of_first, first, group._replace(recomputes=(recompute,)))
             else:
-                times = cache(partial(self._bounds.times_of, layout))
                 for member in filter(self._pinned, group.members(*group.variants)):
-                    self._push(self._bounds.of(member, times), member, None)
-
-    def again(self, bound: Bound, layout: Layout, seconds: float) -> None:
-        """Put a layout back with a larger bound."""
-        self._push(bound._replace(seconds=max(bound.seconds, seconds)), layout, None)
-
-    def add_variants(self, layout: Layout, seconds: float, computed: float | None) -> None:
-        """Add the variants of a layout that keep more, if they may be faster, with any recompute; of one instance.
-
-        seconds: of the layout. computed: those that variants share, without what replicas exchange and update. None:
-        the layout does not fit, but may without gathered weights.
-        """
-        shape = {"schedule": "1f1b", "chunks": 1, "units": 1, "cut": "cost", "recompute": RecomputeConfig()}
-        group = self._groups.get(dataclasses.replace(layout, **shape))  # type: ignore[arg-type]
-        if group is None:
-            return
-        for variant in group.variants[1:]:
-            if variant.instances > 1 or (computed is None and variant.sharding == layout.sharding):
-                continue
-            least = computed or 0.0
-            for recompute in (layout.recompute,) if computed is None else group.recomputes:
-                other = dataclasses.replace(layout, recompute=recompute, **variant._asdict())
-                bound = self._bounds.of(other)
-                if bound is None or least + bound.optimizer >= seconds:
-                    break
-                if other not in self._added and self._pinned(other):
-                    self._added.add(other)
-                    self.again(bound, other, least + bound.optimizer)
+                    self._push(self._estimates.of(member, self._most_bytes), member, None)
 
     def least_bytes(self, axis: int) -> dict[int, float]:
-        """Return for each pp (axis 0) or cp (axis 1) a lower bound of the bytes of the fullest rank."""
-        for _, _, bound, layout, _ in self._heap:
-            self._note(bound, layout)
+        """Return for each pp (axis 0) or cp (axis 1) the least bytes of the fullest rank by closed forms."""
+        for _, _, estimate, layout, _ in self._heap:
+            self._note(estimate, layout)
         least: dict[int, float] = {}
         for sizes, num_bytes in self._least.items():
             least[sizes[axis]] = min(num_bytes, least.get(sizes[axis], math.inf))
@@ -286,37 +255,39 @@ def search(
     Raises ConfigError without a global batch size, with --freeze, if no layout is legal, and if none nearly fits.
     """
     hardware = hardware.on(world_size)
-    bounds, steps = Bounds(config, world_size, hardware, load), ShortSteps(config, world_size, hardware, load)
-    usable, frontier = hardware.usable_bytes, Frontier(bounds, config, world_size, hardware, pinned)
-    walk = _Walk(steps, num_best, math.inf, usable)
-    walk.along(frontier)
-    least_bytes = frontier.least_bytes(0)
-    if not walk.best and not walk.too_large:
+    estimates, steps = Estimates(config, world_size, hardware, load), ShortSteps(config, world_size, hardware, load)
+    ranking = Ranking(estimates, config, world_size, hardware, pinned)
+    walk = _Walk(steps, num_best)
+    walk.along(ranking)
+    least_bytes = ranking.least_bytes(0)
+    if not walk.fastest and not walk.too_large:
         raise ConfigError(_nothing_found(config, world_size, hardware, walk.refused, least_bytes))
-    recomputing = [
-        layout
-        for layout in walk.best
+    fastest = [
+        steps.refined(seconds, layout, pinned)
         # not with an imbalance: a run chooses by the memory of balanced routing; nor in parts, which have no budgets
         if layout.recompute != RecomputeConfig() and load == BALANCED and not layout.overlap
+        else (seconds, layout)
+        for seconds, layout in walk.fastest.values()
     ]
-    refined = map(steps.least_recompute, recomputing)
-    distinct = dict.fromkeys([*walk.best, *filter(pinned, refined)])
-    slowest_first = sorted(map(steps.in_full, distinct), key=lambda each: -each.time.seconds)
-    best = list({family(each.layout): each for each in slowest_first}.values())
-    best = sorted(best, key=lambda each: each.time.seconds)[:num_best]
-    misses = _Walk(steps, MOST_MISSES, best[0].time.seconds if best else math.inf, NEAR_MISS * usable)
-    for bound, layout in walk.too_large:
-        if not (best and layout.overlap):  # rows of parts are long: their layouts only if nothing fits
-            frontier.again(bound, layout, bound.seconds)
-    misses.along(frontier)
+    first = sorted(fastest, key=lambda each: each[0])[:num_best]
+    best = sorted((steps.in_full(layout) for _, layout in first), key=lambda each: each.time.seconds)
     rival = None
     if best and all(each.layout.pp == 1 for each in best):
-        piped = _Walk(steps, 1, math.inf, usable)
-        piped.along(Frontier(bounds, config, world_size, hardware, lambda each: each.pp > 1 and pinned(each)))
-        rival = next(map(steps.in_full, piped.best), None)
-    counts = frontier.num_layouts, walk.num_predicted + misses.num_predicted
-    too_large = tuple(map(steps.in_full, misses.best))
-    return Found(world_size, tuple(best), too_large, *counts, rival, least_bytes, frontier.least_bytes(1), steps)
+        piped = _Walk(steps, 1)
+        piped.along(Ranking(estimates, config, world_size, hardware, lambda each: each.pp > 1 and pinned(each)))
+        rival = next((steps.in_full(layout) for _, layout in piped.fastest.values()), None)
+    misses = walk.misses(best[0].time.seconds if best else math.inf, NEAR_MISS * hardware.usable_bytes)
+    return Found(
+        world_size,
+        tuple(best),
+        misses,
+        ranking.num_layouts,
+        tuple(walk.shares),
+        rival,
+        least_bytes,
+        ranking.least_bytes(1),
+        steps,
+    )
 
 
 def without_recompute(layout: Layout) -> Layout:
@@ -331,47 +302,67 @@ def family(layout: Layout) -> Layout:
 
 
 class _Walk:
-    """The state of a search: the best layouts found so far, and those that are slightly too large."""
+    """The state of a search: the fastest layouts that were simulated, and those that are slightly too large.
 
-    def __init__(self, steps: ShortSteps, num_best: int, most_seconds: float, usable: float) -> None:
-        self._steps, self._num_best, self._most_seconds, self._usable = steps, num_best, most_seconds, usable
-        self.best: list[Layout] = []  # fastest first
-        self.too_large: list[tuple[Bound, Layout]] = []
-        self.num_predicted, self.refused = 0, ""
+    most_seconds: no slower layout is asked for.
+    """
 
-    def along(self, frontier: Frontier) -> None:
-        """Look at the layouts in the order of their bounds, which grow to their seconds, until enough are found.
+    def __init__(self, steps: ShortSteps, num_best: int, most_seconds: float = math.inf) -> None:
+        self._steps, self._num_best, self._most_seconds = steps, num_best, most_seconds
+        self.fastest: dict[Layout, tuple[float, Layout]] = {}  # of each family: seconds, and the layout
+        self.too_large: list[tuple[float, Layout]] = []
+        self.refused = ""
+        self.shares: list[float] = []  # of the closed form in the seconds of each simulated layout
 
-        A layout whose seconds are below the bounds of all others is the fastest of the rest.
+    def along(self, ranking: Ranking) -> None:
+        """Simulate layouts in the order of their closed forms, until these are above the seconds of the best found, or
+        MOST_SIMULATED are simulated.
         """
-        families, running = set[Layout](), dict[Layout, Steps]()
-        for bound, layout in frontier:
-            if bound.seconds >= self._most_seconds or len(self.best) == self._num_best:
+        usable = self._steps.hardware.usable_bytes
+        fitting = set[Layout]()  # without recompute; with more of it they are slower
+        for estimate, layout in ranking:
+            if estimate.seconds >= self._limit() or len(self.shares) == MOST_SIMULATED:
                 break
-            if family(layout) in families:  # and faster
+            found = self.fastest.get(family(layout))
+            if without_recompute(layout) in fitting or (found and found[0] <= estimate.seconds):
                 continue
-            if bound.least_bytes > self._usable:
-                self.too_large.append((bound, layout))
+            if estimate.least_bytes > usable:
+                self.too_large.append((estimate.seconds, layout))
                 continue
-            steps = running.setdefault(layout, self._steps.along(layout, self._usable))
             try:
-                seconds, computed = next(steps)
-            except StopIteration as end:
-                if end.value <= self._usable:
-                    self.best.append(layout)
-                    families.add(family(layout))
+                need = self._steps.need(layout, usable)
+                if need > usable:
+                    if need <= NEAR_MISS * usable:
+                        self.too_large.append((estimate.seconds, layout))
                     continue
-                frontier.add_variants(layout, math.inf, None)
-                if end.value <= NEAR_MISS * self._usable:
-                    self.too_large.append((bound, layout))
-                continue
+                seconds = self._steps.seconds(layout)
             except ConfigError as error:
                 self.refused = f"{layout}: {error}"
                 continue
-            if computed is not None:
-                self.num_predicted += 1
-                frontier.add_variants(layout, seconds, computed)
-            frontier.again(bound, layout, seconds)
+            fitting.add(without_recompute(layout))
+            self.shares.append(estimate.seconds / seconds)
+            if found is None or seconds < found[0]:
+                self.fastest[family(layout)] = seconds, layout
+
+    def _limit(self) -> float:
+        """Return the seconds from which on a layout is not among the best."""
+        if len(self.fastest) < self._num_best:
+            return self._most_seconds
+        return min(self._most_seconds, sorted(seconds for seconds, _ in self.fastest.values())[self._num_best - 1])
+
+    def misses(self, most_seconds: float, most_bytes: float) -> tuple[Candidate, ...]:
+        """Return the fastest layouts that are slightly too large, fastest first, and faster than `most_seconds`."""
+        found: dict[Layout, Candidate] = {}
+        for seconds, layout in sorted(self.too_large, key=lambda each: each[0]):
+            # rows of parts are long: their layouts only if nothing fits
+            if len(found) == MOST_MISSES or seconds >= most_seconds:
+                break
+            if family(layout) not in found and not (self.fastest and layout.overlap):
+                with suppress(ConfigError):
+                    if self._steps.need(layout, most_bytes) <= most_bytes:
+                        found[family(layout)] = self._steps.in_full(layout)
+        missed = (each for each in found.values() if each.time.seconds < most_seconds)
+        return tuple(sorted(missed, key=lambda each: each.time.seconds))
 
 
 class ShortSteps:
@@ -385,76 +376,40 @@ class ShortSteps:
         self._config, self._world_size, self.hardware, self._load = config, world_size, hardware, load
         self._plans: dict[Hashable, RunPlan] = {}
         self._hidden: dict[Layout, float] = {}
-        self._seconds: dict[Layout, float] = {}  # of layouts whose time is known
-        self._computed: dict[Layout, float] = {}  # without what replicas exchange and update
-        self.least_of_overlap, self._free = cache(self._least_of_overlap), cache(self._without_exchanges)
 
-    def along(self, layout: Layout, most_bytes: float) -> Steps:
-        """Yield lower bounds of a step's seconds, each dearer than the one before, with None; then its seconds, with
-        those that do not depend on how replicas share; return the bytes of the fullest rank. Raises ConfigError.
-
-        If a rank needs more than `most_bytes`, its bytes; without the time if that is the first rank.
+    def need(self, layout: Layout, most_bytes: float = math.inf) -> int:
+        """Return the bytes of the fullest rank, or of the first one found that needs more than `most_bytes`. Raises
+        ConfigError.
         """
-        alike = layout if layout.units > 1 and layout.overlap else dataclasses.replace(layout, **UNSHARDED)
-        if layout.overlap:
-            yield self.least_of_overlap(alike), None
-            yield self._free(alike)[1], None
-        if (without := without_recompute(layout)) in self._seconds:
-            yield self._seconds[without], None
-        if alike in self._computed:
-            yield self._computed[alike] * (1 - 1e-9), None
         count, few, plan = self._short(layout)
-
-        def need_of(pp_rank: int) -> int:
-            return _in_full(rank_memory(plan, pp_rank, self.hardware.nccl_bytes), few, count).device_bytes
-
-        need = need_of(0)
-        if need <= most_bytes:
-            time = apart = self._whole(layout, count, few, plan)
-            if layout.sharding:  # gathers and reductions within a row delay it
-                parallel = dataclasses.replace(plan.config.parallel, data_parallel_sharding_strategy="optim")
-                without_them = dataclasses.replace(plan, config=dataclasses.replace(plan.config, parallel=parallel))
-                apart = self._whole(layout, count, few, without_them)
-            self._seconds[layout] = time.seconds
-            self._computed[layout] = apart.seconds - sum(apart.parts[part] for part in ONCE)
-            yield time.seconds, self._computed[layout]
-            for pp_rank in reversed(range(1, layout.pp)):
-                need = max(need, need_of(pp_rank))
-                if need > most_bytes:
-                    break
+        need = 0
+        for pp_rank in (0, *reversed(range(1, layout.pp))):
+            rank = rank_memory(plan, pp_rank, self.hardware.nccl_bytes)
+            need = max(need, _in_full(rank, few, count).device_bytes)
+            if need > most_bytes:
+                break
         return need
 
-    def of(self, layout: Layout) -> tuple[float, int]:
-        """Return (seconds of a step, bytes of the fullest rank). Raises ConfigError."""
-        count, few, plan = self._short(layout)
-        every = all_rank_memory(plan, self.hardware.nccl_bytes)
-        need = max(_in_full(rank, few, count).device_bytes for rank in every)
-        return self._whole(layout, count, few, plan).seconds, need
+    def seconds(self, layout: Layout) -> float:
+        """Return the seconds of a step. Raises ConfigError."""
+        return self._whole(layout, *self._short(layout)).seconds
 
-    def _least_of_overlap(self, layout: Layout) -> float:
-        """Return a lower bound of a step in which all-to-alls overlap, from one rank alone. Raises ConfigError."""
-        count, few, plan = self._in_pairs(layout)
-        stages = stage_seconds(plan, self.hardware)
-        held = [[stages[stage] for stage in plan.placement.stages_of(rank)] for rank in range(layout.pp)]
-        work = [sum(each.of(Op.F) + each.of(Op.B) for each in of_rank) for of_rank in held]
-        busiest = max(range(layout.pp), key=lambda rank: (work[rank], rank))  # the last one waits longest
-        # whole backwards hide messages of tp that halves do not
-        hidden = max(sum(each.hidden for each in of_rank) for of_rank in held) * (count + 2 * layout.pp)
-        branches = [branch for kind in plan.model.kinds for branch in kind.branches]
-        kinds = {(branch.config.mixer, branch.recompute_modules) for branch in branches}
-        share = 1.0 if len(branches) == len(kinds) else PARTS_ERROR
-        return share * (least_of_rank(plan, self.hardware, busiest, (count - few) // layout.pp) - hidden)
+    def refined(self, seconds: float, layout: Layout, pinned: Callable[[Layout], bool]) -> tuple[float, Layout]:
+        """Return the seconds and the layout with the largest memory budget that fits, if that is allowed and faster."""
+        other = self.least_recompute(layout)
+        if other == layout or not pinned(other):
+            return seconds, layout
+        return min((seconds, layout), (self.seconds(other), other), key=lambda each: each[0])
 
-    def _without_exchanges(self, layout: Layout) -> tuple[float, float]:
+    def _least_seconds(self, layout: Layout) -> float:
         """Return the seconds of a step without all-to-alls, or of those of a rank alone, if these are more: a step in
-        which all-to-alls overlap takes no less. Also without what replicas exchange and update. Raises ConfigError.
+        which all-to-alls overlap takes no less. Raises ConfigError.
         """
         count, few, plan = self._in_pairs(layout)
         stages = stage_seconds(plan, self.hardware)
         free = predict_step(plan, self.hardware, tuple(map(without_exchanges, stages)), hides=False)
         least = free.seconds + (count - few) // layout.pp * fill_seconds(free.timeline)
-        exchanged = most_exchanged(free.timeline, stages) * count / few
-        return max(least, exchanged), max(least - sum(free.parts[part] for part in ONCE), exchanged)
+        return max(least, most_exchanged(free.timeline, stages) * count / few)
 
     def _in_pairs(self, layout: Layout) -> tuple[int, int, RunPlan]:
         """Return `_short` of a layout in which all-to-alls overlap, in pairs of stages: parts take long to resolve."""
@@ -471,7 +426,7 @@ class ShortSteps:
         parts = {part: seconds if part in ONCE else seconds * count / few for part, seconds in time.parts.items()}
         seconds = time.seconds + (count - few) // layout.pp * fill_seconds(time.timeline)
         if layout.overlap:
-            least, _ = self._free(layout)
+            least = self._least_seconds(layout)
             if layout not in self._hidden:
                 self._hidden[layout] = hidden_seconds(plan, self.hardware, count, FILLS)
             hidden = min(self._hidden[layout], seconds - least)
@@ -488,11 +443,9 @@ class ShortSteps:
         while too_large - fits > 1:
             part = (fits + too_large) // 2
             try:
-                count, few, plan = self._short(_with_budget(layout, part))
+                need = self.need(_with_budget(layout, part), self.hardware.usable_bytes)
             except ConfigError:
                 return layout
-            every = all_rank_memory(plan, self.hardware.nccl_bytes)
-            need = max(_in_full(rank, few, count).device_bytes for rank in every)
             fits, too_large = (part, too_large) if need <= self.hardware.usable_bytes else (fits, part)
         return _with_budget(layout, fits) if fits else layout
 
@@ -504,16 +457,18 @@ class ShortSteps:
         return count, few, self._plan(layout, few * layout.dp(self._world_size) * layout.micro_batch_size)
 
     def in_full(self, layout: Layout) -> Candidate:
-        """Predict a whole step. Raises ConfigError."""
+        """Predict a whole step, with the memory of a short one. Raises ConfigError."""
+        count, few, short = self._short(layout)
+        memory = tuple(_in_full(rank, few, count) for rank in all_rank_memory(short, self.hardware.nccl_bytes))
         if not layout.overlap:
-            return predict(self._config, layout, self._world_size, self.hardware, self._load)
+            plan = vary(short, layout.applied_to(self._config))
+            return Candidate(layout, plan, predict_step(plan, self.hardware), memory)
         # rows of parts are long: those of a short step stand for them
-        count, few, plan = self._short(layout)
-        memory = tuple(_in_full(rank, few, count) for rank in all_rank_memory(plan, self.hardware.nccl_bytes))
-        time, full = self._whole(layout, count, few, plan), plan.batch.full // few * count
-        training = dataclasses.replace(plan.config.training, global_batch_size=full)
-        config, batch = dataclasses.replace(plan.config, training=training), dataclasses.replace(plan.batch, full=full)
-        return Candidate(layout, dataclasses.replace(plan, config=config, batch=batch), time, memory)
+        time, full = self._whole(layout, count, few, short), short.batch.full // few * count
+        training = dataclasses.replace(short.config.training, global_batch_size=full)
+        config, batch = dataclasses.replace(short.config, training=training), short.batch
+        plan = dataclasses.replace(short, config=config, batch=dataclasses.replace(batch, full=full))
+        return Candidate(layout, plan, time, memory)
 
     def _plan(self, layout: Layout, batch: int) -> RunPlan:
         training = self._config.training.with_batch(batch)
