@@ -41,7 +41,6 @@ class Figures:
 
     steps: tuple[StepFigures, ...]
     actions: int
-    all_actions: int
     peak: tuple[int, ...]  # by rank: microbatches of a stage live at once, from the start of F to the end of I and W
     delayed: int  # weight gradients that were not computed right after their input gradient
 

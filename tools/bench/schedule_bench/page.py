@@ -166,18 +166,16 @@ def _verdict(rule: str, rows: Sequence[tuple[str, bool]]) -> list[tuple[str, boo
 
 
 def machine(results: Sequence[Result], steps: int) -> str:
-    """Return the machine on which the figures were measured."""
+    """Return the machine on which the figures were measured, and how."""
     import torch
 
-    policy = (
-        "SCHED_FIFO"
-        if all(r.real_time for r in results if isinstance(r.case, Case))
-        else "the default scheduling policy"
-    )
+    emulated = [result for result in results if isinstance(result.case, Case)]
+    is_real_time = bool(emulated) and all(result.real_time for result in emulated)
+    policy = "SCHED_FIFO" if is_real_time else "the default scheduling policy"
+    statistic = "median" if all(isinstance(result.case, ExpertCase) for result in results) else "lower quartile"
     return (
-        f"{machine_text()}; torch {torch.__version__}; one thread a rank; emulated devices "
-        f"under {policy}; "
-        f"lower quartile of {steps} steps of each contender in turn."
+        f"{machine_text()}; torch {torch.__version__}; one thread a rank; emulated devices under {policy}; {statistic} "
+        f"of {steps} steps of each contender in turn."
     )
 
 

@@ -77,7 +77,7 @@ def _emulated_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]]) -
     last = by_step[-1]
     actions = count_actions(schedule)
     delayed = sum(count_delayed(rank.spans) for rank in last)
-    return Figures(tuple(steps), max(actions), sum(actions), tuple(peak_live(rank.spans) for rank in last), delayed)
+    return Figures(tuple(steps), max(actions), tuple(peak_live(rank.spans) for rank in last), delayed)
 
 
 def _real_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]], simulated: float) -> Figures:
@@ -89,7 +89,7 @@ def _real_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]], simul
         end = max(rank.end_ns for rank in ranks)
         steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks)))
     actions = count_actions(schedule)
-    return Figures(tuple(steps), max(actions), sum(actions), (), 0)
+    return Figures(tuple(steps), max(actions), (), 0)
 
 
 def run_cases(
