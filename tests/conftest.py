@@ -160,6 +160,11 @@ def rank_pools() -> Iterator[Callable[[int], RankPool]]:
         pool.close()
 
 
+@pytest.fixture
+def two_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
+    return rank_pools(2)
+
+
 @functools.cache
 def cuda_is_there() -> bool:
     """Return True if a GPU is available.

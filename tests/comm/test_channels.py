@@ -176,21 +176,6 @@ def test_sent_tensors_live_until_they_have_arrived() -> None:
     assert run_ranks(send_and_forget, 2)[1] == [0.0, 1.0, 2.0, 3.0]
 
 
-def changing_shapes(rank: int, world_size: int) -> list[tuple[int, ...]]:
-    """Change the shape between messages as training, evaluation and training do; both ends compare it each time."""
-    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2)).pp)[0, "activation", 0]
-    shapes = [(4, 2), (4, 2), (1, 2), (4, 2)]
-    if rank == 0:
-        for shape in shapes:
-            channel.send((torch.ones(shape),)).wait()
-        return shapes
-    return [tuple(channel.post_receive((MessageSpec(shape, torch.float32),)).wait()[0].shape) for shape in shapes]
-
-
-def test_shapes_may_change_from_message_to_message() -> None:
-    assert run_ranks(changing_shapes, 2)[1] == [(4, 2), (4, 2), (1, 2), (4, 2)]
-
-
 def disagree_at_first(rank: int, world_size: int) -> str:
     channels = Channels.build(linear(2), groups_of(rank, Topology(pp=2), timeout_seconds=10).pp)
     if rank == 0:

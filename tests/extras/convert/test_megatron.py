@@ -25,14 +25,12 @@ from megapipe.extras.convert import megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron_args import MegatronGrid, read_config
 from megapipe.extras.convert.megatron_legacy import read_distributed, read_plain
 from megapipe.extras.convert.pickled import load_pickled
-from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state, read_checkpoint
+from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state
 from megapipe.extras.convert.tables import meaning, unpadded
 from megapipe.trace.parameters import model_parameters
 from megapipe.train.state import Schedules, TrainingState
 from tests.extras.convert.test_refusals import folder as hugging_face_folder
 from tests.tables import rows, value
-from tests.train import jobs
-from tests.train.jobs import job
 
 ARCHIVE = Path(__file__).parents[2] / "fixtures" / "megatron_checkpoints" / "checkpoints.tar.xz"
 VOCAB = 60  # padded to 64 rows
@@ -112,22 +110,6 @@ def test_position_schedules_and_configuration_come_along(real: Path) -> None:
         0.95,
         1234,
     )
-
-
-def test_training_goes_on_from_a_megatron_run(real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main([str(real / LLAMA / "legacy"), str(tmp_path / "ours"), "--vocab-size", str(VOCAB)]) == 0
-    monkeypatch.setattr(jobs, "TINY", "--mock-data --num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
-    flags = (
-        "--use-checkpoint-args --micro-batch-size 2 --global-batch-size 8 --bf16 --lr 1e-3 "
-        "--adam-beta2 0.95 --use-checkpoint-opt-param-scheduler"
-    )
-    metrics = tmp_path / "run"
-    code, said = job(f"--load {tmp_path / 'ours'} {flags} --train-iters 5 --save {metrics}")
-    assert code == 0, said
-    assert "continuing after step 3, 24 samples" in said
-    saved = read_checkpoint(metrics)
-    assert TrainingState.from_dict(saved.state["training"]) == TrainingState(5, 40, 40 * 16, 0)
-    assert saved.state["optimizer"]["num_steps"] == 5
 
 
 def test_a_folder_of_one_iteration_is_read_too_and_a_step_can_be_asked_for(real: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megapipe.config.model import ModelConfig
-from megapipe.errors import CheckpointError, ConfigError
+from megapipe.errors import CheckpointError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.convert import megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron_args import read_config
@@ -119,21 +118,6 @@ ARGS: dict[str, Any] = {
     "ffn_hidden_size": 24, "padded_vocab_size": 64, "vocab_size": 64, "swiglu": True, "add_bias_linear": False,
     "num_experts": 8,
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"moe_router_score_function": "sqrtsoftplus"}, "moe_router_score_function sqrtsoftplus"),
-        ({"moe_router_load_balancing_type": "quantile_balancing"}, "type quantile_balancing"),
-        ({"moe_latent_size": 4}, "moe_latent_size 4"),
-        ({"mtp_num_layers": 1}, "mtp_num_layers 1"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_args_that_cannot_be_expressed_are_refused_by_name(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_config(vars(argparse.Namespace(**(ARGS | given))), None)
 
 
 def test_capacities_and_lists_of_losses_are_read() -> None:
