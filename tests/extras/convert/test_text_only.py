@@ -16,13 +16,13 @@ from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.families import TEXT_TOWERS
 from megapipe.extras.convert.tables import map_tensors, unpadded
 from megapipe.model.microbatch import Microbatch
-from tests.extras.convert.models import CASES, EAGER, EXPERTS, SIZES, draw_tokens, gradients, make, save, without_casts
+from tests.extras.convert.models import CASES, EAGER, SETS, SIZES, draw_tokens, gradients, make, save, without_casts
 from tests.extras.convert.test_fp64 import assert_close, stage_in_fp64
 
 transformers = pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
 )
-TEXT = SIZES | EXPERTS | {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 12}
+TEXT = SIZES | SETS["EXPERTS"] | {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 12}
 TEXT["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [2, 2, 2]}
 IMAGES = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
 IMAGES |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0], "patch_size": 4}
