@@ -101,7 +101,7 @@ class Found:
 UNSHARDED: dict[str, Any] = {"sharding": "", "units": 1, "distributed_optimizer": True, "instances": 1}
 NEAR_MISS = 1.25  # layouts that need more than this times the usable memory are not reported
 MOST_SIMULATED = 100  # layouts of a search
-MOST_MISSES = 3
+MOST_MISSES, MOST_SIMULATED_MISSES = 3, 10
 FILLS = 4  # a short step has about this many times pp microbatches
 SHORT_STEP_ERROR = 1.01  # a short step's prediction for a whole one is at most this factor too long
 ONCE = ("reduce", "gather", "optimizer")  # parts of a step's time that do not grow with its microbatches
@@ -267,10 +267,9 @@ def search(
         # not with an imbalance: a run chooses by the memory of balanced routing; nor in parts, which have no budgets
         if layout.recompute != RecomputeConfig() and load == BALANCED and not layout.overlap
         else (seconds, layout)
-        for seconds, layout in walk.fastest.values()
+        for seconds, layout in sorted(walk.fastest.values(), key=lambda each: each[0])[:num_best]
     ]
-    first = sorted(fastest, key=lambda each: each[0])[:num_best]
-    best = sorted((steps.in_full(layout) for _, layout in first), key=lambda each: each.time.seconds)
+    best = sorted((steps.in_full(layout) for _, layout in fastest), key=lambda each: each.time.seconds)
     rival = None
     if best and all(each.layout.pp == 1 for each in best):
         piped = _Walk(steps, 1)
@@ -352,17 +351,19 @@ class _Walk:
 
     def misses(self, most_seconds: float, most_bytes: float) -> tuple[Candidate, ...]:
         """Return the fastest layouts that are slightly too large, fastest first, and faster than `most_seconds`."""
-        found: dict[Layout, Candidate] = {}
+        found: dict[Layout, Candidate | None] = {}  # of each family; None for a slower one
         for seconds, layout in sorted(self.too_large, key=lambda each: each[0]):
-            # rows of parts are long: their layouts only if nothing fits
-            if len(found) == MOST_MISSES or seconds >= most_seconds:
+            if len(found) == MOST_SIMULATED_MISSES or seconds >= most_seconds:
                 break
-            if family(layout) not in found and not (self.fastest and layout.overlap):
-                with suppress(ConfigError):
-                    if self._steps.need(layout, most_bytes) <= most_bytes:
-                        found[family(layout)] = self._steps.in_full(layout)
-        missed = (each for each in found.values() if each.time.seconds < most_seconds)
-        return tuple(sorted(missed, key=lambda each: each.time.seconds))
+            # rows of parts are long: their layouts only if nothing fits
+            if family(layout) in found or (self.fastest and layout.overlap):
+                continue
+            with suppress(ConfigError):
+                if self._steps.need(layout, most_bytes) <= most_bytes:
+                    is_faster = self._steps.seconds(layout) < most_seconds
+                    found[family(layout)] = self._steps.in_full(layout) if is_faster else None
+        missed = [each for each in found.values() if each is not None and each.time.seconds < most_seconds]
+        return tuple(sorted(missed, key=lambda each: each.time.seconds)[:MOST_MISSES])
 
 
 class ShortSteps:

@@ -299,6 +299,13 @@ def test_the_best_layout_with_experts_equals_an_exhaustive_search(per_node: int)
         assert all(each.layout.etp is not None for each in best)
 
 
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
+def test_closed_forms_are_at_most_the_simulated_seconds(experts: dict[str, object]) -> None:
+    """So that a search can end at the first one that is above the best that were simulated."""
+    shares = search(small(**experts), 4, H100, lambda layout: layout.pp > 1 and layout.micro_batch_size == 1).shares
+    assert len(shares) >= 10 and max(shares) <= 1 + 1e-9
+
+
 def test_layouts_of_experts_divide_experts_and_ranks_and_are_accepted_by_training() -> None:
     config = small(**EXPERTS)
     tried = [layout for layout in layouts(config, 8, H100) if layout.tp <= 2 and layout.micro_batch_size == 1]
