@@ -27,7 +27,7 @@ from tests.pipeline.fake_device import FakeDevice
 from tests.train.jobs import job_on_rank
 
 Pools = Callable[[int], RankPool]
-SLOWNESS = 0.1  # seconds added to a forward, a sample or a message: far above the noise of ranks that share cores
+SLOWNESS = 0.2  # seconds added to a forward, a sample or a message: far above the noise of ranks that share cores
 
 
 def slow_stage(rank: int, where: int) -> None:
