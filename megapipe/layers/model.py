@@ -60,7 +60,7 @@ class LayerSpec:
 
     @cached_property
     def recompute_modules(self) -> tuple[str, ...]:
-        """What --recompute-modules makes again, besides layernorm."""
+        """The modules that --recompute-modules can name, besides layernorm."""
         config = self.config
         attention = ("core_attn",) if config.has_attention or config.mixer is not None else ()
         latents = ("mla_up_proj",) if config.has_attention and config.multi_latent_attention else ()

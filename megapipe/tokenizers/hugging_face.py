@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ TEMPLATE_HOLDERS = ("chat_template.json", TOKENIZER_CONFIG)
 # saved together with the tokenizer if they exist: an export of the trained model uses them
 COMPANIONS = (*CONFIG_FILES, "added_tokens.json", "chat_template.json", TEMPLATE_FILE, GENERATION_FILE, "config.json")
 END_FILES = (GENERATION_FILE, "config.json")  # the first one that names tokens that end a text holds
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?", re.ASCII)  # NAME or OWNER/NAME
 # names of end-of-document tokens in public vocabularies: used only if no config file names one
 KNOWN_EODS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>")
 
@@ -170,6 +172,11 @@ class GPT2BPETokenizer(_Fast):
 
 def from_transformers(model: str) -> HuggingFaceTokenizer:
     """Return the tokenizer of a folder without tokenizer.json, or of a hub name, as transformers writes it."""
+    if not Path(model).exists() and not HUB_NAME.fullmatch(model):  # without a network the hub is tried for a minute
+        raise DataError(
+            f"there is no file or folder {model}; give --tokenizer-model the folder of a tokenizer, or a name of "
+            "Hugging Face's hub (NAME or OWNER/NAME)"
+        )
     found = (
         f"has no {TOKENIZER_FILE}, and" if Path(model).exists() else "is no file or folder; one of Hugging Face's hub"
     )

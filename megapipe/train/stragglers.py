@@ -177,7 +177,7 @@ class DeviceWaits:
 
 
 class Way(NamedTuple):
-    """What the messages of a channel took in a step, in seconds."""
+    """The time of a channel's messages in a step, in seconds."""
 
     transit: float  # least from a send to its arrival, on two clocks: right only in sum with the way back
     wait: float  # longest of the receiver

@@ -175,6 +175,9 @@ def test_a_tokenizer_that_is_not_here_or_of_another_kind_is_named(tmp_path, monk
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="the tokenizer gpt2 is no file or folder; one of Hugging Face's hub needs"):
         build_tokenizer("HuggingFaceTokenizer", "gpt2")
+    for path in (tmp_path / "missing", "./missing", "data/models/missing", "missing/"):  # the hub is not asked
+        with pytest.raises(DataError, match=rf"there is no file or folder {path}"):
+            build_tokenizer("HuggingFaceTokenizer", str(path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer.json: .*--tokenizer-type HuggingFaceTokenizer"):
         build_tokenizer("SentencePieceTokenizer", str(tmp_path))
