@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from megapipe.checkpoint.folder import find_checkpoint, open_folder, steps_in
 from megapipe.environment import read_environment
 from megapipe.errors import CheckpointError
 from megapipe.extras.cli import convert, inference
+from megapipe.extras.inference.saved_model import SavedModel, open_model
 from tests.checkpoint.conftest import RUN
 from tests.train.jobs import job
 
@@ -63,13 +63,14 @@ def pruned(saved: Path, tmp_path: Path) -> Iterator[Pruned]:
         yield root, writer
 
 
-def options(root: Path, *words: str) -> argparse.Namespace:
-    return inference.evaluate.parser().parse_args(["--load", str(root), "--data", "unread", *words])
+def opened(root: Path, *words: str) -> SavedModel:
+    own = inference.evaluate.parser().parse_args(["--load", str(root), "--data", "unread", "--device", "cpu", *words])
+    environment = read_environment({})
+    return open_model(inference.model_asked(own, environment), environment, micro_batch_size=1)
 
 
 def read_on_ranks(root: Path) -> None:
-    model = inference.open_model(options(root, "--device", "cpu"), read_environment({}), micro_batch_size=1)
-    model.runtime()
+    opened(root).runtime()
 
 
 def read_by_api(root: Path) -> None:
@@ -120,7 +121,7 @@ def test_a_step_that_was_asked_for_is_not_replaced(saved: Path, tmp_path: Path) 
         root = tmp_path / str(step_given)
         shutil.copytree(saved, root)
         words = ["--ckpt-step", "2"] if step_given else []
-        model = inference.open_model(options(root, "--device", "cpu", *words), read_environment({}), micro_batch_size=1)
+        model = opened(root, *words)
         assert model.folder == root / "step_00000002"
         shutil.rmtree(model.folder)
         with pytest.raises(CheckpointError, match="step_00000002"):
