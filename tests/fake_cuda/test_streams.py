@@ -177,7 +177,7 @@ DURING: dict[str, dict[str, float]] = {
         "all_gather in tensor_parallel/gemms.py:launch": 0.7,
         "reduce_scatter in tensor_parallel/gemms.py:summed_product": 0.7,
     },
-    "cp4_p2p": {"all_to_all in model/context_parallel.py:shift": 0.8},
+    "cp4_p2p": {"shift in model/context_parallel.py:shift": 0.8},
     "experts_in_parts_dualpipe_v": {"all_to_all in model/dispatch.py:start_exchange": 0.3},
     "pp2": {"receive": 0.8},
 }
