@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,12 @@ class StepResult:
     grads: dict[str, Tensor]  # by parameter name, before clipping
     ahead: tuple[float, ...] = ()  # means over tokens of the losses of multi-token prediction
 
+    @classmethod
+    def of(cls, sums: Tensor, grad_norm: float, grads: dict[str, Tensor]) -> StepResult:
+        """Return the result whose losses are the means of sums, see `accumulate_gradients`."""
+        loss, *ahead = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
+        return cls(loss, grad_norm, grads, tuple(ahead))
+
 
 def reference_step(
     model: ReferenceGPT,
@@ -47,39 +53,83 @@ def reference_step(
     prediction, which are means over their own tokens.
     """
     set_lr(optimizer, lr, decoupled_lr)
-    optimizer.zero_grad(set_to_none=True)
+    sums = accumulate_gradients(model, microbatches, per_token_loss, data_parallel)
+    grads = gradient_copies(model)
+    norm = clip_gradients(model.parameters(), clip_grad)
+    optimizer.step()
+    model.balance()
+    return StepResult.of(sums, norm, grads)
+
+
+def _nothing(number: int) -> None:
+    """Leave the model as it is before the forward or the backward of a microbatch."""
+
+
+def accumulate_gradients(
+    model: ReferenceGPT,
+    microbatches: Sequence[Microbatch],
+    per_token_loss: bool,
+    data_parallel: int = 1,
+    before_forward: Callable[[int], None] = _nothing,
+    before_backward: Callable[[int], None] = _nothing,
+) -> Tensor:
+    """Replace the gradients of the parameters by those of a global batch, averaged as `reference_step` says.
+
+    before_forward, before_backward: called with the number of the microbatch; they may change weights in place through
+    `data`, which autograd does not notice. Returns loss sums and tokens [1 + modules of multi-token prediction, 2] fp64
+    on the CPU: of the model's loss, then of each module's.
+    """
+    model.zero_grad(set_to_none=True)
     total_tokens = sum(microbatch["loss_mask"].sum().item() for microbatch in microbatches)
-    loss, ahead = 0.0, torch.zeros(0, 2, dtype=torch.float64)
-    _collect_counts(model, microbatches, data_parallel)
+    sums = torch.zeros(1 + (model.config.mtp_num_layers or 0), 2, dtype=torch.float64)
+    _collect_counts(model, microbatches, data_parallel, before_forward)
     for number, microbatch in enumerate(microbatches):
         for module in model.experts():
             module.sets.microbatch = number
+        before_forward(number)
         loss_sum, num_tokens = model(**microbatch)
         denominator = max(total_tokens, 1) if per_token_loss else num_tokens.clamp(min=1) * len(microbatches)
         weight = num_tokens / max(total_tokens, 1) if per_token_loss else 1 / len(microbatches)
         objective = loss_sum / denominator + model.router_losses() * weight
-        if model.losses_ahead:
+        for ahead_sum, count in model.losses_ahead:
             factor = model.config.mtp_loss_scaling_factor / len(model.losses_ahead)
-            for ahead_sum, count in model.losses_ahead:
-                objective = objective + factor * weight * ahead_sum / count.clamp(min=1)
-            sums = torch.tensor([[pair[0].item(), pair[1].item()] for pair in model.losses_ahead], dtype=ahead.dtype)
-            ahead = sums if number == 0 else ahead + sums
+            objective = objective + factor * weight * ahead_sum / count.clamp(min=1)
+        before_backward(number)
         objective.backward()
-        loss += loss_sum.item() / max(total_tokens, 1)
-    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    result_grads = {name: grad.clone() for name, grad in grads.items()}
-    norms = [torch.linalg.vector_norm(grad, dtype=at_least_fp32(grad.dtype)) for grad in grads.values()]
+        losses = [(loss_sum, num_tokens), *model.losses_ahead]
+        sums += torch.tensor([[pair[0].item(), pair[1].item()] for pair in losses], dtype=sums.dtype)
+    return sums
+
+
+def gradient_copies(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the gradients by parameter name."""
+    parameters = model.named_parameters()
+    return {name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None}
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], clip_grad: float) -> float:
+    """Scale the gradients by clip_grad / (norm + 1e-6) if that is below 1 and clip_grad is not 0.
+
+    Returns their norm before, in at least fp32; 0.0 if no parameter has a gradient.
+    """
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not grads:
+        return 0.0
+    norms = [torch.linalg.vector_norm(grad, dtype=at_least_fp32(grad.dtype)) for grad in grads]
     norm = torch.stack(norms).norm().item()
     coefficient = clip_grad / (norm + 1e-6)
     if clip_grad > 0.0 and coefficient < 1.0:
-        for grad in grads.values():
+        for grad in grads:
             grad.mul_(coefficient)
-    optimizer.step()
-    model.balance()
-    return StepResult(loss, norm, result_grads, tuple((ahead[:, 0] / ahead[:, 1].clamp(min=1)).tolist()))
+    return norm
 
 
-def _collect_counts(model: ReferenceGPT, microbatches: Sequence[Microbatch], data_parallel: int) -> None:
+def _collect_counts(
+    model: ReferenceGPT,
+    microbatches: Sequence[Microbatch],
+    data_parallel: int,
+    before_forward: Callable[[int], None],
+) -> None:
     """Run all forwards of a step for the counts of routers, where a loss needs those of all dp ranks."""
     mixtures = model.experts()
     if not any("global_aux_loss" in mixture.config.moe_router_load_balancing_type for mixture in mixtures):
@@ -87,7 +137,8 @@ def _collect_counts(model: ReferenceGPT, microbatches: Sequence[Microbatch], dat
     for mixture in mixtures:
         mixture.sets.size, mixture.sets.collects = data_parallel, True
     with torch.no_grad():
-        for microbatch in microbatches:
+        for number, microbatch in enumerate(microbatches):
+            before_forward(number)
             model(**microbatch)
     for mixture in mixtures:
         mixture.sets.collects = False
