@@ -138,11 +138,9 @@ class MoE(nn.Module):
         self.loss = self._losses(logits, scores, real)
         if is_softmax and not config.moe_router_pre_softmax:
             scores = logits
-        if config.moe_router_enable_expert_bias and self.expert_bias is None:
-            self.expert_bias = torch.zeros(config.num_experts or 0, device=hidden.device)
-        seen = scores.detach()
-        if self.expert_bias is not None:
-            seen = (logits.detach().softmax(-1) if is_softmax else seen) + self.expert_bias
+        seen, bias = scores.detach(), self.choice_bias()
+        if bias is not None:
+            seen = (logits.detach().softmax(-1) if is_softmax else seen) + bias
         chosen = self._best(seen)
         if "sinkhorn" in config.moe_router_load_balancing_type and self.training:
             chosen = self._balanced(logits.detach(), real)
@@ -166,6 +164,12 @@ class MoE(nn.Module):
             result = (self.experts(expert, (hidden[seen] * before).to(hidden.dtype)) * after).to(hidden.dtype)
             output = output.index_put(torch.where(seen), result, accumulate=True)
         return output + self.shared_experts(hidden) if hasattr(self, "shared_experts") else output
+
+    def choice_bias(self) -> Tensor | None:
+        """Return expert_bias, which starts as zeros on the device of the weights."""
+        if self.config.moe_router_enable_expert_bias and self.expert_bias is None:
+            self.expert_bias = torch.zeros(self.config.num_experts or 0, device=self.router.weight.device)
+        return self.expert_bias
 
     def _kept(self, weights: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
         """Return 1 for the rows that their experts' capacity leaves in a slice of the sequence, else 0, [b, s, k].

@@ -8,7 +8,7 @@ of GPT-NeoX, Llama and Megatron-LM).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -139,8 +139,15 @@ class ReferenceGPT(nn.Module):
 
     def states(self) -> dict[str, Tensor]:
         """Return the biases of all routers that have one, by name."""
-        found = {name: module.expert_bias for name, module in self.named_modules() if isinstance(module, MoE)}
+        found = {name: module.choice_bias() for name, module in self.named_modules() if isinstance(module, MoE)}
         return {f"{name}.router.expert_bias": bias for name, bias in found.items() if bias is not None}
+
+    def load_states(self, states: Mapping[str, Tensor]) -> None:
+        """Set the biases of routers, given by name as `states` returns them."""
+        for name, bias in states.items():
+            mixture = self.get_submodule(name.removesuffix(".router.expert_bias"))
+            assert isinstance(mixture, MoE)
+            mixture.expert_bias = bias
 
     def router_losses(self) -> Tensor | float:
         """Return the sum of the losses of all routers in the last forward: load balancing and z loss, with their
@@ -361,15 +368,16 @@ class Norm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         x = hidden.to(at_least_fp32(hidden.dtype))
-        scale = self.weight.to(x.dtype)
-        if self.config.layernorm_zero_centered_gamma:
-            scale = scale + 1.0
+        weight, zero_centered = self.weight.to(x.dtype), self.config.layernorm_zero_centered_gamma
         if self.config.norm_function is not None:
             bias = self.bias.to(x.dtype) if self.config.has_norm_bias else None
+            scale = weight + 1.0 if zero_centered else weight
             return self.config.norm_function(x, scale, bias, self.epsilon).to(hidden.dtype)
         if self.config.normalization == "LayerNorm":
             x = x - x.mean(dim=-1, keepdim=True)
-        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.epsilon) * scale
+        x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.epsilon)
+        # not x * (weight + 1): autograd would keep the sum, which does not follow a weight that changes before backward
+        x = x * weight + x if zero_centered else x * weight
         if self.config.normalization == "LayerNorm":
             x = x + self.bias.to(x.dtype)
         return x.to(hidden.dtype)
