@@ -9,6 +9,8 @@ compared with transformers (logits of a dozen public architectures) and with los
     gpt           ReferenceGPT: parameters under Megatron's names and layouts; forward -> (loss_sum, num_tokens)
     train         build_optimizer, reference_step -> StepResult(loss, grad_norm, grads); asynchronous_step: PipeDream,
                   PipeDream-2BW; Muon
+    asynchronous  StreamTraining: PipeDream, PipeDream-2BW and PACI, whose pipelines drain only where told;
+                  ErrorFeedback
 
 What is not computed in the parameters' dtype is computed in *at least* fp32, so an fp64 model stays fp64 throughout.
 """

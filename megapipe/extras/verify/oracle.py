@@ -26,6 +26,7 @@ from megapipe.config.model import ACTIVATIONS, ATTENTIONS, NORMALIZATIONS, Atten
 from megapipe.config.rules.optimizer import rule_options
 from megapipe.config.training import OPTIMIZERS, OptimizerConfig, UpdateStep
 from megapipe.data.batch import PADDING, Batch, DocumentRules
+from megapipe.extras.reference.asynchronous import ErrorFeedback, StreamRule, StreamTraining
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.reference.train import (
@@ -158,8 +159,11 @@ class Oracle:
         self._choices = PlainChoices(self.model) if config.model.num_experts is not None else None
         self._decaying = [group for group in self._optimizer.param_groups if group["weight_decay"]]
 
-    def step(self, batch: GlobalBatch, step: int, rates: Rates) -> OracleStep:
-        """Make one optimizer step. step: the number that the grid's dropout keys carry."""
+    def step(self, batch: GlobalBatch, step: int, rates: Rates, drains: bool = True) -> OracleStep:
+        """Run one step. step: the number that the grid's dropout keys carry.
+
+        drains: the pipeline drains after the step, which matters only for asynchronous schedules.
+        """
         for group in self._decaying:
             group["weight_decay"] = rates.weight_decay
         microbatches = []
@@ -177,14 +181,14 @@ class Oracle:
                 "padding": None if part.padding is None else torch.from_numpy(part.padding).to(self._device),
             }
             microbatches.append(arguments)
-        result = self._train(microbatches, rates)
+        result = self._train(microbatches, rates, drains)
         weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
         states = {name: state.double() for name, state in self.model.states().items()}
         gradients = {name: result.grads.get(name, torch.zeros_like(weight)) for name, weight in weights.items()}
         choices = None if self._choices is None else self._choices.take()
         return OracleStep(result.loss, result.grad_norm, gradients, weights | states, result.ahead, choices)
 
-    def _train(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
+    def _train(self, microbatches: Sequence[Microbatch], rates: Rates, drains: bool) -> StepResult:
         return reference_step(
             self.model,
             self._optimizer,
@@ -207,11 +211,65 @@ class AsynchronousOracle(Oracle):
         self._delays = Delays.pipedream_2bw(group) if has_groups else Delays.pipedream(plan.topology.pp)
         self._stage_of = {spec.name: stage for stage, specs in enumerate(plan.stage_specs) for spec in specs}
 
-    def _train(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
+    def _train(self, microbatches: Sequence[Microbatch], rates: Rates, drains: bool) -> StepResult:
         by_number = [microbatches[first : first + self._dp] for first in range(0, len(microbatches), self._dp)]
         return asynchronous_step(
             self.model, self._optimizer, by_number, self._stage_of, self._delays, rates.lr, rates.decoupled_lr
         )
+
+
+class StreamOracle(Oracle):
+    """An asynchronous schedule whose pipeline drains only after the steps that say so.
+
+    rule: None for that of the plan's schedule. error_feedback: the factor of `ErrorFeedback`; 0: without it. Raises
+    ValueError if stages that update apart share a weight.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        weights: Mapping[str, Tensor],
+        device: torch.device | str = "cpu",
+        rule: StreamRule | None = None,
+        error_feedback: float = 0.0,
+    ) -> None:
+        super().__init__(plan.config, weights, device, plan.topology.dp)
+        rule = rule or stream_rule(plan)
+        optimizer = ErrorFeedback(self._optimizer, error_feedback) if error_feedback else self._optimizer
+        per_token_loss, clip_grad = plan.config.training.calculate_per_token_loss, plan.config.optimizer.clip_grad
+        self._stream = StreamTraining(
+            self.model, optimizer, rule, parameter_stages(plan, rule), per_token_loss, clip_grad, plan.topology.dp
+        )
+
+    def _train(self, microbatches: Sequence[Microbatch], rates: Rates, drains: bool) -> StepResult:
+        return self._stream.step(microbatches, rates.lr, rates.decoupled_lr, drains)
+
+
+def stream_rule(plan: RunPlan) -> StreamRule:
+    """Return the rule of the plan's schedule. Raises ValueError if the schedule is not asynchronous."""
+    num_stages = plan.placement.num_stages
+    rules: dict[str, Callable[[], StreamRule]] = {
+        "pipedream": partial(StreamRule.pipedream, num_stages),
+        "pipedream-2bw": StreamRule.pipedream_2bw,
+        "paci": partial(StreamRule.paci, num_stages),
+    }
+    if plan.schedule_name not in rules:
+        raise ValueError(f"no rule for the schedule {plan.schedule_name!r}; known are {', '.join(rules)}")
+    return rules[plan.schedule_name]()
+
+
+def parameter_stages(plan: RunPlan, rule: StreamRule) -> dict[str, int]:
+    """Return the stage of each parameter, the last one of several.
+
+    Raises ValueError if several stages hold a parameter that each updates by itself.
+    """
+    found: dict[str, int] = {}
+    for stage, specs in enumerate(plan.stage_specs):
+        for spec in specs:
+            if rule.clips_each_stage and spec.name in found:
+                raise ValueError(f"stages {found[spec.name]} and {stage} both hold {spec.name}, and update it apart")
+            found[spec.name] = stage
+    return found
 
 
 def reference_config(config: ResolvedConfig) -> ReferenceConfig:

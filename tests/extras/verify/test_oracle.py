@@ -10,19 +10,24 @@ import pytest
 import torch
 
 from megapipe.config.model import ModelConfig
+from megapipe.extras.reference.asynchronous import StreamRule
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.verify.oracle import (
     FROM_TRAINING,
     GridMasks,
     Oracle,
+    StreamOracle,
     drawn_slices,
+    parameter_stages,
     random_batches,
     reference_config,
+    stream_rule,
     whole_weights,
 )
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
+from megapipe.plan.run_plan import RunPlan
 from megapipe.tensor_parallel.random import DropoutKey, keyed_mask
 from tests.extras.verify.grids import given_slices
 from tests.tiny import LLAMA, tiny_config
@@ -167,3 +172,43 @@ def test_the_oracle_trains() -> None:
     assert steps[-1].loss < steps[0].loss
     assert all(not torch.equal(steps[0].weights[name], weight) for name, weight in weights.items())
     assert steps[0].grad_norm == pytest.approx(sum(g.square().sum().item() for g in steps[0].gradients.values()) ** 0.5)
+
+
+def asynchronous_plan(**options: Any) -> RunPlan:
+    """Return the plan of a pipeline of two ranks, by default with PipeDream-2BW."""
+    schedule = {"pipeline_schedule": "pipedream-2bw", "untie_embeddings_and_output_weights": True, "clip_grad": 0.0}
+    return resolve(tiny_config(**{"dtype": "fp64", "pp": 2, "global_batch_size": 2} | schedule | options), 2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "error_feedback", "equal_steps"),
+    [
+        (None, 0.0, [True, True, False]),
+        (StreamRule.paci(2), 0.0, [True, True, False]),
+        (None, 1.0, [True, False, False]),  # which goes on over the drain
+    ],
+    ids=["rule of the plan", "paci", "error feedback"],
+)
+def test_a_stream_is_late_until_it_drains(
+    rule: StreamRule | None, error_feedback: float, equal_steps: list[bool]
+) -> None:
+    """It drains after step 0, so that step 1 is the first of a stream as well."""
+    plan = asynchronous_plan()
+    weights = whole_weights(plan.specs, drawn_slices(3, torch.float64))
+    plain, stream = Oracle(plan.config, weights), StreamOracle(plan, weights, "cpu", rule, error_feedback)
+    found = []
+    for step, batch in enumerate(random_batches(plan.config, 1, [2] * 3, seed=5)):
+        late = stream.step(batch, step, Rates(1e-2 / (1 + step), 0.1), drains=step == 0)
+        expected = plain.step(batch, step, Rates(1e-2 / (1 + step), 0.1)).weights
+        found.append(all(torch.allclose(late.weights[name], weight, 1e-9) for name, weight in expected.items()))
+    assert found == equal_steps
+
+
+def test_stages_that_update_apart_share_no_weight() -> None:
+    plan = asynchronous_plan(pipeline_schedule="1f1b", untie_embeddings_and_output_weights=False)
+    with pytest.raises(ValueError, match="stages 0 and 1 both hold embedding"):
+        parameter_stages(plan, StreamRule.paci(2))
+    assert set(parameter_stages(plan, StreamRule.pipedream_2bw()).values()) == {0, 1}
+    with pytest.raises(ValueError, match="1f1b"):
+        stream_rule(plan)
+    assert stream_rule(asynchronous_plan(pipeline_schedule="pipedream")).version(0, 5, 2) == 4
