@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.config.training import TrainingConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.tensor_parallel.random import DropoutKey
 from tests.model.grids import (
@@ -61,29 +60,6 @@ def assert_equals_reference(config: ResolvedModelConfig, model: ReferenceGPT, do
     assert grads.keys() == expected.grads.keys()
     for name, grad in grads.items():
         assert_equal(grad, expected.grads[name], name)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "dropout"])
-def test_label_smoothing_and_z_loss_enter_the_loss(name: str) -> None:
-    config = model_config(**OPTIONS[name])
-    loss_config = TrainingConfig(label_smoothing=0.1, z_loss=0.01)
-    model = reference(config, loss=loss_config)
-    microbatch = make_microbatch(config, dropout_key=KEY)
-    expected = reference_run(model, microbatch)
-    stage = make_stage(config, dict(model.named_parameters()), loss=loss_config)
-    loss = stage(microbatch)
-    loss.loss_sum.backward()
-    assert_equal(loss.loss_sum, expected.loss_sum, "loss")
-    for name, parameter in stage.named_parameters():
-        assert_equal(parameter.grad, expected.grads[name], name)
-
-
-def test_without_a_dropout_key_dropout_is_off() -> None:
-    config = model_config(**OPTIONS["dropout"])
-    model = reference(config)
-    microbatch = make_microbatch(config)
-    stage = make_stage(config, dict(model.named_parameters()))
-    assert_equal(stage(microbatch).loss_sum, reference_run(model, microbatch).loss_sum, "loss")
 
 
 def test_missing_loss_mask_counts_every_token() -> None:

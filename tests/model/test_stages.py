@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
 
 from megapipe.comm.groups import Group
 from megapipe.config.parallel import RecomputeConfig
@@ -18,7 +17,6 @@ from megapipe.model.microbatch import KVCache
 from megapipe.model.stage import GPTStage
 from megapipe.schedule.partition import StageLayers
 from megapipe.sharding.sequence import SequenceSlice, Visibility
-from megapipe.tensor_parallel.gradients import GradientSlot
 from megapipe.tensor_parallel.random import DropoutKey
 from megapipe.trace.parameters import model_parameters
 from tests.model.grids import (
@@ -66,54 +64,10 @@ def test_parameters_are_those_that_the_specs_declare(name: str, cut: str, tp_ran
         assert all(parameter.is_meta for parameter in stage.parameters())
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["plain", "documents"])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("name", OPTIONS)
-def test_stages_one_after_another_equal_the_reference(name: str, cut: str, documents: bool) -> None:
-    config = model_config(**OPTIONS[name], num_layers=3)
-    model = reference(config)
-    microbatch = make_microbatch(config, documents=documents, dropout_key=DropoutKey(1, 2, 3))
-    expected = reference_run(model, microbatch)
-    stages = [make_stage(config, dict(model.named_parameters()), layers=layers) for layers in CUTS[cut]]
-    hidden: list[Tensor] = []  # (input of each stage but the first), detached like messages of a pipeline
-    outputs: list[Tensor] = []
-    for stage in stages[:-1]:
-        outputs.append(stage(*hidden[-1:], microbatch))
-        hidden.append(outputs[-1].detach().requires_grad_())
-    loss = stages[-1](hidden[-1], microbatch)
-    loss.loss_sum.backward()
-    for output, leaf in zip(reversed(outputs), reversed(hidden), strict=True):
-        output.backward(leaf.grad)
-    assert_equal(loss.loss_sum, expected.loss_sum, "loss")
-    grads: dict[str, Tensor] = {}
-    for stage in stages:
-        for key, parameter in stage.named_parameters():  # the gradients of both ends of a tied weight are summed
-            grads[key] = grads[key] + parameter.grad if key in grads else parameter.grad
-    assert grads.keys() == expected.grads.keys()
-    for key, grad in grads.items():
-        assert_equal(grad, expected.grads[key], key)
-
-
 def test_a_tied_head_in_one_stage_is_one_parameter() -> None:
     config = model_config(**GPT2)
     stage = make_stage(config, dict(reference(config).named_parameters()))
     assert stage.output_layer.weight is stage.embedding.word_embeddings.weight
-
-
-def test_logits_for_inference_equal_the_reference_at_any_length() -> None:
-    config = model_config(**LLAMA)
-    model = reference(config)
-    stage = make_stage(config, dict(model.named_parameters()))
-    tokens = make_microbatch(config).tokens
-    for length in (SEQ, 5, 1):
-        microbatch = dataclasses.replace(
-            make_microbatch(config), tokens=tokens[:, :length], labels=None, loss_mask=None
-        )
-        with torch.no_grad():
-            logits = stage(microbatch, return_logits=True)
-            expected = model.logits(tokens[:, :length])
-        assert logits.shape == (length, 2, 32)
-        assert_equal(logits[..., :29].transpose(0, 1), expected, f"logits of {length} tokens")
 
 
 OF_CACHE = {
@@ -179,35 +133,6 @@ def test_half_types_come_near_fp64(name: str, dtype: torch.dtype) -> None:
     for key, parameter in stage.named_parameters():
         assert parameter.grad.dtype == dtype
         assert_equal(parameter.grad.double(), expected.grads[key], key, tolerance)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_slots_equal_the_gradients_of_autograd(name: str) -> None:
-    config = model_config(**OPTIONS[name], num_layers=3)
-    weights = dict(reference(config).named_parameters())
-    microbatch = make_microbatch(config, dropout_key=DropoutKey(1, 2, 3))
-    plain, slotted = make_stage(config, weights), make_stage(config, weights)
-    plain(microbatch).loss_sum.backward()
-    main_grads = {key: torch.zeros_like(parameter) for key, parameter in slotted.named_parameters()}
-    holders: dict[str, list[dict[str, GradientSlot]]] = {}
-    for key, parameter in slotted.named_parameters():
-        holders[key] = [
-            m.slots
-            for m in slotted.modules()
-            if hasattr(m, "slots") and any(p is parameter for p in m.parameters(recurse=False))
-        ]
-    ready: list[str] = []
-    for key, slots in holders.items():
-        slot = GradientSlot(main_grads[key], len(slots), lambda _, key=key: ready.append(key))
-        for place in slots:
-            place[key.rpartition(".")[2]] = slot
-    slotted(microbatch).loss_sum.backward()
-    assert sorted(ready) == sorted(
-        key for key, slots in holders.items() if slots
-    )  # once each; a tied weight after both uses
-    for key, parameter in slotted.named_parameters():
-        total = main_grads[key] if parameter.grad is None else parameter.grad
-        assert_equal(total, dict(plain.named_parameters())[key].grad, key)
 
 
 def test_one_table_and_mask_are_kept_for_all_lengths() -> None:
