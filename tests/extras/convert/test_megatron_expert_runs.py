@@ -5,47 +5,19 @@ The README of the fixtures says what they are.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megapipe.config.model import PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
-from megapipe.extras.convert import megatron_dist
 from megapipe.extras.convert.megatron_args import MegatronGrid, read_config, write_args
-from megapipe.extras.convert.pickled import load_pickled, read_folder
-from megapipe.extras.convert.snapshot import EXPERT_BIAS, Snapshot
+from megapipe.extras.convert.snapshot import EXPERT_BIAS
 from megapipe.extras.convert.tables import meaning
 from tests.extras.convert.test_megatron_experts import ARGS
-from tests.extras.convert.test_megatron_runs import FIXTURES, FORMS_BACK, continued, read, values
-from tests.train import jobs
-
-FAMILIES = ("latent", "sinks", "stages")
-GRIDS = {
-    "one": MegatronGrid(),
-    "tp2_etp1_ep2": MegatronGrid(2, 1, 2, 1),
-    "tp2_etp2_ep4": MegatronGrid(2, 1, 4),
-    "pp2_ep2": MegatronGrid(1, 2, 2),
-}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("megatron_expert_runs")
-    with tarfile.open(FIXTURES / "experts.tar.xz") as archive:
-        archive.extractall(root, filter="data")
-    return root
-
-
-def in_dtype(run: Snapshot, dtype: str) -> Snapshot:
-    config = dataclasses.replace(run.config, precision=PrecisionConfig(dtype))
-    return dataclasses.replace(run, config=config, state=run.state | {"precision": dtype})
+from tests.extras.convert.test_megatron_runs import FORMS_BACK, read, values
 
 
 @pytest.mark.parametrize(
@@ -73,74 +45,6 @@ def test_all_forms_of_a_run_hold_the_same_weights_and_optimizer_state(
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
         assert (other.state, other.config) == (first.state, first.config)
     assert first.state["optimizer"]["num_steps"] == 3
-
-
-@pytest.mark.parametrize("family", ["sinks", "stages"])
-def test_the_next_ten_losses_are_megatrons(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
-    """And the ten after them are those of Megatron where it continued what was written here at step 13."""
-    assert main([str(runs / f"{family}_plain"), str(tmp_path / "ours")]) == 0
-    monkeypatch.setattr(jobs, "TINY", "--num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
-    steps = continued(tmp_path / "ours", tmp_path, 23)
-    curves = json.loads((FIXTURES / "curves.json").read_text())
-    forms = [name for name in curves if name.startswith(family) and name.endswith("_from_megapipe_step_13")]
-    assert len(forms) == {"sinks": 4, "stages": 2}[family]
-    for name, first in {f"{family}_plain": 3, **dict.fromkeys(forms, 13)}.items():
-        curve = {kind: found[3 if first == 3 else 0 :] for kind, found in curves[name].items() if kind != "first_step"}
-        own = steps[first - 3 : first + 7]
-        assert [line["step"] for line in own] == list(range(first + 1, first + 11))
-        assert [line["loss"] for line in own] == pytest.approx(curve["losses"], abs=1e-6), name
-        assert [line["grad_norm"] for line in own] == pytest.approx(curve["grad_norms"], rel=1e-5), name
-        assert [line["lr"] for line in own] == pytest.approx(curve["lrs"], rel=1e-6), name
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("form", FORMS_BACK)
-@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
-@pytest.mark.parametrize("family", ["latent", "sinks"])
-def test_a_run_goes_to_megatron_and_back_with_its_optimizer(
-    runs: Path, tmp_path: Path, family: str, implementation: str, form: str, grid: str, dtype: str
-) -> None:
-    run = in_dtype(read(runs / f"{family}_plain"), dtype)
-    write, is_distributed = FORMS_BACK[form]
-    folder = write(run, tmp_path / "theirs", GRIDS[grid], implementation == "transformer_engine", is_distributed)
-    again, expected = read(tmp_path / "theirs"), values(run)
-    found = values(again)
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    assert all(again.state[part] == run.state[part] for part in ("training", "optimizer", "schedules"))
-    if form == "legacy":
-        biases = [
-            tensor.dtype
-            for path in folder.rglob("model_optim_rng.pt")
-            for name, tensor in load_pickled(path)["model"].items()
-            if name.endswith(EXPERT_BIAS)
-        ]
-        assert set(biases) == ({torch.float32} if family == "latent" else set())
-
-
-@pytest.mark.parametrize(("form", "family"), [("plain", f) for f in FAMILIES] + [("fully_reshardable", "latent")])
-def test_a_written_torch_dist_folder_holds_what_megatrons_own_holds(
-    runs: Path, tmp_path: Path, form: str, family: str
-) -> None:
-    theirs = runs / f"{family}_{form}" / "iter_0000003"
-    grid = MegatronGrid(2, 1, 2, 1) if family == "latent" else MegatronGrid(1, 2, 2)
-    ours = megatron_dist.write(read(theirs.parent), tmp_path / "ours", grid, False, form == "fully_reshardable")
-    (expected, expected_others), (found, found_others) = read_folder(theirs), read_folder(ours)
-    assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}
-    assert all(torch.equal(tensor.read(), expected[name].read()) for name, tensor in found.items())
-    assert found_others.keys() == expected_others.keys(), "the args and extra states of all layers"
-    chains = [
-        others["common_state/shard_0_1"].read(with_stand_ins=True)[0]["optimizer"]
-        for others in (found_others, expected_others)
-    ]
-    for number in (0, 1):
-        own, other = (chain[number].get("optimizer", chain[number])["param_groups"] for chain in chains)
-        for group, their_group in zip(own, other, strict=True):
-            shared = (group.keys() & their_group.keys()) - {"lr", "step"}
-            assert {name: group[name] for name in shared} == {name: their_group[name] for name in shared}
-    assert chains[0].keys() == chains[1].keys() == {0, 1}
 
 
 def test_a_command_writes_for_ranks_of_ep(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

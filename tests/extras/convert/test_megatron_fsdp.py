@@ -5,8 +5,6 @@ The README of the fixtures says what they are. Shards are uneven: a rank holds s
 
 from __future__ import annotations
 
-import json
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,39 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megapipe.errors import CheckpointError
-from megapipe.extras.cli.convert import main
 from megapipe.extras.convert import megatron_dist
 from megapipe.extras.convert.pickled import read_folder
-from tests.extras.convert.test_megatron_runs import FIXTURES, continued, read
-from tests.train import jobs
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("megatron_fsdp")
-    with tarfile.open(FIXTURES / "sharded.tar.xz") as archive:
-        archive.extractall(root, filter="data")
-    return root
-
-
-@pytest.mark.parametrize("name", ["fsdp", "fsdp_experts", "groups_plain"])
-def test_the_next_ten_losses_are_megatrons(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """And the ten after them where Megatron continued what was written here at step 13."""
-    assert main([str(runs / name), str(tmp_path / "ours")]) == 0
-    monkeypatch.setattr(jobs, "TINY", "--num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
-    curves = json.loads((FIXTURES / "curves.json").read_text())
-    parts = {3: {kind: found[3:] for kind, found in curves[name].items() if kind != "first_step"}}
-    if name == "groups_plain":
-        parts[13] = curves[f"{name}_from_megapipe_step_13"]
-    steps = continued(tmp_path / "ours", tmp_path, max(parts) + 10)
-    for first, curve in parts.items():
-        own = steps[first - 3 : first + 7]
-        assert [line["step"] for line in own] == list(range(first + 1, first + 11))
-        assert [line["loss"] for line in own] == pytest.approx(curve["losses"], abs=1e-6)
-        assert [line["grad_norm"] for line in own] == pytest.approx(curve["grad_norms"], rel=1e-5)
-        assert [line["lr"] for line in own] == pytest.approx(curve["lrs"], rel=1e-6)
+from tests.extras.convert.test_megatron_runs import read
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:

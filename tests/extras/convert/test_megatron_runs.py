@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tarfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from megapipe.extras.convert.megatron import in_halves, layer_order
 from megapipe.extras.convert.megatron_args import MegatronGrid
 from megapipe.extras.convert.megatron_dist import Place, lay_out
 from megapipe.extras.convert.pickled import load_pickled, read_folder
-from megapipe.extras.convert.snapshot import Snapshot, read_checkpoint
+from megapipe.extras.convert.snapshot import EXPERT_BIAS, Snapshot, read_checkpoint
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.sharding.boxes import Box
@@ -36,16 +35,7 @@ from tests.train import jobs
 from tests.train.jobs import job
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "megatron_runs"
-FORMATS = ("plain", "dp_reshardable", "fully_reshardable", "interleaved", "legacy")
 LONG = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("megatron_runs")
-    with tarfile.open(FIXTURES / "checkpoints.tar.xz") as archive:
-        archive.extractall(root, filter="data")
-    return root
 
 
 def read(folder: Path, *flags: str) -> Snapshot:
@@ -66,21 +56,45 @@ def test_buckets_hold_the_state_that_megatron_stores_by_name(runs: Path) -> None
     assert buckets.state["training"]["step"] == buckets.state["optimizer"]["num_steps"] == 3
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+# the name of Megatron's run -> the function that writes for it, and whether its optimizer is distributed
+FORMS_BACK: dict[str, tuple[Any, bool]] = {
+    "legacy": (megatron_legacy.write, False),
+    "legacy_distributed": (megatron_legacy.write, True),
+    "plain": (megatron_dist.write, False),
+    "fully_reshardable": (megatron_dist.write, True),
+}
+# a run that is converted and trained here to step 13 -> the forms in which Megatron then continued it
+CONTINUED = {
+    "legacy": list(FORMS_BACK),
+    "sinks_plain": [f"sinks_{form}" for form in FORMS_BACK],
+    "stages_plain": ["stages_plain", "stages_legacy"],
+    "groups_plain": ["groups_plain"],
+}
+TRAINED = (
+    *("legacy", "plain", "dp_reshardable", "fully_reshardable"),
+    *("sinks_plain", "interleaved", "stages_plain", "groups_plain", "fsdp_experts", "fsdp"),
+)
+
+
+@pytest.mark.parametrize("kind", TRAINED)
 def test_the_next_ten_losses_are_megatrons(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And the ten after them are those of Megatron where it continued what was written here at step 13."""
     assert main([str(runs / kind), str(tmp_path / "ours")]) == 0
     said = capsys.readouterr().out
     assert "kept all 128 rows of the vocabulary, of which 101 are tokens" in said
     assert ("reordered the channels of queries and keys" in said) == (kind == "interleaved")
     monkeypatch.setattr(jobs, "TINY", "--num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
-    steps = continued(tmp_path / "ours", tmp_path, 13)
-    curve = json.loads((FIXTURES / "curves.json").read_text())[kind]
-    assert [line["step"] for line in steps] == list(range(4, 14))
-    assert [line["loss"] for line in steps] == pytest.approx(curve["losses"][3:], abs=1e-6)
-    assert [line["grad_norm"] for line in steps] == pytest.approx(curve["grad_norms"][3:], rel=1e-5)
-    assert [line["lr"] for line in steps] == pytest.approx(curve["lrs"][3:], rel=1e-6)
+    later = [f"{form}_from_megapipe_step_13" for form in CONTINUED.get(kind, ())]
+    steps = continued(tmp_path / "ours", tmp_path, 23 if later else 13)
+    assert [line["step"] for line in steps] == list(range(4, 24 if later else 14))
+    curves = json.loads((FIXTURES / "curves.json").read_text())
+    for name, own in ((kind, steps[:10]), *((name, steps[10:]) for name in later)):
+        curve = {key: numbers[-10:] for key, numbers in curves[name].items() if key != "first_step"}
+        assert [line["loss"] for line in own] == pytest.approx(curve["losses"], abs=1e-6), name
+        assert [line["grad_norm"] for line in own] == pytest.approx(curve["grad_norms"], rel=1e-5), name
+        assert [line["lr"] for line in own] == pytest.approx(curve["lrs"], rel=1e-6), name
 
 
 def continued(source: Path, folder: Path, last: int) -> list[dict[str, Any]]:
@@ -96,45 +110,32 @@ def continued(source: Path, folder: Path, last: int) -> list[dict[str, Any]]:
     return [line for line in lines if line["kind"] == "step"]
 
 
-def test_megatron_continued_a_run_trained_here(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Megatron loaded step 13 of this run in each form of FORMS_BACK, and made the steps 14 to 23 of its curve."""
-    assert main([str(runs / "legacy"), str(tmp_path / "ours")]) == 0
-    monkeypatch.setattr(jobs, "TINY", "--num-workers 0 --eval-iters 0 --log-interval 1 --device cpu")
-    steps = continued(tmp_path / "ours", tmp_path, 23)[10:]
-    assert [line["step"] for line in steps] == list(range(14, 24))
-    curves = json.loads((FIXTURES / "curves.json").read_text())
-    for form in FORMS_BACK:
-        curve = curves[f"{form}_from_megapipe_step_13"]
-        assert curve["first_step"] == 13, form
-        assert [line["loss"] for line in steps] == pytest.approx(curve["losses"], abs=1e-6), form
-        assert [line["grad_norm"] for line in steps] == pytest.approx(curve["grad_norms"], rel=1e-5), form
-        assert [line["lr"] for line in steps] == pytest.approx(curve["lrs"], rel=1e-6), form
-
-
-# the name of Megatron's run -> the function that writes for it, and whether its optimizer is distributed
-FORMS_BACK: dict[str, tuple[Any, bool]] = {
-    "legacy": (megatron_legacy.write, False),
-    "legacy_distributed": (megatron_legacy.write, True),
-    "plain": (megatron_dist.write, False),
-    "fully_reshardable": (megatron_dist.write, True),
+GRIDS = {
+    "one": MegatronGrid(),
+    "tp2_etp1_ep2": MegatronGrid(2, 1, 2, 1),
+    "tp2_etp2_ep4": MegatronGrid(2, 1, 4),
+    "pp2_ep2": MegatronGrid(1, 2, 2),
 }
+BACK = [
+    ("plain", MegatronGrid(2, 2)),
+    *((name, grid) for name in ("latent_plain", "sinks_plain") for grid in GRIDS.values()),
+]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("name", "grid"), BACK, ids=lambda value: str(value))
 @pytest.mark.parametrize("form", FORMS_BACK)
 @pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
 def test_a_run_goes_to_megatron_and_back_with_its_optimizer(
-    runs: Path, tmp_path: Path, dtype: str, form: str, implementation: str
+    runs: Path, tmp_path: Path, implementation: str, form: str, name: str, grid: MegatronGrid, dtype: str
 ) -> None:
-    run = read(runs / "plain")
+    run = read(runs / name)
     config = dataclasses.replace(run.config, precision=PrecisionConfig(dtype))
     scaler = {"scale": 1024.0, "good_steps": 7, "overflows_left": 2} if dtype == "fp16" else None
     optimizer = run.state["optimizer"] | ({"loss_scaler": scaler} if scaler else {})
     run = dataclasses.replace(run, config=config, state=run.state | {"optimizer": optimizer, "precision": dtype})
     write, is_distributed = FORMS_BACK[form]
-    folder = write(run, tmp_path / "theirs", MegatronGrid(2, 2), implementation == "transformer_engine", is_distributed)
+    folder = write(run, tmp_path / "theirs", grid, implementation == "transformer_engine", is_distributed)
     again, expected = read(tmp_path / "theirs"), values(run)
     found = values(again)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
@@ -145,20 +146,31 @@ def test_a_run_goes_to_megatron_and_back_with_its_optimizer(
         weights = {name: tensor.dtype for name, tensor in stored.items() if not name.startswith("optimizer.")}
         args = others["common_state/shard_0_1"].read(with_stand_ins=True)[0]["args"]
     else:
-        file = load_pickled(folder / "mp_rank_01_001" / "model_optim_rng.pt")
-        weights, args = {name: t.dtype for name, t in file["model"].items() if t is not None}, file["args"]
-    assert {str(found) for found in weights.values()} == {f"torch.{LONG[dtype]}"}
+        files = [load_pickled(path) for path in folder.rglob("model_optim_rng.pt")]
+        weights = {name: t.dtype for file in files for name, t in file["model"].items() if t is not None}
+        args = files[0]["args"]
+        biases = {kind for name, kind in weights.items() if name.endswith(EXPERT_BIAS)}
+        assert biases == ({torch.float32} if name == "latent_plain" else set())
+    assert {str(kind) for name, kind in weights.items() if not name.endswith(EXPERT_BIAS)} == {f"torch.{LONG[dtype]}"}
     assert args.vocab_size == args.padded_vocab_size == 128
     assert args.use_distributed_optimizer == is_distributed
 
 
-@pytest.mark.parametrize("form", ["plain", "fully_reshardable"])
-def test_a_written_torch_dist_folder_holds_what_megatrons_own_holds(runs: Path, tmp_path: Path, form: str) -> None:
+WRITTEN = {
+    "plain": MegatronGrid(2, 2),
+    "fully_reshardable": MegatronGrid(2, 2),
+    "latent_plain": GRIDS["tp2_etp1_ep2"],
+    "latent_fully_reshardable": GRIDS["tp2_etp1_ep2"],
+    "sinks_plain": GRIDS["pp2_ep2"],
+    "stages_plain": GRIDS["pp2_ep2"],
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_written_torch_dist_folder_holds_what_megatrons_own_holds(runs: Path, tmp_path: Path, name: str) -> None:
     """Names, shapes, dtypes and the rest but for args, of the same run as Megatron-Core 0.19.2 wrote it."""
-    theirs = runs / form / "iter_0000003"
-    ours = megatron_dist.write(
-        read(runs / form), tmp_path / "ours", MegatronGrid(2, 2), False, form == "fully_reshardable"
-    )
+    theirs, is_sharded = runs / name / "iter_0000003", name.endswith("fully_reshardable")
+    ours = megatron_dist.write(read(runs / name), tmp_path / "ours", WRITTEN[name], False, is_sharded)
     (expected, expected_others), (found, found_others) = read_folder(theirs), read_folder(ours)
     assert {n: (t.shape, t.dtype) for n, t in found.items()} == {n: (t.shape, t.dtype) for n, t in expected.items()}
     assert all(torch.equal(tensor.read(), expected[name].read()) for name, tensor in found.items())
@@ -171,14 +183,18 @@ def test_a_written_torch_dist_folder_holds_what_megatrons_own_holds(runs: Path, 
     content, theirs_content = rest["content_metadata"], theirs_rest["content_metadata"]
     key = "distrib_optim_fully_reshardable_mem_efficient"  # a way of gathering, which Megatron lets differ
     assert content | {key: None} == theirs_content | {key: None}
-    optimizer, theirs_optimizer = rest["optimizer"], theirs_rest["optimizer"]
-    assert optimizer.keys() == theirs_optimizer.keys()
-    groups, theirs_groups = (state.get("optimizer", state)["param_groups"] for state in (optimizer, theirs_optimizer))
-    by_schedule = ("lr", "step")  # set in every step; counted in `common_step` by a plain optimizer
-    for group, theirs_group in zip(groups, theirs_groups, strict=True):
-        shared = (group.keys() & theirs_group.keys()) - set(by_schedule)
-        assert {name: group[name] for name in shared} == {name: theirs_group[name] for name in shared}
-        assert group.keys() - theirs_group.keys() <= {"step"}, "keys that Megatron matches its groups by"
+    # experts have an optimizer of their own, the second of a chain
+    chains = [found if 0 in found else {0: found} for found in (rest["optimizer"], theirs_rest["optimizer"])]
+    assert chains[0].keys() == chains[1].keys() and len(chains[0]) == (1 if name in FORMS_BACK else 2)
+    for optimizer, theirs_optimizer in zip(*(chain.values() for chain in chains), strict=True):
+        assert optimizer.keys() == theirs_optimizer.keys()
+        states = (state.get("optimizer", state) for state in (optimizer, theirs_optimizer))
+        groups, theirs_groups = (state["param_groups"] for state in states)
+        by_schedule = {"lr", "step"}  # set in every step; counted in `common_step` by a plain optimizer
+        for group, theirs_group in zip(groups, theirs_groups, strict=True):
+            shared = (group.keys() & theirs_group.keys()) - by_schedule
+            assert {name: group[name] for name in shared} == {name: theirs_group[name] for name in shared}
+            assert group.keys() - theirs_group.keys() <= {"step"}, "keys that Megatron matches its groups by"
 
 
 def test_torch_loads_a_written_torch_dist_folder_in_slices(runs: Path, tmp_path: Path) -> None:
