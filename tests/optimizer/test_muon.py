@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,10 +16,8 @@ import torch
 from torch import Tensor
 
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.checkpoint.folder import open_folder
 from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
 from megapipe.config.training import NEWTON_SCHULZ
-from megapipe.extras.inspect.checkpoint import compare
 from megapipe.extras.reference.train import MuonOptions, newton_schulz
 from megapipe.optimizer import muon
 from megapipe.optimizer.muon import orthogonalized
@@ -29,7 +26,6 @@ from megapipe.plan.memory import rank_memory
 from megapipe.plan.muon import muon_work
 from tests.assembly.plans import make_plan
 from tests.harness import RankPool
-from tests.train.test_any_grid import LAYOUTS, begun, taken_over
 
 MUON: dict[str, Any] = {"optimizer": "muon", "muon_tp_mode": "duplicated"}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -91,29 +87,6 @@ def test_a_matrix_has_one_moment_and_everything_else_two() -> None:
         assert keys == {"master", *expected}, name
     held = sum(tensor.nbytes for tensor in optimizer.held()["optimizer"])
     assert held == rank_memory(plan, 0).items["optimizer"]
-
-
-LAYOUT_PAIRS = {
-    "sharded weights to dp4": ("pp2_dp2_zero3", "dp4_zero"),
-    "tp2 to dp4": ("tp2", "dp4_zero"),
-    "tp2 with shards to pp2": ("tp2_sequence_dp2_zero", "pp2"),
-}
-
-
-@pytest.mark.parametrize("case", LAYOUT_PAIRS)
-def test_state_is_taken_to_another_grid_and_back_without_a_changed_bit(
-    rank_pools: Callable[[int], RankPool], tmp_path: Path, case: str
-) -> None:
-    here, there, back = (str(tmp_path / name) for name in ("here", "there", "back"))
-    (world, layout), (other_world, other_layout) = (LAYOUTS[name] for name in LAYOUT_PAIRS[case])
-    losses = rank_pools(world).run(begun, layout | MUON, here)[0]
-    other_losses = rank_pools(other_world).run(taken_over, other_layout | MUON, here, there)[0]
-    assert rank_pools(world).run(taken_over, layout | MUON, there, back)[0] == losses
-    assert other_losses == pytest.approx(losses, rel=1e-4)
-    folders = [open_folder(Path(root) / "step_00000002") for root in (here, there, back)]
-    for other in folders[1:]:
-        found = list(compare(folders[0], other))
-        assert len(found) > 60 and [one.name for one in found if not one.is_equal] == []
 
 
 def sent_and_held(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[dict[str, float], int]:
