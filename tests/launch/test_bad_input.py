@@ -11,17 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megapipe.extras.cli.pretrain import main
 from tests.launch.scripts import REPOSITORY, Command, Ended, launch
 from tests.tiny import TINY_FLAGS
 from tests.token_files import IndexedWriter
-
-
-def token_file(prefix: Path) -> Path:
-    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
-        for document in range(40):
-            writer.add_document(np.arange(document, document + 30, dtype="<u2") % 32)
-    return prefix
 
 
 def assert_one_message(ended: Ended, code: int, *words: str) -> None:
@@ -32,93 +24,13 @@ def assert_one_message(ended: Ended, code: int, *words: str) -> None:
         assert word in ended.error
 
 
-def missing_data(folder: Path) -> list[str]:
-    return ["--train-iters", "2", "--data-path", str(folder / "nothing")]
-
-
-def truncated_data(folder: Path) -> list[str]:
-    prefix = token_file(folder / "tokens")
-    os.truncate(f"{prefix}.bin", os.path.getsize(f"{prefix}.bin") - 100)
-    return ["--train-iters", "2", "--data-path", str(prefix)]
-
-
-def truncated_index(folder: Path) -> list[str]:
-    prefix = token_file(folder / "tokens")
-    os.truncate(f"{prefix}.idx", 60)
-    return ["--train-iters", "2", "--data-path", str(prefix)]
-
-
-def unknown_tokenizer(folder: Path) -> list[str]:
-    return ["--train-iters", "2", "--mock-data", "--tokenizer-type", "SentencePeaceTokenizer"]
-
-
-def tokenizer_of_noise(folder: Path) -> list[str]:
-    (folder / "tokenizer.model").write_bytes(b"\x00noise")
-    model = str(folder / "tokenizer.model")
-    return [
-        "--train-iters",
-        "2",
-        "--mock-data",
-        "--tokenizer-type",
-        "SentencePieceTokenizer",
-        "--tokenizer-model",
-        model,
-    ]
-
-
-def unreadable_yaml(folder: Path) -> list[str]:
-    (folder / "bad.yaml").write_text("model:\n  num_layers: [2\n")
-    return ["--train-iters", "2", "--mock-data", "--config", str(folder / "bad.yaml")]
-
-
-def misspelt_key(folder: Path) -> list[str]:
-    (folder / "bad.yaml").write_text("model:\n  num_layer: 2\n")
-    return ["--train-iters", "2", "--mock-data", "--config", str(folder / "bad.yaml")]
-
-
-def indivisible_heads(folder: Path) -> list[str]:
-    return ["--train-iters", "2", "--mock-data", "--num-attention-heads", "3"]
-
-
-def indivisible_batch(folder: Path) -> list[str]:
-    return ["--train-iters", "2", "--mock-data", "--micro-batch-size", "2", "--global-batch-size", "3"]
-
-
-def world_too_small(folder: Path) -> list[str]:
-    return ["--train-iters", "2", "--mock-data", "--tensor-model-parallel-size", "2"]
-
-
-def checkpoint_under_a_file(folder: Path) -> list[str]:
-    (folder / "file").write_text("not a directory")
-    return ["--train-iters", "1", "--mock-data", "--save", str(folder / "file" / "checkpoints")]
-
-
-CASES = {
-    missing_data: (1, "nothing"),
-    truncated_data: (1, "tokens.bin"),
-    truncated_index: (1, "tokens.idx"),
-    unknown_tokenizer: (2, "SentencePeaceTokenizer"),
-    tokenizer_of_noise: (1, "is not a SentencePiece model"),
-    unreadable_yaml: (2, "bad.yaml line"),
-    misspelt_key: (2, "did you mean num_layers?"),
-    indivisible_heads: (2, "--num-attention-heads 3"),
-    indivisible_batch: (2, "--global-batch-size 3"),
-    world_too_small: (2, "tensor"),
-    checkpoint_under_a_file: (2, "Not a directory"),
-}
-
-
-@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_a_single_rank_reports_bad_input(  # type: ignore[no-untyped-def]
-    make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code = main([*TINY_FLAGS, *make(tmp_path)])
-    out, error = capfd.readouterr()
-    assert_one_message(Ended(code, out, error), *CASES[make])
-
-
 def test_an_error_on_two_ranks_is_reported_once(tmp_path: Path) -> None:
-    with launch(tmp_path, 2, *TINY_FLAGS, *truncated_data(tmp_path), "--tensor-model-parallel-size", "2") as command:
+    with IndexedWriter(tmp_path / "tokens", np.dtype("<u2")) as writer:
+        for document in range(40):
+            writer.add_document(np.arange(document, document + 30, dtype="<u2") % 32)
+    os.truncate(tmp_path / "tokens.bin", 2300)
+    words = f"--train-iters 2 --data-path {tmp_path}/tokens --tensor-model-parallel-size 2".split()
+    with launch(tmp_path, 2, *TINY_FLAGS, *words) as command:
         ended = command.ended()
     assert_one_message(ended, 1, "data error", "tokens.bin")
 

@@ -152,17 +152,3 @@ def test_without_a_limit_there_are_no_heartbeats(rank_pools: Pools, tmp_path: Pa
     answers = rank_pools(2).run(job_on_rank, f"--train-iters 1 --save {tmp_path}/run --hang-timeout-seconds 0")
     assert [answer[1] for answer in answers] == ["", ""], answers
     assert not (tmp_path / "run" / "heartbeats").exists()
-
-
-def test_a_killed_rank_is_named_by_the_one_that_lost_it(rank_pools: Pools, tmp_path: Path) -> None:
-    """The rank that lost its peer reports it even without a launcher."""
-    flags = f"{PP2} --save {tmp_path}/run --hang-timeout-seconds {LIMIT_SECONDS}"
-    survivor, killed = rank_pools(2).run(job_on_rank, flags, killed_by_the_system, str(tmp_path), may_die=[1])
-    assert killed is None
-    assert survivor[1] == "CommunicationError"
-    assert "rank 1 (pp 1, stage 1)" in survivor[2]
-
-
-def killed_by_the_system(rank: int, folder: str) -> None:
-    if rank == 1:
-        at_step(3, lambda step: os.kill(os.getpid(), signal.SIGKILL))

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +15,10 @@ from megapipe.assembly.microbatches import to_microbatch
 from megapipe.data.loader import Loader
 from megapipe.extras.verify.oracle import random_batches
 from megapipe.model.block import Block
-from megapipe.train import loop as loop_module
 from megapipe.train.nonfinite import OutputWatch
 from megapipe.train.step import TrainStep
-from tests.harness import REPOSITORY, RankPool
-from tests.train.jobs import TINY, job, job_on_rank, lines_of, steps_of
+from tests.harness import RankPool
+from tests.train.jobs import job, job_on_rank, lines_of, steps_of
 from tests.train.runs import runtime_of
 
 Pools = Callable[[int], RankPool]
@@ -85,46 +80,6 @@ def test_a_run_that_stops_early_has_saved_and_resumes_from_there(
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert [line["consumed_samples"] for line in steps] == [8, 16, 24, 32]
     assert checkpoints(tmp_path / "c") == [step, 4]
-
-
-def test_sigterm_saves_and_leaves_with_code_0(tmp_path: Path) -> None:
-    command = [sys.executable, "pretrain_gpt.py", *TINY.split(), "--train-iters", "1000000", "--save", str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            next(line for line in process.stdout if re.match(r"step +2/", line))
-            process.send_signal(signal.SIGTERM)
-            rest = process.communicate(timeout=200)[0]
-        finally:
-            process.kill()
-    assert process.returncode == 0
-    left = re.search(r"ended after step (\d+): SIGTERM received", rest)
-    assert left, rest
-    assert checkpoints(tmp_path) == [int(left[1])]
-
-
-def signal_in_step(rank: int, number: int) -> None:
-    """Send SIGUSR1 to rank 1 as its step `number` begins."""
-    read, steps = loop_module.read_microbatches, 0
-
-    def interrupted(*arguments: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if rank == 1 and steps == number:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return read(*arguments)
-
-    loop_module.read_microbatches = interrupted
-
-
-def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path: Path) -> None:
-    flags = f"--train-iters 6 --pipeline-model-parallel-size 2 --save {tmp_path}"
-    with RankPool(2) as pool:
-        results = pool.run(job_on_rank, flags, signal_in_step, 2)
-    assert [result[1:] for result in results] == [("", None)] * 2
-    assert "ended after step 2: SIGUSR1 received" in results[0][0]
-    assert checkpoints(tmp_path) == [2]
 
 
 def plant(rank: int, where: int, layer: int, call: int, in_backward: bool) -> None:
