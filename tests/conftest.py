@@ -165,6 +165,17 @@ def two_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
     return rank_pools(2)
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a real disk of DISK_BYTES, for users who may."""
+    from tests.faults import disks
+
+    if not disks.can_mount():
+        pytest.skip("needs root to mount a small file system")
+    with disks.small_disk(tmp_path / "disk"):
+        yield tmp_path / "disk"
+
+
 @functools.cache
 def cuda_is_there() -> bool:
     """Return True if a GPU is available.

@@ -116,18 +116,10 @@ def test_a_manifest_is_its_own_json(tmp_path: Path) -> None:
     assert Manifest.from_json(manifest.to_json(), "here") == manifest
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("version", 2, r"has format version 2; this megapipe reads version 1"),
-        ("format", "other", r"is not the manifest of a megapipe checkpoint"),
-    ],
-    ids=["version", "format"],
-)
-def test_another_format_is_refused_by_name(tmp_path: Path, key: str, value: object, message: str) -> None:
+def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
     path = save_one(tmp_path, 1).path / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    with pytest.raises(CheckpointError, match=message):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": "other"}))
+    with pytest.raises(CheckpointError, match=r"is not the manifest of a megapipe checkpoint"):
         open_folder(path.parent)
 
 

@@ -277,17 +277,6 @@ def holders(start: Start) -> Start:
     return run
 
 
-def test_of_two_starts_at_once_one_runs_and_the_other_is_told_who(start: Start) -> None:
-    both = [start(), start()]
-    while all(process.poll() is None for process in both):
-        time.sleep(0.02)
-    (loser,) = [process for process in both if process.poll() is not None]
-    (winner,) = [process for process in both if process is not loser]
-    assert loser.stderr is not None and winner.stdout is not None
-    assert "SaveRefusedError" in (told := loser.stderr.read()) and f"process {winner.pid} on" in told
-    assert winner.stdout.readline() == "held\n"
-
-
 def test_a_killed_owner_is_replaced_at_once_and_a_live_one_never(tmp_path: Path, holders: Start) -> None:
     first = holders()
     with pytest.raises(SaveRefusedError, match=rf"process {first.pid} on"):

@@ -19,10 +19,8 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.options import ConfigField
 from megapipe.train.loading import load
 from megapipe.train.state import Schedules, TrainingState
-from tests.checkpoint.conftest import RUN
 from tests.checkpoint.layouts import newest
 from tests.config.examples import has_values
-from tests.train.jobs import job
 from tests.train.runs import runtime_of, save
 
 MODEL = ModelConfig(
@@ -114,18 +112,6 @@ def test_options_without_effect_are_not_compared() -> None:
     ]
 
 
-@pytest.mark.parametrize("finetune", ["", "--finetune"], ids=["resumed", "finetuned"])
-def test_another_function_is_refused_and_taken_on_purpose(saved: Path, finetune: str) -> None:
-    changed = f"{RUN} {finetune} --load {saved} --norm-epsilon 1e-2 --num-query-groups 4 --hidden-dropout 0"
-    code, said = job(changed)
-    assert code == 1 and "--norm-epsilon: 1.0e-05 in the checkpoint, 0.01 here\n" in said
-    assert "--num-query-groups:" not in said and "--allow-changed-model" in said
-    code, said = job(f"{changed} --allow-changed-model")
-    assert code == 0 and "--norm-epsilon: 1.0e-05 in the checkpoint, 0.01 here\n" in said
-    told = "--hidden-dropout: 0.1 in the checkpoint, 0.0 here\n"
-    assert (f"  loss:\n    {told}" in said) == (finetune == ""), "training begins anew with --finetune"
-
-
 def test_tensors_that_the_model_lacks_are_an_error(tmp_path: Path) -> None:
     runtime = runtime_of(0, 1, qk_layernorm=True)
     save(runtime, TrainingState(step=1, consumed_samples=8), Schedules.of(runtime.plan.config), tmp_path)
@@ -138,25 +124,6 @@ def test_tensors_that_the_model_lacks_are_an_error(tmp_path: Path) -> None:
         load(runtime_of(0, 1, **flags), tmp_path)
     with pytest.raises(Exception, match=r"holds master/.*k_layernorm.bias, .* and \d+ others, which"):
         load(runtime_of(0, 1, **flags, no_load_optim=True), tmp_path)
-
-
-def test_a_configuration_that_was_changed_after_the_save_is_not_used(tmp_path: Path) -> None:
-    runtime = runtime_of(0, 1)
-    path = (
-        save(runtime, TrainingState(step=1, consumed_samples=8), Schedules.of(runtime.plan.config), tmp_path).path
-        / "config.yaml"
-    )
-    path.write_text(path.read_text().replace("norm_epsilon: 1.0e-05", "norm_epsilon: 1.0e-06"))
-    with pytest.raises(Exception, match=r"config.yaml .*checksum"):
-        load(runtime_of(0, 1, norm_epsilon=1e-6), tmp_path)
-
-
-def test_options_that_the_checkpoint_does_not_know_are_named(tmp_path: Path) -> None:
-    runtime = runtime_of(0, 1)
-    save(runtime, TrainingState(step=1, consumed_samples=8), Schedules.of(runtime.plan.config), tmp_path)
-    _rewrite_config(tmp_path, "norm_epsilon: 1.0e-05", "later_option: 3")
-    (line,) = [line for line in load(runtime_of(0, 1, norm_epsilon=1e-6), tmp_path).remarks if "not compared" in line]
-    assert line.endswith("so these were not compared: model.later_option, model.norm_epsilon")
 
 
 def _rewrite_config(root: Path, old: str, new: str) -> None:

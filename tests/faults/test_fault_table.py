@@ -24,7 +24,7 @@ from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.model.stage import GPTStage
 from megapipe.monitor.process import host, process_state
 from megapipe.train.step import TrainStep
-from tests.faults.disks import can_mount, fill, free, small_disk
+from tests.faults.disks import fill, free
 from tests.faults.plants import damage_newest, flipped_bit, nan_in_one_microbatch, unreadable_data
 from tests.harness import RankPool
 from tests.launch.scripts import Command, launch
@@ -268,14 +268,6 @@ def test_a_damaged_newest_checkpoint_costs_one_interval_more(tmp_path: Path, und
     print(f"| corrupted newest checkpoint | at the next start | ... is damaged | {lost} | bit-exact |")
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    if not can_mount():
-        pytest.skip("mounting a small disk needs root")
-    with small_disk(tmp_path / "disk"):
-        yield tmp_path / "disk"
-
-
 def fill_disk(rank: int, world_size: int, flags: str, folder: str) -> str:
     """Run a job whose disk is full from step STRUCK_STEP on."""
 
@@ -291,9 +283,9 @@ def fill_disk(rank: int, world_size: int, flags: str, folder: str) -> str:
 
 
 def test_a_full_disk_costs_the_save_and_not_the_checkpoints(
-    tmp_path: Path, disk: Path, undisturbed: Undisturbed
+    tmp_path: Path, small_disk: Path, undisturbed: Undisturbed
 ) -> None:
-    save = disk / "run"
+    save = small_disk / "run"
     with RankPool(NUM_RANKS) as pool:
         pool.run(fill_disk, f"{FLAGS} --save {save}", str(tmp_path))
     found = errors(tmp_path)
@@ -301,7 +293,7 @@ def test_a_full_disk_costs_the_save_and_not_the_checkpoints(
     assert "No space left on device" in found[0][2], found
     newest = find_checkpoint(save)
     assert newest is not None and newest.step == 6
-    free(disk)
+    free(small_disk)
     seconds = found[0][0] - float((tmp_path / "struck").read_text())
     lost = undisturbed.assert_recovers(save, tmp_path, SAVE_INTERVAL)
     print(f"| disk full | {seconds:.1f} (at the next save) | ... No space left on device | {lost} | bit-exact |")

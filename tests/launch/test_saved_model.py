@@ -19,7 +19,6 @@ from tests.tiny import TINY_FLAGS
 
 MODEL = [word for word in TINY_FLAGS if word not in ("--vocab-size", "32")]
 MODEL += ["--tokenizer-type", "ByteTokenizer", "--mock-data", "--train-iters", "2", "--max-position-embeddings", "32"]
-EXPERTS = ["--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2"]
 RANKS = (sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", "2")
 GREEDY = ["--prompt", "abc", "--max-new-tokens", "9", "--ignore-eod", "--temperature", "0"]
 TEXT = "What is not seen in training is held out.\n"
@@ -29,11 +28,6 @@ Alone = Callable[..., Ended]
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("dense"))
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(tmp_path_factory.mktemp("experts"), *EXPERTS)
 
 
 def trained(folder: Path, *words: str) -> Path:
@@ -120,14 +114,3 @@ def test_copies_of_a_model_generate_its_text_and_say_that_fewer_ranks_would_do(d
     ended = on_two_ranks("generate", dense, *GREEDY)
     assert (ended.code, ended.out) == (0, alone("generate", dense, *GREEDY).out), ended.error
     assert "2 ranks hold 2 copies of the model, which write the same text: 1 generate as fast" in ended.error
-
-
-def test_ranks_with_different_experts_generate_and_evaluate_as_one_process_does(experts: Path, alone: Alone) -> None:
-    divided = ["--expert-model-parallel-size", "2"]
-    expected = alone("generate", experts, *GREEDY)
-    together = on_two_ranks("generate", experts, *GREEDY, *divided)
-    assert (together.code, together.out) == (0, expected.out), together.error
-    assert "copies" not in together.error
-    data = ["--data", str(experts.parent / "held_out.txt"), "--json"]
-    loss = json.loads(alone("evaluate", experts, *data).out)["loss"]
-    assert json.loads(on_two_ranks("evaluate", experts, *data, *divided).out)["loss"] == pytest.approx(loss, abs=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,38 +10,30 @@ from typing import Any
 import pytest
 
 from megapipe.train.metrics import Console, EvaluationMetrics, JsonLines
-from tests.faults.disks import can_mount, fill, free, small_disk
+from tests.faults.disks import fill, free
 from tests.train.jobs import job, steps_of
 
 
-@pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk"):
-        monkeypatch.chdir(tmp_path / "disk")  # the folder of what no flag names
-        yield tmp_path / "disk"
-        monkeypatch.undo()
-
-
-@pytest.mark.skipif(not can_mount(), reason="needs root to mount a small file system")
 @pytest.mark.parametrize("is_freed", [False, True], ids=["full to the end", "freed"])
 def test_a_log_disk_that_fills_up_ends_no_training(
-    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], is_freed: bool
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], is_freed: bool
 ) -> None:
     pytest.importorskip("tensorboard")
+    monkeypatch.chdir(small_disk)  # the folder of what no flag names
     plain = Console.write
 
     def write(self: Console, metrics: Any) -> None:
         plain(self, metrics)
         if metrics.kind == "step" and metrics.step == 2:
-            fill(disk)
-            with (disk / "m.jsonl").open("ab", buffering=0) as file, suppress(OSError):
+            fill(small_disk)
+            with (small_disk / "m.jsonl").open("ab", buffering=0) as file, suppress(OSError):
                 while file.write(b" "):  # to the end of its last page
                     pass
         if metrics.kind == "step" and metrics.step == 5 and is_freed:
-            free(disk)
+            free(small_disk)
 
     monkeypatch.setattr(Console, "write", write)
-    logs = f"--metrics-file {disk}/m.jsonl --tensorboard-dir {disk}/board"
+    logs = f"--metrics-file {small_disk}/m.jsonl --tensorboard-dir {small_disk}/board"
     profiles = "--profile --profile-pipeline --profile-step-start 2 --profile-step-end 4 --log-straggler"
     # without --save the traces are written to the full disk too
     code, said = job(f"--train-iters 8 {logs} {profiles} " + f"--save {tmp_path}/saved" * is_freed)
@@ -54,17 +45,17 @@ def test_a_log_disk_that_fills_up_ends_no_training(
     assert len([line for line in lost if "m.jsonl cannot be written to" in line]) == 1, printed
     for told in ("TensorBoard stopped: ", "trace of steps 2 to 3 could not be written to "):
         assert printed.count(told) == (not is_freed), printed
-    steps = [line["step"] for line in steps_of(disk / "m.jsonl")] if is_freed else []
+    steps = [line["step"] for line in steps_of(small_disk / "m.jsonl")] if is_freed else []
     assert steps == ([1, 5, 6, 7, 8] if is_freed else [])
 
 
-@pytest.mark.skipif(not can_mount(), reason="needs root to mount a small file system")
 def test_a_disk_that_is_full_from_the_start_ends_no_training(
-    disk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tensorboard")
-    fill(disk)
-    code, said = job(f"--train-iters 2 --metrics-file {tmp_path}/m.jsonl --tensorboard-dir {disk}/board")
+    monkeypatch.chdir(small_disk)
+    fill(small_disk)
+    code, said = job(f"--train-iters 2 --metrics-file {tmp_path}/m.jsonl --tensorboard-dir {small_disk}/board")
     printed = said + "".join(capfd.readouterr())
     assert code == 0 and "Traceback" not in printed, printed
     assert printed.count("No space left on device") == 1 and "TensorBoard stopped: " in printed

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.checkpoint.folder import checkpoint_config
 from megapipe.checkpoint.manifest import read_manifest
 from megapipe.checkpoint.shard import padding_of
 from megapipe.errors import CheckpointError
@@ -201,20 +200,6 @@ def test_the_root_is_prepared_once_for_all(rank_pools: Pools, tmp_path: Path) ->
         assert ".step_00000008.tmp-0123abcd" in said
     for said in rank_pools(2).run(prepare, str(tmp_path), 6):
         assert "already holds step_00000007, later than step 6" in said
-
-
-def test_the_configuration_of_a_checkpoint_can_be_read_before_anything_is_built(
-    rank_pools: Pools, tmp_path: Path
-) -> None:
-    rank_pools(1).run(save_scrambled, str(tmp_path), {})
-    config, path = checkpoint_config(tmp_path)
-    assert path.name == "step_00000007"
-    assert (config.model.hidden_size, config.model.num_layers, config.training.global_batch_size) == (16, 4, 8)
-    with pytest.raises(CheckpointError, match=r"nothing does not exist"):
-        checkpoint_config(tmp_path / "nothing")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"empty holds no checkpoint"):
-        checkpoint_config(tmp_path / "empty")
 
 
 def padding_and_scale(rank: int, world_size: int, root: str, changes: dict[str, Any]) -> tuple[float, int, float]:

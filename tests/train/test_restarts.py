@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from megapipe.train.step import TrainStep
 from tests.train.jobs import job
-from tests.train.test_saving import contents
 
 
 class Crash(BaseException):
@@ -86,21 +83,6 @@ def test_a_restart_is_not_refused_what_its_first_start_was_allowed(
     crashing_job(f"{flags} --no-load-optim", 1, monkeypatch)  # before it has saved anything itself
     code, said = job(f"{flags} --no-load-optim")
     assert code == 0 and "continuing from --save" in said and "--adam-beta2: 0.999 in the checkpoint, 0.9" in said
-
-
-def test_a_checkpoint_damaged_inside_is_passed_over_set_aside_and_saved_again(tmp_path: Path) -> None:
-    flags = f"--train-iters 6 --save {tmp_path}/c --load {tmp_path}/c --save-interval 2"
-    assert job(f"{flags} --exit-interval 4")[0] == 0
-    flip_a_byte(tmp_path / "c" / "step_00000004" / "rank_00000.safetensors")
-    code, said = job(flags)
-    assert code == 0, said
-    assert re.search(r"passed over: rank 0: .*step_00000004/rank_00000.safetensors, tensor .* is damaged", said)
-    assert re.search(r"renamed .*step_00000004, which is damaged, to step_00000004.damaged-", said)
-    assert "continuing after step 2" in said
-    assert job(f"--train-iters 6 --save {tmp_path}/undisturbed --save-interval 2")[0] == 0
-    for step in (4, 6):
-        found, expected = contents(tmp_path / "c", step), contents(tmp_path / "undisturbed", step)
-        assert len(found) > 20 and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_a_folder_of_damaged_checkpoints_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,23 +10,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.groups import build_process_groups
-from megapipe.config.config import Config
-from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import ParallelConfig
-from megapipe.config.training import TrainingConfig
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.inference.generate import INCOMPLETE_CHARACTER, Generator, Limits, Sampling, TextStream
+from megapipe.extras.inference.generate import INCOMPLETE_CHARACTER, Generator, Limits, Sampling, TextStream, score
 from megapipe.extras.inference.logprobs import Scored, Scoring
 from megapipe.model.microbatch import Microbatch
-from megapipe.plan.resolve import resolve
 from megapipe.tokenizers.tokenizer import ByteTokenizer
 from tests.extras.inference.grids import EXPERT_GRIDS, EXPERTS, SIZES, runtime_on
 from tests.harness import RankPool
@@ -34,6 +28,7 @@ from tests.tiny import NOPE
 
 Pools = Callable[[int], RankPool]
 
+STREAM = np.random.default_rng(4).integers(0, 29, 131).astype(np.uint16)
 PROMPTS = [[5, 6, 7, 8, 9, 1, 2], [3], [4, 4, 2], [17, 0, 3, 28, 2], [1, 2], [9, 8, 7, 6]]
 LLAMA = {
     "position_embedding_type": "rope",
@@ -51,9 +46,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "predictions": LLAMA | {"mtp_num_layers": 1},  # which generation does not use
     "one_kv_head": LLAMA | {"num_query_groups": 1},
 }
-GRIDS = {
+GRIDS: dict[str, dict[str, int]] = {
+    "dp4": {},
     "tp2": {"tensor_model_parallel_size": 2},
-    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2_dp2": {"pipeline_model_parallel_size": 2},
     "tp2_pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
     "pp4": {"pipeline_model_parallel_size": 4},
 }
@@ -68,8 +64,17 @@ def generated(
     sampling: Sampling,
     batch_size: int,
     limits: Limits,
-) -> list[list[int]]:
-    return Generator(runtime_on(rank, world_size, grid, model), sampling, batch_size).continue_prompts(PROMPTS, limits)
+) -> tuple[list[list[int]], float]:
+    """Return the text of each prompt, and the loss of STREAM."""
+    runtime = runtime_on(rank, world_size, grid, model)
+    texts = Generator(runtime, sampling, batch_size).continue_prompts(PROMPTS, limits)
+    return texts, score(runtime, STREAM, stride=7).loss
+
+
+def assert_same(found: list[Any], expected: tuple[list[list[int]], float]) -> None:
+    for texts, loss in found:
+        assert texts == expected[0]
+        assert loss == pytest.approx(expected[1], rel=1e-10)
 
 
 def by_whole_forwards(
@@ -101,13 +106,13 @@ def test_a_batch_of_unequal_prompts_equals_each_alone_by_whole_forwards(model: s
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_every_grid_writes_the_same_texts(rank_pools: Pools, grid: str) -> None:
-    sizes = GRIDS[grid]
-    pool = rank_pools(sizes.get("tensor_model_parallel_size", 1) * sizes.get("pipeline_model_parallel_size", 1))
+    """And finds the same loss."""
+    pool = rank_pools(2 if grid == "tp2" else 4)
     for model in ("gpt2_tied", "window_and_qk_norm", "one_kv_head"):
         expected = generated(0, 1, {}, MODELS[model], SAMPLED, 8, Limits(8, frozenset({3})))
         for batch_size in (1, 4):
-            found = pool.run(generated, sizes, MODELS[model], SAMPLED, batch_size, Limits(8, frozenset({3})))
-            assert found == [expected] * pool.world_size
+            options = GRIDS[grid], MODELS[model], SAMPLED, batch_size, Limits(8, frozenset({3}))
+            assert_same(pool.run(generated, *options), expected)
 
 
 def test_experts_are_told_of_padding_and_of_texts_that_have_ended() -> None:
@@ -125,8 +130,8 @@ def test_experts_are_told_of_padding_and_of_texts_that_have_ended() -> None:
 @pytest.mark.parametrize("grid", EXPERT_GRIDS, ids=str)
 def test_every_grid_of_experts_writes_the_same_texts(rank_pools: Pools, grid: str) -> None:
     expected = generated(0, 1, {}, EXPERTS, SAMPLED, 4, Limits(8, frozenset({3})))
-    found = rank_pools(4).run(generated, EXPERT_GRIDS[grid], EXPERTS, SAMPLED, 4, Limits(8, frozenset({3})))
-    assert found == [expected] * 4
+    options = EXPERT_GRIDS[grid], EXPERTS, SAMPLED, 4, Limits(8, frozenset({3}))
+    assert_same(rank_pools(4).run(generated, *options), expected)
 
 
 def test_a_text_ends_before_a_stop_token_and_at_the_last_position() -> None:
@@ -143,32 +148,6 @@ def test_a_text_ends_before_a_stop_token_and_at_the_last_position() -> None:
         assert text == complete[: ends[0] if ends else None]
         assert text == [token for which, token in seen if which == number]
     assert len(cut[0]) <= 3
-
-
-def training_runtime_generates(rank: int, world_size: int) -> list[list[int]]:
-    """Generate with a TrainingRuntime: sequence parallelism, the distributed optimizer, two replicas."""
-    config = Config(
-        model=ModelConfig(**(SIZES | LLAMA)),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=2,
-            pipeline_model_parallel_size=2,
-            num_virtual_stages_per_pipeline_rank=2,
-            sequence_parallel=True,
-            use_distributed_optimizer=True,
-        )
-        if world_size > 1
-        else ParallelConfig(),
-        training=TrainingConfig(micro_batch_size=2, train_iters=1),
-    )
-    plan = resolve(config, world_size)
-    runtime = TrainingRuntime(plan, build_process_groups(plan.topology, rank, "gloo", 60), torch.device("cpu"))
-    texts = Generator(runtime, Sampling(temperature=0.0)).continue_prompts(PROMPTS[:3], Limits(5))
-    assert all(stage.sequence_parallel == (world_size > 1) for stage in runtime.stages.values())
-    return texts
-
-
-def test_the_training_runtime_generates_too(rank_pools: Pools) -> None:
-    assert rank_pools(8).run(training_runtime_generates) == [training_runtime_generates(0, 1)] * 8
 
 
 @pytest.mark.parametrize(
@@ -234,11 +213,11 @@ def test_scores_equal_the_log_softmax_of_whole_forwards(batch_size: int, with_pr
         logprobs = logits.double().log_softmax(-1)[:-1]
         first = 0 if with_prompt else len(prompt) - 1
         assert [score.token for score in scores] == whole[first + 1 :]
-        for score, row in zip(scores, logprobs[first:], strict=True):
+        for scored, row in zip(scores, logprobs[first:], strict=True):
             top = row.topk(3)
-            assert score.logprob == pytest.approx(row[score.token].item(), abs=1e-9)
-            assert [token for token, _ in score.top] == top.indices.tolist()
-            assert [value for _, value in score.top] == pytest.approx(top.values.tolist(), abs=1e-9)
+            assert scored.logprob == pytest.approx(row[scored.token].item(), abs=1e-9)
+            assert [token for token, _ in scored.top] == top.indices.tolist()
+            assert [value for _, value in scored.top] == pytest.approx(top.values.tolist(), abs=1e-9)
 
 
 def test_scores_are_the_same_on_every_grid(rank_pools: Pools) -> None:

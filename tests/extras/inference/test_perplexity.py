@@ -1,10 +1,8 @@
-"""Perplexity: windows score every token once, and the loss equals that of plain forwards on every grid."""
+"""Perplexity: windows score every token once, and the loss equals that of plain forwards."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +15,9 @@ from megapipe.errors import ConfigError
 from megapipe.extras.inference.generate import Perplexity, score, windows
 from megapipe.model.microbatch import Microbatch
 from megapipe.monitor import progress
-from tests.extras.inference.grids import EXPERT_GRIDS, EXPERTS, SIZES, runtime_on
-from tests.harness import RankPool
+from tests.extras.inference.grids import SIZES, runtime_on
 
 TOKENS = np.random.default_rng(4).integers(0, 29, 131).astype(np.uint16)
-GRIDS = {
-    "tp2": {"tensor_model_parallel_size": 2},
-    "pp2_dp2": {"pipeline_model_parallel_size": 2},
-    "tp2_pp2": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-    "dp4": {},
-}
 
 
 @given(num_tokens=st.integers(2, 300), seq=st.integers(1, 40), share=st.floats(0.01, 1.0))
@@ -55,39 +46,14 @@ def expected_loss(tokens: np.ndarray, stride: int) -> float:
     return total / (len(tokens) - 1)
 
 
-def score_on(rank: int, world_size: int, grid: dict[str, int], count: int, stride: int) -> Perplexity:
-    return score(runtime_on(rank, world_size, grid, {}), TOKENS[:count], stride)
-
-
 @pytest.mark.parametrize(
     ("count", "stride"), [(131, 12), (131, 5), (8, 12), (2, 12)], ids=["whole", "stride_5", "short", "one_token"]
 )
 def test_the_loss_is_that_of_plain_forwards(count: int, stride: int) -> None:
-    found = score_on(0, 1, {}, count, stride)
+    found = score(runtime_on(0, 1, {}, {}), TOKENS[:count], stride)
     assert found.num_tokens == count - 1
     assert found.loss == pytest.approx(expected_loss(TOKENS[:count], stride), rel=1e-10)
     assert found.perplexity == pytest.approx(math.exp(found.loss))
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_every_grid_finds_the_same_loss(rank_pools: Callable[[int], RankPool], grid: str) -> None:
-    pool = rank_pools(2 if grid == "tp2" else 4)
-    for count, stride in ((131, 12), (131, 7), (30, 12)):
-        expected = score_on(0, 1, {}, count, stride)
-        for found in pool.run(score_on, GRIDS[grid], count, stride):
-            assert found.num_tokens == expected.num_tokens
-            assert found.loss == pytest.approx(expected.loss, rel=1e-10)
-
-
-def score_experts(rank: int, world_size: int, grid: dict[str, Any]) -> Perplexity:
-    return score(runtime_on(rank, world_size, grid, EXPERTS), TOKENS, 7)
-
-
-@pytest.mark.parametrize("grid", EXPERT_GRIDS, ids=str)
-def test_every_grid_of_experts_finds_the_same_loss(rank_pools: Callable[[int], RankPool], grid: str) -> None:
-    expected = score_experts(0, 1, {})
-    for found in rank_pools(4).run(score_experts, EXPERT_GRIDS[grid]):
-        assert found.loss == pytest.approx(expected.loss, rel=1e-10)
 
 
 @pytest.mark.parametrize(
