@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tables import rows
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "megapipe"
 
@@ -473,106 +475,15 @@ def test_no_file_has_a_generic_name() -> None:
     assert not [path for path, parts in names.items() if parts & NAMES_THAT_SAY_NOTHING]
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param("from megapipe.model.attention import Attention", id="upwards"),
-        pytest.param("def f():\n    import megapipe.train.loop", id="inside a function"),
-        pytest.param(
-            "if TYPE_CHECKING:\n    from megapipe.data_parallel.buffers import StageBuffers", id="same level, for types"
-        ),
-        pytest.param("from megapipe import verify", id="from the package"),
-        pytest.param("from ..pipeline import engine", id="relative"),
-        pytest.param("importlib.import_module('megapipe.assembly.assembly')", id="by name"),
-        pytest.param("import megapipe.extras.reference.gpt", id="the oracle"),
-        pytest.param("import megapipe.attic", id="a package without a level"),
-    ],
-)
-def test_planted_import_upwards_is_seen(source: str) -> None:
-    assert violations_of_levels(ast.parse(source), "megapipe.tensor_parallel.linear")
-    assert not violations_of_levels(
-        ast.parse("from megapipe.comm.groups import Group"), "megapipe.tensor_parallel.linear"
-    )
+PLANTED = rows(REPOSITORY / "tests" / "planted.tsv")
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["import torch.distributed as dist", "from torch import distributed", "def f():\n    torch.distributed.barrier()"],
+    ("rule", "module", "verdict", "source"), PLANTED, ids=[f"{row[0]}: {row[3]}" for row in PLANTED]
 )
-def test_planted_use_of_torch_distributed_is_seen(source: str) -> None:
-    assert violations_of_one_place(ast.parse(source), "megapipe.optimizer.norm")
-    assert not violations_of_one_place(ast.parse("import torch\ntorch.zeros(1)"), "megapipe.optimizer.norm")
-
-
-@pytest.mark.parametrize(
-    ("source", "module"),
-    [
-        ("def f():\n    import flash_attn", "megapipe.model.attention"),
-        ("import apex.optimizers", "megapipe.gpu.libraries"),
-        ("from transformer_engine.pytorch import Linear", "megapipe.gpu.libraries"),
-    ],
-)
-def test_planted_import_of_a_library_is_seen(source: str, module: str) -> None:
-    assert violations_of_libraries(ast.parse(source), module)
-    assert not violations_of_libraries(ast.parse("def f():\n    import flash_attn"), "megapipe.gpu.libraries")
-
-
-@pytest.mark.parametrize("source", ["import torch", "def f():\n    from torch import Tensor", "import transformers"])
-def test_planted_torch_in_the_plan_is_seen(source: str) -> None:
-    assert violations_of_torch(ast.parse(source), "megapipe.plan.layer_costs")
-
-
-@pytest.mark.parametrize(
-    "source", ["import os\nos.environ['RANK']", "from os import environ", "def f():\n    return os.getenv('RANK')"]
-)
-def test_planted_read_of_the_environment_is_seen(source: str) -> None:
-    assert violations_of_environment(ast.parse(source), "megapipe.train.loop")
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param("import pickle", id="pickle"),
-        pytest.param("def f(x):\n    from pickle import loads", id="pickle in a function"),
-        pytest.param("torch.load(path)", id="torch.load as it comes"),
-        pytest.param("torch.load(path, weights_only=False)", id="torch.load of anything"),
-        pytest.param("f = torch.load", id="torch.load handed on"),
-        pytest.param("np.load(path, allow_pickle=True)", id="arrays of objects"),
-        pytest.param("dist.all_gather_object(held, 1)", id="object collective"),
-        pytest.param("dist.broadcast_object_list(held)", id="object list"),
-        pytest.param("subprocess.run(text, shell=True)", id="shell"),
-        pytest.param("subprocess.run(text, shell=wanted)", id="shell if asked for"),
-        pytest.param("os.system(text)", id="os.system"),
-        pytest.param("eval(text)", id="eval"),
-        pytest.param("yaml.load(text, Loader)", id="yaml objects"),
-    ],
-)
-def test_planted_way_to_run_what_arrives_is_seen(source: str) -> None:
-    assert violations_of_code_execution(ast.parse(source), "megapipe.train.loop")
-    harmless = (
-        "torch.load(p, weights_only=True)\nnp.load(p, allow_pickle=False)\n"
-        "subprocess.run(['ls'])\nbroadcast_object(1, group)"
-    )
-    assert not violations_of_code_execution(ast.parse(harmless), "megapipe.train.loop")
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        pytest.param("GROUPS = build_process_groups(topology, 0)", id="groups at import"),
-        pytest.param(
-            "_config: Config | None = None\ndef set_config(c):\n    global _config\n    _config = c",
-            id="global statement",
-        ),
-        pytest.param("_state = {}\ndef f(x):\n    _state['rank'] = x", id="dict written"),
-        pytest.param("_seen = []\ndef f(x):\n    _seen.append(x)", id="list grown"),
-    ],
-)
-def test_planted_state_in_globals_is_seen(source: str) -> None:
-    assert violations_of_state(ast.parse(source), "megapipe.comm.groups")
-    assert not violations_of_state(
-        ast.parse("TABLE = {1: 2}\ndef f(table):\n    table[3] = TABLE[1]"), "megapipe.comm.groups"
-    )
+def test_planted_violations_are_seen(rule: str, module: str, verdict: str, source: str) -> None:
+    found = globals()[f"violations_of_{rule}"](ast.parse(source.replace("\\n", "\n")), module)
+    assert bool(found) == (verdict == "wrong"), found
 
 
 def test_planted_circle_is_seen() -> None:
