@@ -35,6 +35,7 @@ from megapipe.tokenizers.tokenizer import build_tokenizer, checked
 from tests.extras.dry_run.grids import make_plan, read_for
 from tests.extras.verify.grids import compared
 from tests.harness import run_ranks
+from tests.tables import rows, value
 from tests.tiny import tiny_config
 from tests.train.jobs import TINY, job, job_on_rank, steps_of
 
@@ -79,59 +80,7 @@ def test_an_example_registers_its_names_and_is_short(name: str) -> None:
     assert len(Path(example(name)).read_text().splitlines()) < 80
 
 
-WRONG = {
-    "syntax": ("x = (\n", r"mine.py, line 2: '\(' was never closed: x = \("),
-    "import": ("import nothing_like_this", "line 2: ModuleNotFoundError: No module named 'nothing_like_this'"),
-    "raises": ("def f():\n    return 1 / 0\nf()", "line 3: ZeroDivisionError: division by zero: return 1 / 0"),
-    "nothing": ("x = 1", "mine.py registers nothing: call register_schedule"),
-    "built in": ("register_norm('RMSNorm')(print)", r"line 2: norm 'RMSNorm' of \S*mine.py is built in"),
-    "twice": (
-        "register_norm('a')(print)\nregister_norm('a')(print)",
-        r"line 3: norm 'a' of \S*mine.py was registered by \S*mine.py",
-    ),
-    "name": ("register_norm('my norm')(print)", "norm 'my norm': a name has letters, digits"),
-    "number": ("register_update_rule('a', temporaries=-1)(print)", "update rule 'a': expected a number of tensors"),
-    "state": ("register_update_rule('a', states=['master'])(print)", "update rule 'a': 'master' cannot name a state"),
-    "property": ("register_schedule('a', '', chunk=2)(print)", "schedule 'a': .*unexpected keyword argument 'chunk'"),
-    "rows": (
-        "register_schedule('a', '')(lambda shape: [['F0']] * shape.num_ranks)",
-        r"schedule 'a' on 2 ranks with 1 microbatches: a row holds 'F0'; expected Action\(stage, Op.F, microbatch\)",
-    ),
-    "generator": ("register_schedule('a', '')(lambda shape: 1 / 0)", "schedule 'a' on 2 ranks .*ZeroDivisionError"),
-    "incomplete": (
-        "register_schedule('a', '')(lambda shape: [[Action(r, Op.F, 0)] for r in range(shape.num_ranks)])",
-        "0F0",
-    ),
-    "deadlock": (
-        "def rows(shape):\n"
-        "    last, many = shape.num_ranks - 1, range(shape.num_microbatches)\n"
-        "    all_first = lambda s: [Action(s, op, m) for op in (Op.F, Op.B) for m in many]\n"
-        "    in_turn = lambda s: [Action(s, op, m) for m in many for op in (Op.F, Op.B)]\n"
-        "    return [all_first(s) if s == last else in_turn(s) for s in range(shape.num_ranks)]\n"
-        "register_schedule('a', '')(rows)",
-        "deadlock.*0B0|0B0",
-    ),
-    "split": (
-        "def rows(shape):\n"
-        "    return [[Action(s, op, m) for m in range(shape.num_microbatches) for op in (Op.F, Op.I, Op.W)]\n"
-        "            for s in range(shape.num_ranks)]\n"
-        "register_schedule('a', '')(rows)",
-        "schedule 'a' has I and W: register it with splits_backward=True",
-    ),
-    "not the mirror": (
-        "def place(p):\n"
-        "    return Placement(p, tuple(range(p)), (*range(1, p), 0))\n"
-        "register_schedule('a', '', placement=place)(lambda shape: [])",
-        r"line 6: the second direction \(1, 2, 0\) of the placement \(0, 1, 2\) is not its mirror",
-    ),
-    "no size": (
-        "def counts(ranks, microbatches):\n"
-        "    raise ConfigError('needs 99 ranks')\n"
-        "from megapipe.errors import ConfigError\n"
-        "register_schedule('a', '', counts=counts)(lambda shape: [])",
-        "schedule 'a' runs on none of 2, 3, 4 ranks, so that it cannot be proven",
-    ),
-}
+WRONG = {name: (value(text), said) for name, text, said in rows(Path(__file__).with_name("wrong_extensions.tsv"))}
 
 
 @pytest.mark.parametrize("case", WRONG)

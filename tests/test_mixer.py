@@ -28,6 +28,7 @@ from megapipe.trace.parameters import model_parameters
 from tests.extras.dry_run.grids import make_plan, read_for
 from tests.extras.verify.grids import compared
 from tests.harness import run_ranks
+from tests.tables import options, rows
 from tests.tiny import tiny_config
 from tests.train.jobs import job, job_on_rank, steps_of
 
@@ -79,28 +80,11 @@ def on_a_grid(rank: int, world_size: int, options: dict[str, Any], file: str = F
     return len(steps), all(step.passes for step in steps), report
 
 
-GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, {}),
-    "tp 2, sequence parallel, selective": (2, SP2 | SELECTIVE),
-    "tp 2, no biases, wide, norms around": (
-        2,
-        {"tp": 2, "add_bias_linear": False, "attention_options": ("expand=2",), "norm_position": "around"},
-    ),
-    "pp 2 zb-h1, full recompute": (2, ZB | FULL),
-    "dp 2, zero 1": (2, {"zero": True}),
-    "dp 2, zero 3": (2, {"data_parallel_sharding_strategy": "optim_grads_params"}),
-    "tp 2, pp 2 zb-h1, some layers": (4, SP2 | ZB | SOME_LAYERS),
-    "tp 2, muon": (2, SP2 | {"optimizer": "muon", "muon_tp_mode": "duplicated"}),
-    "ep 2, overlapped": (
-        2,
-        {"num_experts": 4, "expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True},
-    ),
-    "budget, predictions": (
-        1,
-        {"recompute_memory_budget": 0.5, "mtp_num_layers": 1, "position_embedding_type": "none"},
-    ),
-    "frozen linears": (1, {"freeze": ("*self_attention.linear_in*",)}),
-}
+TABLE = rows(Path(__file__).with_name("mixer.tsv"))
+GRIDS, COUNTED = (
+    {name: (int(ranks), options(words, globals())) for row, ranks, words, name in TABLE if row == kind}
+    for kind in ("grids", "counted")
+)
 
 
 @pytest.mark.parametrize("grid", GRIDS)
@@ -138,18 +122,6 @@ def test_its_module_declares_its_parameters_and_flops_and_its_trace_has_its_prod
     assert {each.name: 2 * each.num_weights for each in products[:2]} == weights  # of two ranks
     recompute = resolve(tiny_config(**DECAY, **SELECTIVE), 1).config.recompute
     assert replayed_flops(layer, recompute, 8, True) == 4.0 * hidden
-
-
-COUNTED: dict[str, tuple[int, dict[str, Any]]] = {
-    "one rank": (1, {}),
-    "tp 2, sequence parallel, selective": (
-        2,
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True, **SELECTIVE},
-    ),
-    "full": (1, FULL),
-    "pp 2 zb-h1": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}),
-    "bf16, some layers": (1, {"dtype": "bf16", "attention_dropout": 0.0, **SOME_LAYERS}),
-}
 
 
 @pytest.mark.parametrize("grid", COUNTED)
@@ -196,32 +168,7 @@ def test_a_run_resumes_on_another_grid_with_the_same_losses(tmp_path: Path) -> N
     assert code == 2 and "--sample-prompts" in said
 
 
-REFUSED = {
-    "context parallelism": ("--context-parallel-size 2", "--context-parallel-size 2 (use 1): its state passes through"),
-    "slices": (
-        "--pipe-sp-splits 2 --pipeline-model-parallel-size 2 --attention-dropout 0",
-        "--pipe-sp-splits 2 (use 1)",
-    ),
-    "documents": ("--reset-attention-mask", "--reset-attention-mask: its state passes through whole sequences"),
-    "library": ("--transformer-impl transformer_engine --bf16 --device cuda", "transformer_engine yet; use local"),
-    "text": ("--sample-prompts hello --tokenizer-type ByteTokenizer", "--sample-prompts, which continues a text"),
-    "unknown option": ("--attention-options width=2", "no option of --attention-kind decay; its options are expand"),
-    "no number": ("--attention-options expand=wide", "--attention-options expand=wide: expected expand=NUMBER"),
-    "its own check": ("--attention-options expand=9", "a state has 1 to 4 times the hidden size; use 1"),
-    "cut": (
-        "--hidden-size 10 --num-attention-heads 4 --kv-channels 4 --tensor-model-parallel-size 4",
-        "--tensor-model-parallel-size 4 does not divide the 10 channels of decay of --attention-kind decay; use",
-    ),
-    "options of attention": ("--window-size 4", "--window-size has no effect with --attention-kind decay"),
-    "options of attention in its layers": (
-        "--attention-kind softmax --layer-pattern '1 attention_kind=decay window_size=4' ...",
-        "--layer-pattern sets window_size in a layer without attention",
-    ),
-    "fp8": (
-        "--fp8-format hybrid --bf16 --hidden-size 24 --tensor-model-parallel-size 2 --seq-length 32",
-        "width of linear_in / tp = 24",
-    ),
-}
+REFUSED = {name: (flags, said) for kind, flags, said, name in TABLE if kind == "refused"}
 
 
 @pytest.mark.parametrize("case", REFUSED)

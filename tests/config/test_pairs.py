@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megapipe.config.load import load_config
@@ -12,6 +14,7 @@ from megapipe.extras.cli.plan import main
 from megapipe.plan.resolve import resolve
 from megapipe.plan.world_rules import REFUSED_BY_SCHEDULES, SCHEDULES_CHOSEN
 from tests.config.examples import job
+from tests.tables import rows
 
 PIPELINE = "--pipeline-model-parallel-size 2"
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-ffn-hidden-size 64 --disable-bias-linear"
@@ -20,52 +23,8 @@ BASE = (
     "--position-embedding-type rope --hidden-size 64 --ffn-hidden-size 128 --num-layers 4 --device cuda "
     "--hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights --global-batch-size 16"
 )
-EXAMPLES = {
-    "slices": f"{PIPELINE} --pipe-sp-splits 2",
-    "context parallelism": "--context-parallel-size 2",
-    "blocks of context parallelism": "--context-parallel-size 2 --cp-comm-type all_gather",
-    "sharded gradients": "--data-parallel-sharding-strategy optim_grads",
-    "sharded gradients alone": "--data-parallel-sharding-strategy optim_grads",
-    "sharded weights": "--data-parallel-sharding-strategy optim_grads_params",
-    "experts": EXPERTS,
-    "capacity of experts": f"{EXPERTS} --moe-expert-capacity-factor 1.5",
-    "sinkhorn": f"{EXPERTS} --moe-router-load-balancing-type sinkhorn",
-    "overlapped all-to-alls": f"{EXPERTS} --overlap-moe-expert-parallel-comm {PIPELINE} --pipeline-schedule dualpipe-v",
-    "latent attention": LATENT,
-    "multi-token prediction": "--mtp-num-layers 1",
-    "sinks": "--softmax-type learnable",
-    "biases of q, k and v": "--add-qkv-bias",
-    "norms without weights": "--qk-l2-norm",
-    "norms of q and k": "--qk-layernorm",
-    "gated attention": "--attention-output-gate",
-    "norm of the projection": "--normalization RMSNorm --qk-layernorm --qk-layernorm-scope projection",
-    "chunked attention": "--attention-kind chunked --window-size 16",
-    "attention of Transformer Engine": "--attention-impl te",
-    "flash with documents": "--attention-impl flash --reset-attention-mask --cp-comm-type a2a",
-    "CUDA graphs": "--cuda-graph-impl local",
-    "compiled pointwise": "--compile-pointwise",
-    "activation offload": "--cpu-offloading-num-layers 1",
-    "another optimizer than Adam": "--optimizer sgd",
-    "narrow moments": "--use-precision-aware-optimizer",
-    "fp8 of parts without its modules": "--fp8-format hybrid --mtp-num-layers 1",
-    "fp64": "--dtype fp64",
-    "frozen parameters": "--freeze embedding.*",
-    "delayed scales": "--fp8-format hybrid --fp8-recipe delayed --transformer-impl transformer_engine",
-    "recompute by hand": "--recompute-granularity selective",
-    "full recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "memory budget": "--recompute-memory-budget 0.5",
-    "recompute of experts": f"--recompute-granularity selective --recompute-modules moe {EXPERTS}",
-    "recompute of MLPs": "--recompute-granularity selective --recompute-modules mlp",
-    "recompute of activations": "--recompute-granularity selective --recompute-modules activation",
-    "recompute of norms": "--recompute-granularity selective --recompute-modules layernorm",
-    "overlapped tp": "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
-    "memory by rank": f"{PIPELINE} --pipeline-rank-memory 1 1",
-    "measured layers": "--pipeline-layer-times times.json",
-    "pipeline profile": f"{PIPELINE} --profile-pipeline",
-    "two passes at a time": f"{PIPELINE} --pipeline-schedule dualpipe-v",
-    "updates between microbatches": f"{PIPELINE} --pipeline-schedule pipedream",
-    "no order of slices": f"{PIPELINE} --pipeline-schedule gpipe",
-}
+NAMES = {"PIPELINE": PIPELINE, "EXPERTS": EXPERTS, "LATENT": LATENT}
+EXAMPLES = dict(rows(Path(__file__).with_name("pair_examples.tsv"), NAMES))
 
 
 def flags_of(*names: str) -> list[str]:

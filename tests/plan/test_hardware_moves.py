@@ -14,6 +14,7 @@ from megapipe.config.load import load_config
 from megapipe.plan.hardware import HARDWARE, Hardware, read_hardware
 from megapipe.plan.resolve import resolve
 from megapipe.plan.step_time import StepTime, predict_step
+from tests.tables import rows
 
 # as `megapipe calibrate` writes it, with the copies to the host that it does not measure
 FILE = {
@@ -52,47 +53,7 @@ EVERY = {  # what moves in every plan
     "attention_share": {"attention"},
     "pointwise_share": {"pointwise"},
 }
-REPLICAS = {"reduce", "gather"}
-PLANS: dict[str, tuple[int, str, dict[str, set[str]]]] = {
-    "8, replicas in the node": (8, "", {"node": REPLICAS}),
-    "512, replicas in all nodes": (512, "", {"node": REPLICAS, "network": REPLICAS}),  # hops of both
-    "8, tp in the node": (8, "--tensor-model-parallel-size 8 --sequence-parallel", {"node": {"tp"}}),
-    "512, tp in the node": (
-        512,
-        "--tensor-model-parallel-size 8 --sequence-parallel",
-        {"node": {"tp"}, "network": REPLICAS},
-    ),
-    "512, pipeline over nodes": (
-        512,
-        "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4",
-        {"node": {"tp"}, "network": REPLICAS},
-    ),
-    "512, cp in the node": (
-        512,
-        "--context-parallel-size 8 --cp-comm-type a2a",
-        {"node": {"cp"} | REPLICAS, "network": REPLICAS},
-    ),
-    "512, cp over nodes": (
-        512,
-        "--tensor-model-parallel-size 8 --sequence-parallel --context-parallel-size 4 --cp-comm-type a2a",
-        {"node": {"tp"}, "network": {"cp"} | REPLICAS},
-    ),
-    "512, experts in the node": (
-        512,
-        "--num-experts 8 --expert-model-parallel-size 8",
-        {"node": {"ep"} | REPLICAS, "network": REPLICAS},
-    ),
-    "512, experts over nodes": (
-        512,
-        "--num-experts 64 --moe-ffn-hidden-size 2048 --expert-model-parallel-size 64",
-        {"node": REPLICAS, "network": {"ep"} | REPLICAS},
-    ),
-    "512, offload": (
-        512,
-        "--cpu-offloading-num-layers 31",
-        {"node": REPLICAS, "network": REPLICAS, "host_bytes_per_second": {"host"}},
-    ),
-}
+PLANS = {row[3]: row[:3] for row in rows(Path(__file__).with_name("hardware_moves.tsv"))}
 
 
 def measured(folder: Path, **changed: object) -> Hardware:
@@ -107,13 +68,13 @@ def predicted(world_size: int, flags: str, hardware: Hardware) -> StepTime:
 
 
 @pytest.mark.parametrize("key", WORSE)
-@pytest.mark.parametrize(("world_size", "flags", "moves"), PLANS.values(), ids=PLANS.keys())
-def test_a_worse_figure_lengthens_the_parts_that_use_it_and_no_other(
-    tmp_path: Path, world_size: int, flags: str, moves: dict[str, set[str]], key: str
-) -> None:
-    before = predicted(world_size, flags, measured(tmp_path))
-    after = predicted(world_size, flags, measured(tmp_path, **{key: WORSE[key]}))
-    lengthened, expected = set(), (EVERY | moves).get(key, set())
+@pytest.mark.parametrize("name", PLANS)
+def test_a_worse_figure_lengthens_the_parts_that_use_it_and_no_other(tmp_path: Path, name: str, key: str) -> None:
+    ranks, flags, moves = PLANS[name]
+    before = predicted(int(ranks), flags, measured(tmp_path))
+    after = predicted(int(ranks), flags, measured(tmp_path, **{key: WORSE[key]}))
+    moved = {figure: set(parts.split(",")) for figure, _, parts in (word.partition("=") for word in moves.split())}
+    lengthened, expected = set(), (EVERY | moved).get(key, set())
     for part in before.parts.keys() - {"bubble"}:
         if part == "host" and key in EVERY:
             continue  # slower computation hides more of the copies

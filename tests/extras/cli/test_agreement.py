@@ -22,6 +22,7 @@ from megapipe.extras.cli.frame import Command, Option
 from megapipe.extras.cli.inference import evaluate, generate
 from megapipe.registry import EXTENSIONS
 from tests.harness import RankPool
+from tests.tables import rows
 from tests.train.jobs import job
 
 Pools = Callable[[int], RankPool]
@@ -37,47 +38,7 @@ NEEDED = {  # by every rank
     "megapipe profile-layers": "--output {root}/times.json",
 }
 # option -> words of rank 1 alone. A new option needs a row here
-OTHER = {
-    "--load": "--load {root}/other",
-    "load": "{root}/other",
-    "--ckpt-step": "--ckpt-step 1",
-    "--dtype": "--dtype bf16",
-    "--device": "--device {device}",
-    "--tokenizer-type": "--tokenizer-type ByteTokenizer",
-    "--tokenizer-model": "--tokenizer-model {root}/two.txt",
-    "--tensor-model-parallel-size": "--tensor-model-parallel-size 2",
-    "--pipeline-model-parallel-size": "--pipeline-model-parallel-size 2",
-    "--expert-model-parallel-size": "--expert-model-parallel-size 2",
-    "--expert-tensor-parallel-size": "--expert-tensor-parallel-size 1",
-    "--data": "--data {root}/two.txt",
-    "--max-tokens": "--max-tokens 40",
-    "--seq-length": "--seq-length 6",
-    "--stride": "--stride 3",
-    "--micro-batch-size": "--micro-batch-size 2",
-    "--json": "--json",
-    "--prompt": "--prompt another",
-    "--prompts-file": "--prompts-file {root}/two.txt",
-    "--batch-size": "--batch-size 2",
-    "--output": "--output {root}/texts.jsonl",
-    "--max-new-tokens": "--max-new-tokens 5",
-    "--ignore-eod": "!--ignore-eod",
-    "--temperature": "--temperature 0.5",
-    "--top-k": "--top-k 3",
-    "--top-p": "--top-p 0.5",
-    "--seed": "--seed 7",
-    "--host": "--host localhost",
-    "--port": "--port 8001",
-    "--token": "--token secret",
-    "--queue": "--queue 3",
-    "--max-request-bytes": "--max-request-bytes 4096",
-    "--gpu": "--gpu h100",
-    "--hardware": "--hardware {root}/two.txt",
-    "--slow-factor": "--slow-factor 3",
-    "--seconds": "--seconds 2",
-    "--timeout-seconds": "--timeout-seconds 20",
-    "--force": "--force",
-    "--name": "--name mine",
-}
+OTHER = dict(rows(Path(__file__).with_name("other_words.tsv")))
 NAMES = {name: [one.names[-1] for one in found.options if isinstance(one, Option)] for name, found in COMMANDS.items()}
 CASES = [(command, option) for command, options in NAMES.items() for option in options]
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
 from megapipe.extras.migrate.shell_script import CLOSE, OPEN, Call, read_script, shown
+from tests.tables import rows, value
 
 
 def call(script: str, *arguments: str) -> Call:
@@ -34,46 +35,8 @@ def in_bash(script: str, *words: str) -> list[str]:
     return ended.stdout.split("\0")[:-1]
 
 
-LIKE_BASH = {
-    "a list of layers": "A=(--moe-layer-freq [0]*3+[1]*58)\nRUN ${A[@]} [0]*2",
-    "a here-document": "A='1 2'\nbash <<EOF\nB=3\nRUN $A \\$B \"x $A\" 'q r' ${Z:-d} \\\\ a\\\"b\nEOF\n",
-    "a here-document in quotes": "A=4\nbash -x <<'EOF'\nA=5\nRUN $A \"$A b\"\nEOF\nA=6",
-    "here-documents of one line": ": <<-A <<B; RUN 1\n\ta\n\tA\nx\nB\nC=1",
-    "a string for another shell": 'C=\'RUN --a "b c"\'\nexport C\nbash -c "cd /; $C"',
-    "variables in one string": 'A=4\nARGS="--num-layers $A \\\n  --lr 1e-3 "\nRUN $ARGS --bf16',
-    "arrays with comments": "X=( --a 1 # one\n  # --b 2\n  --c ${N:-3}\n)\nX+=( --d )\nRUN ${X[@]}",
-    "an array in quotes keeps its words": 'X=(--split "99, 1" "")\nRUN "${X[@]}" "${X[*]}"',
-    "an array without quotes is split": "X=('--fp8-format hybrid' \"--split '99,1,0'\")\nRUN ${X[@]}",
-    "quotes inside quotes": "RUN --name \"a 'b' \\\"c\\\" \\$d\" --x='e f' --y=g\\ h",
-    "defaults": ': "${A:=1}"\nB=${B:-$A} C=${C-x} D=${A:+set} E=\nRUN $A $B $C $D ${E:+none}',
-    "arithmetic": "A=8 B=3\nRUN $((A*B+2)) $(( ${A} / $B % 2 )) $((9 - (A>B))) $((A==8 && B))",
-    "negative division": "A=-7\nRUN $((A/2)) $((A%2)) $((-A*-2))",
-    "elements": "A=(1 2)\nRUN $((A+1)) ${A[1]} ${A[@]}",
-    "cutting": "T=2_000_000 P=/a/b.c.d\nRUN ${T//_} ${P##*/} ${P%.*} ${P%%.*} ${P#/a} ${P/b/x}",
-    "if and elif": "S=13\nif [ $S = 7 ]; then L=32; elif [[ $S == 1? ]]; then L=40; else L=80; fi\nRUN $L",
-    "tests in one bracket": "A=4\nif [[ $A -gt 1 && $A -lt 4 || $A = '4' ]]; then L=1; fi\nRUN $L",
-    "patterns": "A=a*c\nif [[ abc == a* && $A == a*c ]] && ! [ abc = 'a*' ]; then L=1; fi\nRUN $L",
-    "one unquoted word that is empty": "if [ -n $V ]; then L=1; fi\nRUN $L",
-    "numbers in tests": "A=4\nif [ $A -gt 1 ] && [[ $A -le 4 || -z $B ]]; then X=--sequence-parallel; fi\nRUN $X",
-    "an unset variable in a test": 'if [ -z "$V" ]; then V=3; fi\n[ -n "$W" ] && V=4\nRUN $V',
-    "for": 'for i in 1 2; do D="$D 0.$i part_$i"; done\nRUN --data-path $D',
-    "for over the arguments": "X=; for a; do X=$X$a; done; RUN a$X",
-    "functions": 'add() { ARGS="$ARGS --$1 $2"; }\nadd lr 1\nbf() {\n ARGS+=" --bf16"; }\nbf\nRUN $ARGS',
-    "a local variable": "A=1 C=\nf() { local A=2 C; C=3; B=$A; }\nf\nRUN $A $B a$C",
-    "a variable of one command": "A=1 B=\nA=2 B=3 true\nRUN $A a$B",
-    "eval": 'A="--lr 1e-4"\nrun="RUN $A --name \'x y\' | cat"\neval $run',
-    "eval with an output file": 'run="RUN --bf16"\nrun="$run |& cat"\neval "$run"',
-    "redirections": "RUN --a 2>&1 --b </dev/null | cat",
-    "a default of several words": "RUN ${A:-b c} ${A:-'b c'} \"${A:-d e}\"",
-    "an exported list": "export A=1 B='2 3'; declare -a C=(4 5); readonly D=6\nRUN $A $B ${C[1]} $D",
-    "a comment after a continued line": "RUN --a \\\n  --b # --c\n",
-    "a # inside a word": "RUN --a#b 'c # d'",
-    "an empty array": 'X=()\nRUN "${X[@]}" a${X[@]}b',
-    "appending": 'A=x; A+=y; B=(1); B+=2; RUN $A "${B[@]}"',
-    "a group": "{ A=1; } >/dev/null\nRUN $A",
-    "not": "if ! [ 1 = 2 ]; then A=1; fi\nif [ ! 1 = 1 ]; then A=2; fi\nRUN $A",
-    "an ended line of Windows": "A=1\r\nRUN $A",
-}
+TABLE = rows(Path(__file__).with_name("shell_scripts.tsv"))
+LIKE_BASH = {name: value(script) for kind, script, name in TABLE if kind == "like bash"}
 
 
 @pytest.mark.parametrize("script", LIKE_BASH.values(), ids=LIKE_BASH)
@@ -246,33 +209,7 @@ def test_a_broken_script_is_refused_with_its_line(script: str, line: int, what: 
     assert what in str(refused.value)
 
 
-REFUSED = {
-    "case $M in 7b) L=32;; esac": "case is not read",
-    "cat <<EOF\nL=1": "the here-document EOF has no end",
-    "(L=1)": "a command in parentheses is not read",
-    "if (( A > 1 )); then L=1; fi": "a command in parentheses is not read",
-    "function f { L=1; }": "function is not read",
-    "select L in 1 2; do break; done": "select is not read",
-    "coproc L=1": "coproc is not read",
-    "IFS=,": "IFS=, is not read",
-    "L[1]=2": "L[1]=2 is not read",
-    "L=([3]=2)": "[INDEX]= in an array is not read",
-    "declare -A L=(1 2)": "declare -A is not read",
-    'K=L\nexport "$K"=1': 'export "$K"=1 is not read',
-    "for L in 1 2; do break; done": "break is not read",
-    "for L in 1 2; do if [ $L = 1 ]; then continue; fi; done": "continue is not read",
-    "f() { return; L=1; }; f": "return is not read",
-    "shift 2": "shift is not read",
-    "set -- a b": "set -- is not read",
-    "let L=1": "let is not read",
-    "getopts ab L": "getopts is not read",
-    "printf -v L 1": "printf -v is not read",
-    "echo $((L++))": "$((L++)) is not read",
-    "echo $((L=2))": "$((L=2)) is not read",
-    "[[ -n $A || -n $B && -n $C ]]": "&& after ! or || in [[ ]] is not read",
-    "! [[ -n $A && -n $C ]]": "&& after ! or || in [[ ]] is not read",
-    "! { false; }": "'}' begins no command",
-}
+REFUSED = {value(script): said for kind, script, said in TABLE if kind == "refused"}
 
 
 @pytest.mark.parametrize("script", REFUSED)
@@ -284,28 +221,7 @@ def test_what_is_not_read_is_refused_with_its_line_and_a_way_out(script: str) ->
     assert str(refused.value) == f"line {line}: {REFUSED[script]}; {way_out}: megapipe migrate COMMAND"
 
 
-UNKNOWN = {
-    "ANSI quotes": "$'a\\tb'",
-    "quotes of a translation": '$"c"',
-    "a length": "${#A}",
-    "an indirect name": "${!A}",
-    "a part": "${A:1:2}",
-    "letters": "${A^^}",
-    "a text if a variable is set": "${E:+x}",
-    "an anchor": "${A/#b/c}",
-    "a pattern to replace": "${A/b*/c}",
-    "a choice": "$((B==1?2:3))",
-    "a power": "$((B**2))",
-    "a bit": "$((B&1==1))",
-    "two comparisons": "$((1<B<3))",
-    "a base": "$((0x10))",
-    "an octal number": "$((010))",
-    "a number with marks": "$((1_000))",
-    "a division by zero": "$((B/0))",
-    "an element in arithmetic": "$((C[0]))",
-    "a pattern of files": "*.bin",
-    "braces": "x{1,2}",
-}
+UNKNOWN = {name: word for kind, word, name in TABLE if kind == "unknown"}
 
 
 @pytest.mark.parametrize("word", UNKNOWN.values(), ids=UNKNOWN)

@@ -6,7 +6,8 @@ The same grids pass without the bug.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.extras.verify import planted
 from tests.extras.verify.grids import compared
 from tests.extras.verify.planted import Plant
 from tests.harness import RankPool
+from tests.tables import options, rows
 from tests.tiny import tiny_config
 
 MODES = ("fp64", "native")  # the configurations below are fp32
@@ -32,105 +34,16 @@ class Case:
     world: int
     options: dict[str, Any]
     first: str
-    wrong: tuple[str, ...]
-    loss_is_right: bool = True
-    report: tuple[str, ...] = field(default=())
+    wrong: list[str]
+    loss: str  # right or wrong
+    report: list[str]
 
 
-EVERYTHING = ("embedding", "layernorm", "linear")
 CASES = {
-    "norm": Case(
-        planted.norm_without_tp_sum,
-        2,
-        {"tp": 2, "sp": True},
-        "layers.0.input_layernorm.weight",
-        ("input_layernorm",),
-        report=("which ranks 0 1 (every tp_rank)", "gradient not summed over tp", "the forwards are right"),
-    ),
-    "qk-norm": Case(
-        planted.qk_norm_without_tp_sum,
-        2,
-        {"tp": 2, "qk_layernorm": True},
-        "layers.0.self_attention.q_layernorm.weight",
-        ("q_layernorm",),
-    ),
-    "norm of a projection": Case(
-        planted.projection_norm_without_tp_sum,
-        2,
-        {"tp": 2, "normalization": "RMSNorm", "qk_layernorm": True, "qk_layernorm_scope": "projection"},
-        "word_embeddings.weight",
-        EVERYTHING,
-        report=("the forwards are right",),
-    ),
-    "tokens of a cp shard": Case(
-        planted.loss_divided_by_tokens_of_a_shard,
-        2,
-        {"context_parallel_size": 2, "eod_mask_loss": True},
-        "word_embeddings.weight",
-        EVERYTHING,
-        loss_is_right=False,
-    ),
-    "gradients of a ring": Case(
-        planted.gradients_of_keys_not_sent_back,
-        2,
-        {"context_parallel_size": 2},
-        "word_embeddings.weight",
-        EVERYTHING,
-        report=("the forwards are right",),
-    ),
-    "gradients of a slice": Case(
-        planted.gradients_of_keys_of_earlier_slices_lost,
-        2,
-        {"pp": 2, "pipe_sp_splits": 3},
-        "word_embeddings.weight",
-        EVERYTHING,
-        report=("the forwards are right",),
-    ),
-    "kv-head": Case(
-        planted.key_value_head_without_sum,
-        2,
-        {"tp": 2, "num_query_groups": 1},
-        "layers.0.self_attention.linear_qkv.weight",
-        ("linear_qkv",),
-        report=("head 0): grid",),
-    ),
-    "tied": Case(
-        planted.tied_embedding_summed_twice,
-        2,
-        {"pp": 2},
-        "word_embeddings.weight",
-        ("word_embeddings",),
-        report=(
-            "the grid's values are 2 times the plain ones",
-            "summed over the embedding group",
-            "stage 0",
-            "which ranks 0 1 (every pp_rank)",
-        ),
-    ),
-    "microbatch": Case(
-        planted.dropped_microbatch,
-        2,
-        {"pp": 2},
-        "word_embeddings.weight",
-        EVERYTHING,
-        loss_is_right=False,
-        report=("which microbatches run",),
-    ),
-    "second holder": Case(
-        planted.second_holder_forgotten,
-        2,
-        {"pp": 2, "pipeline_schedule": "dualpipe", "overlap_grad_reduce": True},
-        "word_embeddings.weight",
-        EVERYTHING,
-    ),
-    "divisor": Case(
-        planted.divisor_without_dp,
-        2,
-        {"zero": True, "overlap_grad_reduce": True},
-        "word_embeddings.weight",
-        EVERYTHING,
-        report=("the grid's values are 2 times the plain ones", "a wrong divisor"),
-    ),
+    name: Case(
+        getattr(planted, plant), int(ranks), options(words, {}), first, wrong.split(","), loss, report.split(" & ")
+    )
+    for plant, ranks, words, first, wrong, loss, report, name in rows(Path(__file__).with_name("planted_bugs.tsv"))
 }
 
 
@@ -148,7 +61,7 @@ def test_a_planted_bug_is_found_and_named(case: Case, mode: str, rank_pools: Poo
     wrong = {name for rank in first.ranks for name in rank.gradients.wrong}
     assert all(any(kind in name for kind in case.wrong) for name in wrong), wrong
     assert all(any(kind in name for name in wrong) for kind in case.wrong), wrong
-    assert first.loss_passes == case.loss_is_right
+    assert first.loss_passes == (case.loss == "right")
     for words in ("DIFFERENT in step 1, first of all in the gradient of", name, *case.report):
         assert words in " ".join(report.split()), report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,45 +13,15 @@ from megapipe.extras.verify.report import plan_text
 from megapipe.extras.verify.shrink import MAX_LAYERS, Shrunk, shrink
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from tests.tables import options, rows
 from tests.tiny import LLAMA, tiny_config
 
-GPT3: dict[str, Any] = {
-    "num_layers": 24,
-    "hidden_size": 2048,
-    "ffn_hidden_size": 8192,
-    "num_attention_heads": 16,
-    "kv_channels": 128,
-}
-GPT3 |= {
-    "seq_length": 2048,
-    "vocab_size": 50257,
-    "make_vocab_size_divisible_by": 128,
-    "micro_batch_size": 4,
-    "global_batch_size": 512,
-}
-LLAMA405B: dict[str, Any] = LLAMA | {
-    "num_layers": 126,
-    "hidden_size": 16384,
-    "ffn_hidden_size": 53248,
-    "num_attention_heads": 128,
-}
-LLAMA405B |= {
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "seq_length": 8192,
-    "vocab_size": 128256,
-    "global_batch_size": 64,
-}
-LLAMA405B |= {
-    "tp": 8,
-    "pp": 16,
-    "sp": True,
-    "zero": True,
-    "account_for_embedding_in_pipeline_split": True,
-    "dtype": "bf16",
-}
-LLAMA405B |= {"account_for_loss_in_pipeline_split": True, "rope_scaling_type": "llama3"}
-
+TABLE = rows(Path(__file__).with_name("shrunk.tsv"))
+SETS: dict[str, dict[str, Any]] = {"LLAMA": LLAMA}
+for kind, _, words, name in TABLE:
+    if kind == "set":
+        SETS[name] = options(words, SETS)
+GPT3, LLAMA405B, CHANGED = SETS["GPT3"], SETS["LLAMA405B"], SETS["CHANGED"]
 # every sixth layer sees the whole sequence; some have fewer key/value heads or lack a part
 UNLIKE: dict[str, Any] = LLAMA405B | {
     "num_layers": 62,
@@ -69,42 +40,8 @@ UNLIKE: dict[str, Any] = LLAMA405B | {
     ),
 }
 
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "unlike layers": (64, UNLIKE),
-    "gpt3": (16, GPT3 | {"tp": 4, "pp": 2, "chunks": 2, "pipeline_balance": "even", "hidden_dropout": 0.1}),
-    "llama405b": (512, LLAMA405B),
-    "latent attention": (
-        16,
-        LLAMA405B
-        | {
-            "num_query_groups": None,
-            "kv_channels": None,
-            "pp": 2,
-            "num_layers": 60,
-            "multi_latent_attention": True,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-        }
-        | {"rope_scaling_type": "yarn", "yarn_mscale_all_dim": 1.0, "pipeline_schedule": "1f1b"},
-    ),
-    "mqa": (8, GPT3 | {"tp": 8, "num_query_groups": 1, "add_bias_linear": False}),
-    "copies of key/value heads": (8, GPT3 | {"tp": 8, "num_query_groups": 4, "window_size": 512, "softmax_scale": 0.5}),
-    "part of a head turned": (2, GPT3 | {"position_embedding_type": "rope", "kv_channels": 80, "rotary_percent": 0.4}),
-    "layout": (4, GPT3 | {"pp": 4, "pipeline_model_parallel_layout": "Ettt|(t*7|)*2tttt*4L"}),
-    "uneven by cost": (3, GPT3 | {"pp": 3, "num_layers": 10, "global_batch_size": 4 * 7}),
-    "sgd with a ramp of decay": (
-        2,
-        GPT3
-        | {
-            "optimizer": "sgd",
-            "start_weight_decay": 0.0,
-            "end_weight_decay": 0.1,
-            "weight_decay_incr_style": "linear",
-            "decoupled_lr": 2e-3,
-        },
-    ),
-    "small already": (2, {"tp": 2}),
-}
+CASES = {"unlike layers": (64, UNLIKE)}
+CASES |= {name: (int(ranks), options(words, SETS)) for kind, ranks, words, name in TABLE if kind == "case"}
 
 
 def shrunk(case: str, mode: str = "fp64") -> Shrunk:
@@ -151,73 +88,6 @@ SIZES = {
     "optimizer": "lr min_lr lr_decay_style lr_decay_iters lr_decay_samples decoupled_lr decoupled_min_lr adam_eps",
     "recompute": "",
     "offload": "min_offloaded_tensor_size",
-}
-CHANGED: dict[str, Any] = {"tp": 2, "pp": 2, "chunks": 2, "sp": True, "zero": True, "overlap_grad_reduce": True}
-CHANGED |= {
-    "overlap_param_gather": True,
-    "overlap_p2p_comm": False,
-    "pipeline_receive_depth": 2,
-    "rank_order": "tp-cp-pp-dp",
-}
-CHANGED |= {
-    "microbatch_group_size_per_virtual_pipeline_stage": 3,
-    "distributed_timeout_minutes": 3.0,
-    "allow_tp_across_nodes": True,
-}
-CHANGED |= {"position_embedding_type": "rope", "rotary_base": 500.0, "rotary_percent": 0.5, "rope_scaling_type": "yarn"}
-CHANGED |= {
-    "rope_scaling_factor": 3.0,
-    "normalization": "RMSNorm",
-    "norm_epsilon": 1e-6,
-    "layernorm_zero_centered_gamma": True,
-}
-CHANGED |= {
-    "activation": "swiglu",
-    "add_bias_linear": False,
-    "add_qkv_bias": True,
-    "untie_embeddings_and_output_weights": True,
-}
-CHANGED |= {
-    "qk_layernorm": True,
-    "qk_layernorm_scope": "projection",
-    "norm_position": "around",
-    "embedding_scale": 5.65,
-    "attn_logit_softcapping": 20.0,
-    "final_logit_softcapping": 30.0,
-    "attention_softmax_in_fp32": True,
-}
-CHANGED |= {
-    "hidden_dropout": 0.05,
-    "attention_dropout": 0.15,
-    "seed": 7,
-    "deterministic_mode": True,
-    "label_smoothing": 0.1,
-}
-CHANGED |= {"z_loss": 1e-3, "calculate_per_token_loss": True, "optimizer": "sgd", "weight_decay": 0.3, "clip_grad": 0.7}
-CHANGED |= {
-    "adam_beta1": 0.8,
-    "adam_beta2": 0.95,
-    "sgd_momentum": 0.5,
-    "reset_position_ids": True,
-    "reset_attention_mask": True,
-}
-CHANGED |= {
-    "eod_mask_loss": True,
-    "recompute_granularity": "full",
-    "recompute_method": "block",
-    "recompute_num_layers": 2,
-}
-CHANGED |= {"cpu_offloading_num_layers": 1}
-CHANGED |= {
-    "muon_momentum": 0.5,
-    "muon_nesterov": True,
-    "muon_coefficient_type": "simple",
-    "muon_num_ns_steps": 3,
-    "muon_scale_mode": "shape_scaling",
-    "muon_extra_scale_factor": 0.2,
-    "muon_no_split_qkv": True,
-    "muon_tp_mode": "duplicated",
-    "muon_fp32_matmul_prec": "high",
 }
 
 
