@@ -34,40 +34,7 @@ SRUN_PORTS = 40
 UP_SECONDS, DOWN_SECONDS = 20.0, 5.0
 DEBIAN_PLUGINS = "/usr/lib/{machine}-linux-gnu/slurm-wlm"
 
-CONFIGURATION = """\
-ClusterName=megapipe
-SlurmctldHost={host}
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/munge
-AuthInfo=socket={root}/munge/socket,cred_expire=5
-CredType=cred/munge
-SlurmctldPort={controller_port}
-SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd-%n.pid
-StateSaveLocation={root}/state
-SlurmdSpoolDir={spool}/%n
-SlurmctldLogFile={root}/slurmctld.log
-SlurmdLogFile={root}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin={task_plugin}
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SwitchType=switch/none
-MpiDefault=none
-ReturnToService=2
-SlurmdParameters=config_overrides
-SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
-FirstJobId={first_job}
-KillWait=5
-MailProg=/bin/true
-SrunPortRange={first_srun_port}-{last_srun_port}
-GresTypes=gpu
-{plugins}
-NodeName=n[1-{num_nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{first_node_port}-{last_node_port}] {node}
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
+CONFIGURATION = Path(__file__).with_name("slurm.conf").read_text()
 
 
 def missing() -> str | None:
