@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from megapipe.comm.store_exchange import StoreExchange
 from megapipe.monitor.heartbeat import Heartbeat, read_snapshot
 from megapipe.monitor.process import process_space, start_ticks
 from megapipe.monitor.roster import Member, record_path, records_of, speaks
+from tests.comm.test_meeting import CountingStore
 
 
 def until(question, seconds: float = 10.0) -> bool:  # type: ignore[no-untyped-def]
@@ -61,36 +61,6 @@ def test_a_dead_store_gives_no_answer_within_seconds() -> None:
     began = time.monotonic()
     assert exchange.fetch([1]) == {}
     assert time.monotonic() - began < 10
-
-
-class CountingStore(dist.Store):
-    """A store of this process that counts its requests and its connections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.requests, self.connections = dist.HashStore(), Counter[str](), 0
-
-    def clone(self) -> CountingStore:
-        self.connections += 1
-        return self
-
-    def set_timeout(self, timeout: timedelta) -> None: ...
-
-    def set(self, key: str, value: str) -> None:
-        self.requests["set"] += 1
-        self.inner.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        self.requests["get"] += 1
-        return self.inner.get(key)
-
-    def check(self, keys: list[str]) -> bool:
-        self.requests["check"] += 1
-        return self.inner.check(keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.requests["multi_get"] += 1
-        return [self.inner.get(key) for key in keys]
 
 
 def test_one_rank_publishes_for_its_host_and_another_takes_over(tmp_path: Path) -> None:

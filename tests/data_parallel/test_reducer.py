@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from megapipe.comm.groups import build_process_groups
-from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.store import Sharing
 from megapipe.data_parallel.stores import Stores
 from megapipe.topology import Topology
@@ -87,24 +86,3 @@ def surplus_microbatch(rank: int, world: int) -> None:
 def test_gradient_after_its_reduction_is_an_error(two_ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match=r"down\.weight got a gradient after the reduction of its bucket had started"):
         two_ranks.run(surplus_microbatch)
-
-
-def trace_overlap(rank: int, world: int) -> tuple[list[int], int]:
-    tracer = Tracer()
-    groups = build_process_groups(Topology(dp=world), rank, "gloo", 30.0, tracer)
-    buffers, module = stage_buffers(toy_specs(), Sharing.of(groups, 1)), Toy()
-    buffers.materialize(module, draw)
-    reducer = Stores({0: buffers}, groups)
-    reducer.begin_step(1)
-    module(tokens_of(0, rank)).backward()
-    tracer.event("last backward", "action", 0)
-    reducer.reduce(0)
-    reducer.finish_gradients()
-    (end,) = (event.end_ns for event in tracer.of_kind("action"))
-    return [event.start_ns for event in tracer.of_kind("collective")], end
-
-
-def test_reductions_start_before_the_last_backward_ends(two_ranks: RankPool) -> None:
-    for starts, end_of_backward in two_ranks.run(trace_overlap):
-        assert len(starts) == 3
-        assert max(starts) < end_of_backward

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.model.stage import GPTStage
-from megapipe.monitor.process import host, process_state
+from megapipe.monitor.process import process_state
 from megapipe.train.step import TrainStep
 from tests.faults.disks import fill, free
 from tests.faults.plants import damage_newest, flipped_bit, nan_in_one_microbatch, unreadable_data
@@ -31,7 +31,6 @@ from tests.launch.scripts import Command, launch
 from tests.train.jobs import TINY, job_on_rank
 from tests.train.test_hangs import at_step
 from tests.train.test_saving import contents
-from tests.train.test_stragglers import slow_link, slow_stage
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
 PAUSE_SECONDS = "0.2"  # in every step under the launcher, so that the fault comes in time
@@ -189,27 +188,6 @@ def test_a_fault_is_reported_and_the_next_start_ends_like_an_undisturbed_run(
     seconds = f"{found[0][0] - float((tmp_path / 'struck').read_text()):.1f}" if found else "-"
     lost = undisturbed.assert_recovers(save, tmp_path, fault.most_lost)
     print(f"| {name} | {seconds} | {fault.words[0]} ... | {lost} | bit-exact |")
-
-
-SLOW: dict[str, tuple[Callable[..., None], tuple[int, ...], str]] = {
-    "a slow rank": (slow_stage, (3,), "rank 3 (pp 1, dp 1) on {} is slow: it computes"),
-    "a slow link": (
-        slow_link,
-        (0, 2),
-        "the link between rank 0 (pp 0, dp 0) on {0} and rank 2 (pp 1, dp 0) on {0} is slow",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SLOW)
-def test_a_slow_rank_is_named_and_nothing_is_lost(name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    slow, ranks, words = SLOW[name]
-    with RankPool(NUM_RANKS) as pool:
-        flags = f"{FLAGS} --save {tmp_path}/run --log-straggler --log-interval 4"
-        answers = pool.run(job_on_rank, flags, slow, *ranks)
-    assert [answer[2] for answer in answers] == [None] * NUM_RANKS
-    assert words.format(host()) in answers[0][0], answers[0][0]
-    undisturbed.assert_equal(tmp_path / "run")
 
 
 LAUNCHED: dict[
