@@ -179,7 +179,8 @@ MTP_EXPERTS = GATED | {
     "moe_shared_expert_intermediate_size": 8,
 }
 
-# --- frozen parameters
+# --- beside one process as --verify-grid does it
+NARROW = {"dtype": "bf16", "use_precision_aware_optimizer": True, "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16"}
 TINY_LLAMA = tiny.LLAMA
 PIPELINE = TINY_LLAMA | {"pp": 2, "num_layers": 4}
 
@@ -193,6 +194,8 @@ MODELS: dict[str, Options] = {
     "latent": LATENT_MODEL,
     "prediction": MTP_MODEL,
     "frozen": {},
+    "fp64": {},
+    "native": {},
 }
 SETS = {name: value for name, value in globals().items() if name.isupper() and name not in ("RATES", "SHORT", "MODELS")}
 

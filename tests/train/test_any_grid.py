@@ -171,6 +171,7 @@ NARROW = BF16 | {"use_precision_aware_optimizer": True}
 NARROW |= dict.fromkeys(("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "bf16")
 # (layout and options here, layout and options there, tolerance of the losses there)
 TRIPS = {
+    "sgd, shards to tp2": ("dp4_zero", {"optimizer": "sgd"}, "tp2", {"optimizer": "sgd"}, 1e-6),
     "muon, sharded weights to dp4": ("pp2_dp2_zero3", MUON, "dp4_zero", MUON, 1e-4),
     "muon, tp2 to dp4": ("tp2", MUON, "dp4_zero", MUON, 1e-4),
     "muon, tp2 with shards to pp2": ("tp2_sequence_dp2_zero", MUON, "pp2", MUON, 1e-4),
