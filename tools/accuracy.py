@@ -125,6 +125,27 @@ def sweep_line(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
     return (name, str(len(known)), f"{lost - 1:+.1%}", answer, f"{seen:.3f}", share)
 
 
+def choice_lines(lines: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return a line for each source from the lines of its sweeps, and one for all of them."""
+    by_source: dict[str, list[tuple[str, ...]]] = {}
+    for line in lines:
+        by_source.setdefault(line[0].partition(":")[0], []).append(line)
+    return [
+        *(choice_line(source, of) for source, of in by_source.items()),
+        choice_line(f"all {len(by_source)}", lines),
+    ]
+
+
+def choice_line(source: str, lines: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return how good the choices in the sweeps of a source are."""
+    near = sum(line[3] == "yes" for line in lines)
+    worst = max((line[2] for line in lines), key=lambda lost: float(lost.rstrip("%")))
+    shares = sorted({int(line[5].rstrip("%")) for line in lines if line[5] != "-"})
+    between = f"{shares[0]}% to {shares[-1]}%" if len(shares) > 1 else f"{shares[0]}%"
+    layouts = sum(int(line[1]) for line in lines)
+    return (source, str(len(lines)), str(layouts), f"{near} of {len(lines)}", worst, between)
+
+
 def spread(found: Mapping[str, Sequence[Row]]) -> dict[str, tuple[float, int]]:
     """Return the rms of log((predicted a / predicted b) / (measured a / measured b)) over pairs of layouts of a sweep,
     and their number, by what the two differ in. The error that all layouts of a sweep share cancels.
@@ -169,16 +190,15 @@ SWEEPS = (
     "best over choice, predicted",
     "pairs in order",
 )
+CHOICES = ("source", "sweeps", "layouts", "choice within 5 % of the best", "worst choice over best", "pairs in order")
 
 
 def tables() -> dict[str, str]:
     """Return the tables of docs/time_model.md, by the name of their marker."""
-    lines = [sweep_line(name, rows) for name, rows in sweeps().items()]
-    near = sum(line[3] == "yes" for line in lines)
     return {
         "sources": markdown_table(SOURCES, source_lines()),
         "errors": markdown_table(ERRORS, error_lines()),
-        "sweeps": markdown_table(SWEEPS, [*lines, (f"all {len(lines)}", "", "", f"{near} of {len(lines)}", "", "")]),
+        "choices": markdown_table(CHOICES, choice_lines([sweep_line(name, rows) for name, rows in sweeps().items()])),
     }
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from megapipe.extras.search.spread import SPREAD
 from tests.extras.search.published import sweeps
-from tools.accuracy import PAGE, error_lines, main, spread, sweep_line, tables
+from tools.accuracy import PAGE, choice_line, choice_lines, error_lines, main, spread, sweep_line, tables
 
 # few rows, cheap to plan; the others are compared with --all
 QUICK = ("fms-fsdp", "primus", "deepseek")
-QUICK_SWEEPS = ("bigscience: 14400 x 77 on 352 by microbatch", "primus: Llama-2 7B on 8 MI300X by schedule")
+QUICK_SWEEPS = ("primus: Llama-2 7B on 8 MI300X by schedule",)  # all of that source
 
 
 def text(line: tuple[str, ...]) -> str:
@@ -30,9 +30,22 @@ def test_the_page_states_the_errors_of_a_source(source: str) -> None:
     assert all(text(line) in PAGE.read_text() for line in lines)
 
 
-@pytest.mark.parametrize("name", QUICK_SWEEPS)
-def test_the_page_states_the_choice_of_a_sweep(name: str) -> None:
-    assert text(sweep_line(name, sweeps()[name])) in PAGE.read_text()
+def test_the_page_states_the_choices_of_a_source() -> None:
+    found = [sweep_line(name, sweeps()[name]) for name in QUICK_SWEEPS]
+    assert text(choice_line("primus", found)) in PAGE.read_text()
+
+
+def test_the_choices_of_a_source_are_those_of_its_sweeps() -> None:
+    lines = [
+        ("a: 1", "4", "+0.0%", "yes", "1.000", "90%"),
+        ("a: 2", "6", "+12.5%", "no", "1.010", "-"),
+        ("b: 3", "5", "+4.9%", "yes", "1.000", "100%"),
+    ]
+    assert choice_lines(lines) == [
+        ("a", "2", "10", "1 of 2", "+12.5%", "90%"),
+        ("b", "1", "5", "1 of 1", "+4.9%", "100%"),
+        ("all 2", "3", "15", "2 of 3", "+12.5%", "90% to 100%"),
+    ]
 
 
 def test_the_command_prints_each_row_of_a_source(capsys: pytest.CaptureFixture[str]) -> None:
