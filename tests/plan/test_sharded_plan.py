@@ -204,9 +204,7 @@ LLAMA_PLANS = (
     f"interleaved {CHUNKS} --use-distributed-optimizer",
     f"1f1b {ZERO_2} --data-parallel-sharding-granularity microbatch",
     f"breadth-first {CHUNKS} {ZERO_3}",
-    f"interleaved {CHUNKS} {ZERO_3}",
     f"1f1b {ZERO_3} --data-parallel-sharding-units 16",
-    f"1f1b {ZERO_3} --data-parallel-sharding-granularity step",
 )
 
 
