@@ -1,5 +1,4 @@
-"""Print the table of docs/without_gpu.md: bytes of the fullest rank as planned, as counted by the dry run, and as used
-by real ranks.
+"""Print the bytes of the fullest rank of small grids as planned, as counted by the dry run, and as used by real ranks.
 
 python tools/memory_accuracy.py
 
