@@ -63,8 +63,10 @@ def test_links_between_pages_name_files(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [*sorted(DOCS.glob("*.md")), REPOSITORY / "README.md"], ids=lambda page: page.stem)
 def test_no_line_of_text_begins_with_a_comment(page: Path) -> None:
-    found = re.findall(r"^<!--.*?-->[ \t]*\S.*", page.read_text(encoding="utf-8"), re.MULTILINE)
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^<!--.*?-->[ \t]*\S.*", text, re.MULTILINE)
     assert not found, "the whole line would be HTML, and its links and emphasis stay as they are written"
+    assert not re.findall(r"^[ \t]*%.*", text, re.MULTILINE), "MyST takes a line that begins with % as a comment"
 
 
 def test_pages_that_the_code_names_exist() -> None:
