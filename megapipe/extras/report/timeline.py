@@ -329,9 +329,9 @@ def parts_svg(timeline: Timeline, parts: Parts, width: int | None = None) -> str
         drawn.append(text(x + 32, y, STYLES[op].name))
         x += 150
     note = "dark: attention, dispatch; light: MLP, combine, head; thin lane: all-to-alls; numbers: microbatches"
-    drawn.append(text(x, y, note, fill=SOFT))
+    drawn.append(text(LEFT, y + 18, note, fill=SOFT))
     title = f"{schedule.name} ({schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches), parts of layers"
-    return drawing.page(drawing.bottom + 48, title, f"step {timeline.makespan_seconds:.4g}, {hidden}", drawn)
+    return drawing.page(drawing.bottom + 66, title, f"step {timeline.makespan_seconds:.4g}, {hidden}", drawn)
 
 
 def fill(placement: Placement, rank: int, action: Action) -> str:

@@ -168,7 +168,7 @@ def test_rows_of_parts_are_proven_by_name_or_from_a_file(tmp_path: Path, capsys:
 
 def test_the_picture_of_parts_is_current(tmp_path: Path) -> None:
     path = tmp_path / "expert_schedule.svg"
-    words = "draw dualpipe-v -p 2 -m 5 --experts --layers 4 --dense-layers 0 --head 2 2 2 --width 1500".split()
+    words = "draw dualpipe-v -p 2 -m 4 --experts --layers 4 --dense-layers 0 --head 2 2 2 --width 900".split()
     assert main([*words, "--svg", str(path)]) == 0
     stored = REPOSITORY / "docs" / "images" / "expert_schedule.svg"
     assert path.read_text(encoding="utf-8") == stored.read_text(encoding="utf-8")
