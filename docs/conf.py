@@ -25,6 +25,15 @@ html_css_files = ["site.css"]
 myst_heading_anchors = 4
 
 
+def include_first_link(app, document, source):
+    """Show the file of the repository's root that the first line of a page links to, in place of that line.
+
+    GitHub shows the line as it is, and would show an include directive as code.
+    """
+    options = ":relative-docs: docs/\n:relative-images:\n"
+    source[0] = re.sub(r"\A\[.*?\]\((\.\./\w+\.md)\).*\n", rf"```{{include}} \1\n{options}```\n", source[0])
+
+
 def add_contents(app, document, source):
     """Give the index a table of contents of its links, in the sections of its headings; show the titles of pages."""
     if document == "index":
@@ -48,5 +57,6 @@ def fold_sidebar(app, page, template, context, doctree):
 
 
 def setup(app):
+    app.connect("source-read", include_first_link)
     app.connect("source-read", add_contents)
     app.connect("html-page-context", fold_sidebar, priority=900)  # after the theme has made the tree
