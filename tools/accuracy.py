@@ -106,11 +106,9 @@ def source_lines() -> list[tuple[str, ...]]:
     for name, rows in sorted(by_source.items()):
         head, known = rows[0].source, len(predicted(rows))
         commit = f", commit {head.commit[:7]}" if head.commit else ""
-        lines.append(
-            (name, f"{head.where}{commit}", head.planned_as.name, f"{known} of {len(rows)}", str(len(head.guessed)))
-        )
+        lines.append((name, f"{head.where}{commit}", head.planned_as.name, f"{known} of {len(rows)}"))
     total = sum(int(line[3].split()[0]) for line in lines)
-    return [*lines, (f"all {len(lines)}", "", "", f"{total} of {len(published_rows())}", "")]
+    return [*lines, (f"all {len(lines)}", "", "", f"{total} of {len(published_rows())}")]
 
 
 def sweep_line(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -179,7 +177,7 @@ measured ratios of their times, and the number of pairs; of other differences th
 SPREAD = {'''
 
 
-SOURCES = ("source", "where", "stack", "predicted rows", "guesses")
+SOURCES = ("source", "where", "stack", "predicted rows")
 ERRORS = ("source", "models", "GPUs", "rows", "bias", "rms", "worst")
 OUTSIDE = ("source", "rows", "why not")
 SWEEPS = (

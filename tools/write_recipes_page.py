@@ -53,15 +53,10 @@ SHIPPED_HEADER = (
     "GiB",
     "seconds a step",
     "tokens/s a GPU",
-    "measured",
 )
 GPUS = {"deepseek_v3": "h800", "gpt3_175b": "a100-80", "quickstart": "cpu", "stdlib_llama": "cpu"}
 OTHER_GPU = "h100"  # of the configurations that are not in GPUS
 MORE_FLAGS = dict.fromkeys(("quickstart", "quickstart_gpu", "stdlib_llama"), ("--vocab-size", "2048"))
-MEASURED = {
-    "quickstart": "four to five minutes on two cores ([index.md](index.md))",
-    "stdlib_llama": "4,000 tokens/s ([tutorial.md](tutorial.md))",
-}
 SHARDED = {"optim_grads": "ZeRO-2", "optim_grads_params": "ZeRO-3"}
 HEAD = """# Recipes
 
@@ -178,14 +173,15 @@ def shipped_row(path: Path) -> tuple[str, ...]:
         speed = f"{time.seconds:.3g}", f"{time.tokens_per_second / ranks:,.0f}"
     return (
         *(name, parameters_text(plan), f"{ranks:,} {gpu}", layout_text(plan)),
-        *(gib_text(fullest_rank(plan)[1]), *speed, MEASURED.get(name, "")),
+        *(gib_text(fullest_rank(plan)[1]), *speed),
     )
 
 
 def rows_of_page() -> dict[str, tuple[str, ...]]:
     """Return the cells of every published run on the page."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
-    rows = [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in lines if line.startswith("|")]
+    text = PAGE.read_text(encoding="utf-8").partition("## Published runs")[2] if PAGE.exists() else ""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [tuple(cell.strip() for cell in line.strip("| ").split("|")) for line in lines]
     return {row[0]: row for row in rows if len(row) == len(HEADER)}
 
 

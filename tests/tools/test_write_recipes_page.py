@@ -43,7 +43,7 @@ def test_every_recipe_has_its_real_size_and_the_page_its_flags() -> None:
 def test_every_shipped_configuration_has_a_row_that_fits_its_gpu() -> None:
     rows = {row[0]: row for row in shipped_rows()}
     assert sorted(rows) == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-    for name, (_, _, gpus, _, memory, seconds, rate, _) in rows.items():
+    for name, (_, _, gpus, _, memory, seconds, rate) in rows.items():
         count, kind = gpus.split()
         assert kind in ("h100", "h800", "a100-80", "cpu") and 0 < float(memory) < 76, name
         tokens = float(rate.replace(",", "") or 0) * int(count.replace(",", "")) * float(seconds or 0)
