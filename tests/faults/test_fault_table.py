@@ -1,8 +1,8 @@
-"""The fault table of docs/reliability.md: each fault is injected into real ranks in the middle of a run. It is reported
+"""The faults of docs/reliability.md: each is injected into real ranks in the middle of a run. It is reported
 within seconds, and the next start resumes from the newest complete checkpoint and ends with bitwise the weights of an
 undisturbed run.
 
-`pytest -rP` prints a row of the table for each: seconds from the fault to the first message, and the repeated steps.
+`pytest -rP` prints a row for each: seconds from the fault to the first message, and the repeated steps.
 """
 
 from __future__ import annotations

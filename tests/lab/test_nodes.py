@@ -1,6 +1,6 @@
 """Two machines, each in its network namespace: training over them, a slow link, a cut one, a machine that is lost.
 
-The seconds in docs/reliability.md and docs/doctor.md are printed with pytest -rP.
+The figures of docs/doctor.md are printed with pytest -rP.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_a_hang_is_reported_once_and_ends_all_ranks(
     for word in words:
         assert word in report["text"], report["text"]
     seconds = report["time"] - float((tmp_path / "struck").read_text())
-    print(f"{seconds:.1f} s to the report")  # quoted in docs/reliability.md: pytest -rP
+    print(f"{seconds:.1f} s to the report")
     assert LIMIT_SECONDS * 0.9 < seconds < LIMIT_SECONDS + MOST_SECONDS
     _, sightings = read_folder(tmp_path / "run")  # read by megapipe status afterwards
     assert [sighting.record.step for sighting in sightings if sighting.record is not None] == [3, 3]
