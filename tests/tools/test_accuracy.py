@@ -58,7 +58,7 @@ def test_the_command_prints_each_row_of_a_source(capsys: pytest.CaptureFixture[s
 def test_the_page_has_the_tables_of_the_tool() -> None:
     page = PAGE.read_text()
     for name, table in tables().items():
-        assert f"<!-- {name} -->\n{table}\n<!-- end -->" in page
+        assert f"<!-- {name} -->\n{table}<!-- end -->" in page
 
 
 @dataclass(frozen=True)
