@@ -204,9 +204,7 @@ CASES = [pytest.param(*row[:4], id=row[4]) for row in rows(Path(__file__).with_n
 
 
 @pytest.mark.usefixtures("has_compiler")
-@pytest.mark.parametrize(
-    ("world_size", "flags", "kinds", "groups"), [row[:4] for row in CASES], ids=[row[4] for row in CASES]
-)
+@pytest.mark.parametrize(("world_size", "flags", "kinds", "groups"), CASES)
 def test_a_step_has_all_kinds_of_layers_and_adds_up(world_size: str, flags: str, kinds: str, groups: str) -> None:
     found, _ = roofline_of(f"{SMALL} {flags} --world-size {world_size}".split(), H100)
     assert {described(kind, spec) for kind, (_, spec) in found.layers.items()} == set(kinds.split(" + "))
