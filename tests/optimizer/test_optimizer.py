@@ -157,17 +157,6 @@ def test_overflow_skips_the_step_and_backs_off() -> None:
     assert trainer.optimizer.plain_state()["num_steps"] == 2
 
 
-def test_loss_scale_leaves_norm_and_update_unchanged() -> None:
-    reports, weights = [], []
-    for scale in (1.0, 2.0**10):
-        trainer = Trainer(ADAM, PrecisionConfig(dtype="fp16", loss_scale=scale))
-        trainer.buffers.fill(draw)
-        reports.append(trainer.step(0))
-        weights.append(trainer.weights())
-    assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=2e-2)  # fp16 gradients
-    assert_close(weights[1], weights[0], 1e-2)
-
-
 def test_nan_gradient_updates_nothing_and_is_named() -> None:
     trainer = Trainer(ADAM)
     before = trainer.weights()
@@ -190,30 +179,6 @@ def test_zeros_and_norms_leave_padding_out() -> None:
     report = optimizer.step(1.0, Rates(0.0, 0.0), count_zero_gradients=True)
     assert report.grad_norm == pytest.approx(5.0)
     assert report.num_zeros == 31
-
-
-@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
-@pytest.mark.parametrize("config", [ADAM, SGD], ids=["adamw", "sgd"])
-def test_training_resumed_through_pieces_is_equal_to_the_bit(config: OptimizerConfig, dtype: str) -> None:
-    precision = PrecisionConfig(dtype=dtype)
-    straight, first, second = (Trainer(config, precision) for _ in range(3))
-    for step in range(4):
-        straight.step(step)
-    for step in range(2):
-        first.step(step)
-    second.buffers.fill(lambda spec: torch.zeros(spec.shape))
-    saved = {
-        (state.key, state.piece.spec.name, state.piece.box): state.values.clone() for state in first.optimizer.state()
-    }
-    for state in second.optimizer.state():
-        state.values.copy_(saved.pop((state.key, state.piece.spec.name, state.piece.box)))
-    assert not saved
-    second.optimizer.load_plain_state(first.optimizer.plain_state())
-    second.optimizer.masters_to_parameters()
-    for step in range(2, 4):
-        second.step(step)
-    for name, values in straight.weights().items():
-        assert torch.equal(second.weights()[name], values), name
 
 
 @CONFIGS

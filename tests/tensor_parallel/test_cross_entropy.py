@@ -55,7 +55,7 @@ OPTIONS = [
 
 
 def run_loss(rank: int, world_size: int, true_size: int) -> None:
-    group = tp_group(rank, world_size) if world_size > 1 else Group.alone("tp")
+    group = tp_group(rank, world_size)
     drawn, labels, weights = draw(true_size)
     for label_smoothing, z_loss, soft_cap in OPTIONS:
 
@@ -80,11 +80,6 @@ def run_loss(rank: int, world_size: int, true_size: int) -> None:
 @pytest.mark.parametrize("true_size", [32, 29, 20], ids=["no_padding", "padding", "a_rank_of_padding"])
 def test_loss_and_gradient_equal_one_process(ranks: RankPool, true_size: int) -> None:
     ranks.run(run_loss, true_size)
-
-
-@pytest.mark.parametrize("true_size", [32, 20], ids=["no_padding", "padding"])
-def test_a_group_of_one_is_the_plain_loss(true_size: int) -> None:
-    run_loss(0, 1, true_size)
 
 
 def run_low_precision(rank: int, world_size: int, dtype: torch.dtype) -> None:

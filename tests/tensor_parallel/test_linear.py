@@ -138,9 +138,7 @@ MODES = [
 
 def run_all_modes(rank: int, world_size: int, kind: str, sequence_parallel: bool, chunks: CommChunks = WHOLE) -> None:
     for mode in MODES:
-        run_case(
-            tp_group(rank, world_size) if world_size > 1 else Group.alone("tp"), kind, sequence_parallel, chunks, mode
-        )
+        run_case(tp_group(rank, world_size), kind, sequence_parallel, chunks, mode)
 
 
 @pytest.mark.parametrize("chunks", [WHOLE, CommChunks(3, 3)], ids=["whole", "chunks"])
@@ -181,11 +179,6 @@ def run_low_precision(rank: int, world_size: int, kind: str, dtype: torch.dtype)
 @pytest.mark.parametrize("kind", KINDS)
 def test_low_precision_differs_by_its_rounding_alone(ranks: RankPool, kind: str, dtype: torch.dtype) -> None:
     ranks.run(run_low_precision, kind, dtype)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_group_of_one_is_a_plain_linear(kind: str) -> None:
-    run_all_modes(0, 1, kind, True, CommChunks(2, 2))
 
 
 def run_saved(rank: int, world_size: int, kind: str, recompute: bool) -> list[tuple[int, ...]]:
@@ -316,16 +309,6 @@ def applied(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, sl
         setattr(layer, name, tensor)
     layer.slots = slots or {}
     return layer(x)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck_in_a_group_of_one(kind: str) -> None:
-    generator = torch.Generator().manual_seed(3)
-    x, weight, bias = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
-        for shape in ((3, 2, 4), (5, 4), (5,))
-    )
-    assert torch.autograd.gradcheck(lambda *tensors: applied(kind, *tensors), (x, weight, bias))
 
 
 @pytest.mark.parametrize("kind", KINDS)
