@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,19 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.comm.test_bootstrap import free_port
 from tests.docs_commands import plan_run
 from tests.launch.scripts import REPOSITORY, environment
 from tests.tiny import TINY_FLAGS
 
 LAUNCH = REPOSITORY / "launch"
 JOB = [*TINY_FLAGS, "--mock-data", "--global-batch-size", "4", "--train-iters", "2"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def instructions() -> list[tuple[str, str]]:
