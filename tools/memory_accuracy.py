@@ -1,6 +1,6 @@
 """Print the bytes of the fullest rank of small grids as planned, as counted by the dry run, and as used by real ranks.
 
-python tools/memory_accuracy.py
+python -m tools.memory_accuracy
 
 Each case is trained for one step by real gloo ranks on this machine, counting every storage that an operation creates
 until it is freed. Memory that kernels allocate within an operation is in none of the three.
@@ -8,16 +8,11 @@ until it is freed. Memory that kernels allocate within an operation is in none o
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Sequence
+import torch
 
 from megapipe.api.config import Config
 from megapipe.api.planning import make_plan
-from megapipe.comm.bootstrap import shutdown, start
 from megapipe.comm.groups import build_process_groups
-from megapipe.environment import read_environment
 from megapipe.extras.dry_run.rank import count_rank, count_step
 from megapipe.extras.dry_run.run import difference_text
 from megapipe.extras.streams.ranks import random_batches
@@ -25,6 +20,7 @@ from megapipe.formatting import bytes_text
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.run_plan import RunPlan
 from megapipe.trace.meta import LiveBytes
+from tests.harness import run_ranks
 
 SIZES = (
     "--num-layers 8 --hidden-size 192 --num-attention-heads 8 --seq-length 256 --vocab-size 4000 --micro-batch-size 2"
@@ -53,27 +49,6 @@ CASES: dict[str, tuple[int, str]] = {  # ranks, flags
     "pp 2, ZB-H1": (2, f"{LLAMA} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
     "pp 2, DualPipeV": (2, f"{LLAMA} --pipeline-model-parallel-size 2 --pipeline-schedule dualpipe-v"),
 }
-MEASURE = "--measure"
-MARK = "peak bytes: "
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Print the table, or measure one case as one of its ranks."""
-    if arguments[:1] == [MEASURE]:
-        return measure(arguments[1])
-    print(
-        "| on CPU | planned | dry run | measured | plan to measured | dry run to measured |\n|---|---|---|---|---|---|"
-    )
-    for name, (num_ranks, _) in CASES.items():
-        plan = plan_of(name)
-        measured = measured_peaks(name, num_ranks)
-        rank = max(measured, key=lambda rank: measured[rank])
-        planned = rank_memory(plan, plan.topology.coordinates(rank).pp_rank).total
-        counted = count_rank(plan, rank, random_batches(plan), "cpu", in_full=True).peak
-        cells = [name, *map(bytes_text, (planned, counted, measured[rank]))]
-        cells += [difference_text(measured[rank], planned), difference_text(measured[rank], counted)]
-        print("| " + " | ".join(cells) + " |", flush=True)
-    return 0
 
 
 def plan_of(name: str) -> RunPlan:
@@ -81,26 +56,26 @@ def plan_of(name: str) -> RunPlan:
     return make_plan(Config.from_flags([*SIZES.split(), *flags.split()]), num_ranks)
 
 
-def measured_peaks(name: str, num_ranks: int) -> dict[int, int]:
-    """Return the peak of every rank of a case, trained by real processes."""
-    command = [sys.executable, "-m", "megapipe", "launch", "--nproc-per-node", str(num_ranks), __file__, MEASURE, name]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = [json.loads(line.removeprefix(MARK)) for line in said.splitlines() if line.startswith(MARK)]
-    return dict(found)
-
-
-def measure(name: str) -> int:
-    """Build the runtime, make a step and print the peak, as one rank."""
+def measured_peak(rank: int, world_size: int, name: str) -> int:
+    """Make a step of a case as one of its ranks and return the peak."""
     plan = plan_of(name)
-    world = start(read_environment(), "gloo", 600.0, "cpu", facts_of=lambda _: {})
-    groups = build_process_groups(plan.topology, world.global_rank, world.backend, world.timeout_seconds)
+    groups = build_process_groups(plan.topology, rank, "gloo", 600.0)
     with LiveBytes() as live:
-        count, _ = count_step(plan, groups, world.device, live, random_batches(plan))
-    sys.stdout.write(f"{MARK}{json.dumps([world.global_rank, count.peak])}\n")
-    sys.stdout.flush()
-    shutdown(0)
-    return 0
+        return count_step(plan, groups, torch.device("cpu"), live, random_batches(plan))[0].peak
+
+
+def main() -> None:
+    print("| on CPU | planned | dry run | measured | plan to measured | dry run to measured |")
+    print("|---|---|---|---|---|---|")
+    for name, (num_ranks, _) in CASES.items():
+        plan, measured = plan_of(name), run_ranks(measured_peak, num_ranks, name, timeout=600)
+        rank = max(range(num_ranks), key=measured.__getitem__)
+        planned = rank_memory(plan, plan.topology.coordinates(rank).pp_rank).total
+        counted = count_rank(plan, rank, random_batches(plan), "cpu", in_full=True).peak
+        cells = [name, *map(bytes_text, (planned, counted, measured[rank]))]
+        cells += [difference_text(measured[rank], planned), difference_text(measured[rank], counted)]
+        print("| " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
