@@ -6,9 +6,8 @@
 
 A record holds, from the command line of the checkout at CHECKOUT alone:
 
-    grids        losses and gradient norms of drawn configurations on up to four ranks, or a refusal's exit code
-    quickstart   the same of configs/quickstart.yaml on its eight ranks
-    fixtures     losses and gradient norms of Megatron's curves on all grids of tests/train/test_megatron_curves.py
+    grids        losses and gradient norms of drawn configurations on up to four ranks, or a refusal's exit code, and
+                 of configs/quickstart.yaml on its eight ranks
     plans        numbers that `megapipe plan` prints for drawn configurations, and layouts that its search finds
     simulations  `megapipe schedule simulate --json` of drawn shapes
 
@@ -147,48 +146,23 @@ def drawn_plan(draw: random.Random) -> tuple[int, list[str]]:
     return tp * pp * dp, flags.split()
 
 
+QUICKSTART = (
+    "--vocab-size 2048 --mock-data --train-iters 6 --lr-warmup-iters 2 --lr-wsd-decay-iters 2 --log-interval 1 "
+    "--eval-iters 1"
+)
+
+
 def record_grids(checkout: Checkout) -> list[dict[str, Any]]:
-    draw, found, trained = random.Random(13), [], 0
+    quickstart = ["--config", str(checkout.path / "configs" / "quickstart.yaml"), *QUICKSTART.split()]
+    draw, found, trained = random.Random(13), [{"flags": "quickstart", **checkout.train(8, quickstart)}], 0
+    if found[0]["code"]:
+        raise SystemExit("configs/quickstart.yaml does not train: " + found[0]["message"])
     while trained < NUM_GRIDS:
         world_size, flags = drawn_grid(draw)
         result = checkout.train(world_size, flags)
         trained += result["code"] == 0
         found.append({"ranks": world_size, "flags": " ".join(flags), **result})
         print(f"grid {len(found)}: exit code {result['code']}, {trained} trained", file=sys.stderr, flush=True)
-    return found
-
-
-def record_quickstart(checkout: Checkout) -> list[dict[str, Any]]:
-    config = ["--config", str(checkout.path / "configs" / "quickstart.yaml"), "--vocab-size", "2048", "--mock-data"]
-    steps = "--train-iters 6 --lr-warmup-iters 2 --lr-wsd-decay-iters 2 --log-interval 1 --eval-iters 1"
-    result = checkout.train(8, [*config, *steps.split()])
-    if result["code"]:
-        raise SystemExit("configs/quickstart.yaml does not train, so there is nothing to compare: " + result["message"])
-    return [result]
-
-
-def record_fixtures(checkout: Checkout) -> dict[str, Any]:
-    """Run the functions of the checkout's own test in its own harness."""
-    code = """
-import json
-from tests.harness import run_ranks
-from tests.train.test_megatron_curves import CASES, GPT2, LLAMA, run_curve
-if __name__ == "__main__":
-    found = {}
-    for name, grid in CASES:
-        axes = (GPT2 if name == "megatron_gpt2" else LLAMA)[grid]
-        world = axes.get("tp", 1) * axes.get("pp", 1) * axes.get("dp", 1)
-        rows = run_ranks(run_curve, world, name, axes)[0]
-        found[f"{name} {grid}"] = [[float(loss).hex(), float(norm).hex()] for loss, norm in rows]
-    print(json.dumps(found))
-"""
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "curves.py"
-        script.write_text(code)
-        ended = checkout.run(str(script), folder=checkout.path)
-    if ended.returncode:
-        raise SystemExit(f"fixtures: {ended.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
 
@@ -227,24 +201,9 @@ def record_simulations(checkout: Checkout) -> list[dict[str, Any]]:
 
 PARTS: dict[str, Callable[[Checkout], Any]] = {
     "grids": record_grids,
-    "quickstart": record_quickstart,
-    "fixtures": record_fixtures,
     "plans": record_plans,
     "simulations": record_simulations,
 }
-
-
-def without_messages(value: Any) -> Any:
-    """The record without its messages, which may be worded anew."""
-    if isinstance(value, dict):
-        return {key: without_messages(inner) for key, inner in value.items() if key != "message"}
-    return [without_messages(inner) for inner in value] if isinstance(value, list) else value
-
-
-def entries(record: Any) -> dict[Any, Any]:
-    """The entries of a part of a record by name, or by number."""
-    found = without_messages(record)
-    return found if isinstance(found, dict) else dict(enumerate(found))
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
@@ -254,14 +213,13 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
             print(f"{part:12} not in both records")
             failed = True
             continue
-        ours, theirs = entries(before[part]), entries(after[part])
-        names = [*ours, *(name for name in theirs if name not in ours)]
-        different = [name for name in names if ours.get(name) != theirs.get(name)]
-        print(f"{part:12} {len(names)} compared, {len(different)} different")
-        for name in different[:5]:
-            one, other = (json.dumps(found.get(name))[:600] for found in (ours, theirs))
-            print(f"  {name}:\n    before {one}\n    after  {other}")
-        failed |= bool(different)
+        both = zip(before[part], after[part], strict=False)
+        pairs = [[{**each, "message": ""} for each in pair] for pair in both]  # messages may be reworded
+        different = [pair for pair in pairs if pair[0] != pair[1]]
+        print(f"{part:12} {len(pairs)} compared, {len(different)} different")
+        for pair in different[:5]:
+            print("  before {}\n  after  {}".format(*(json.dumps(each)[:600] for each in pair)))
+        failed |= bool(different) or len(before[part]) != len(after[part])
     return int(failed)
 
 
