@@ -11,15 +11,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_a_small_round_prints_a_row_for_each_figure(tmp_path: Path) -> None:
-    arguments = ["--ranks", "2", "--mebibytes", "64", "--tensors", "50", "--rounds", "1", "--markdown"]
+    arguments = ["--ranks", "2", "--mebibytes", "64", "--rounds", "1", "--markdown"]
     command = [sys.executable, "tools/bench/bench_checkpoint.py", "--folder", str(tmp_path), *arguments]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
     titles = [row[0] for row in rows[2:]]
-    assert (
-        titles[1] == "save, 0.0625 GiB, 2 ranks" and titles[-1] == "load 50 tensors in 100 pieces" and len(titles) == 8
-    )
+    assert titles[1] == "save, 0.0625 GiB, 2 ranks" and len(titles) == 6
     assert all(float(row[1].split()[0]) > 0 for row in rows[2:])
     assert list(tmp_path.iterdir()) == []

@@ -1,33 +1,30 @@
 #!/usr/bin/env python3
-"""Compare saving and loading with `dd` on the same disk: a large state written by several ranks, and many small
-tensors.
+"""Compare saving and loading a large state by several ranks with `dd` on the same disk.
 
 python tools/bench/bench_checkpoint.py --folder /some/disk
 python tools/bench/bench_checkpoint.py --folder /some/disk --check --markdown
 
 dd writes and syncs as many bytes (`conv=fsync`) and reads them; the ranks save and load, both reading after the pages
-were dropped from the cache. In every other round the ranks come first. --check exits with 1 if saving or loading
-reaches less than 80 % of dd (medians).
+were dropped from the cache. In every other round the ranks come first, since the second finds a disk that has just been
+written to. --check exits with 1 if saving or loading reaches less than 80 % of dd (medians).
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
-import resource
 import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
 import torch
-from bench_processes import Ranks, exit_code, make_parser
+from bench_processes import Ranks, exit_code, join, make_parser
 from bench_table import as_markdown
 
 from megapipe.checkpoint.disk import Disk
@@ -35,157 +32,89 @@ from megapipe.checkpoint.folder import KEEP_ALL, open_folder
 from megapipe.checkpoint.load import load_tensors
 from megapipe.checkpoint.save import Attempt, BackgroundSave, Extras, Staging, save_checkpoint
 from megapipe.checkpoint.shard import BLOCK_BYTES, TensorBox
-from megapipe.comm.bootstrap import shutdown, start
+from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import barrier
-from megapipe.comm.groups import Group, build_process_groups
-from megapipe.environment import Environment
+from megapipe.comm.groups import Group
 from megapipe.formatting import text_table
 from megapipe.sharding.boxes import Box
 from megapipe.topology import Topology
 
 MIN_RATIO = 0.8
-COLUMNS = 1024  # of a large tensor, fp32
-LARGE_BYTES = 64 << 20  # of one large tensor over all ranks
-SMALL_SHAPE = (64, 32)
+COLUMNS = 1024  # of a tensor, fp32
+TENSOR_BYTES = 64 << 20  # of one tensor over all ranks
 TIMEOUT_SECONDS = 300.0
 SETTLE_SECONDS = 1.0
+Task = tuple[str, Path]  # 'save', 'load' or 'background' (a save in the background), and the folder
+Seconds = dict[str, list[float]]  # by row, of all rounds
 
 
-@dataclass(frozen=True)
-class Task:
-    """A task for the ranks: 'save', 'load' or 'background' (a save in the background) of the large or the small state,
-    in or from a folder."""
-
-    kind: str
-    folder: Path
-    is_small: bool = False
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The result of a task on one rank.
-
-    memory_bytes: the rank's peak above what it held before. waited_seconds: of 'background', for the copy.
-    """
-
-    seconds: float
-    memory_bytes: int
-    waited_seconds: float = 0.0
-
-
-@dataclass
-class Figures:
-    """Seconds of all rounds by row, and memory by row: the most of any rank and round."""
-
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    memory: dict[str, int] = field(default_factory=dict)
-
-    def add(self, row: str, seconds: float, memory_bytes: int = 0) -> None:
-        self.seconds.setdefault(row, []).append(seconds)
-        self.memory[row] = max(self.memory.get(row, 0), memory_bytes)
-
-    def median(self, row: str) -> float:
-        return median(self.seconds[row])
-
-
-class Rank:
-    """One rank with a large and a small state, both cut by rows."""
-
-    def __init__(self, rank: int, world: int, port: int, sizes: tuple[int, int]) -> None:
-        torch.set_num_threads(1)
-        here = Environment(rank, world, rank, world, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
-        joined = start(here, "gloo", TIMEOUT_SECONDS, "cpu", facts_of=lambda _: {})
-        topology = Topology(tp=1, cp=1, pp=1, dp=world)
-        self._group: Group = build_process_groups(topology, rank, joined.backend, TIMEOUT_SECONDS).world
-        state_bytes, num_small = sizes
-        rows = LARGE_BYTES // (4 * COLUMNS)
-        self._states = {
-            False: self._boxes(state_bytes // LARGE_BYTES, (rows, COLUMNS)),
-            True: self._boxes(num_small, SMALL_SHAPE),
-        }
-        self._staging = Staging()
-
-    def do(self, task: Task) -> Answer:
-        boxes = self._states[task.is_small]
-        barrier(self._group)
-        before = _reset_peak()
-        began = time.perf_counter()
-        waited = 0.0
-        if task.kind == "save":
-            save_checkpoint(task.folder, 1, boxes, Extras({}, ""), self._group)
-        elif task.kind == "background":
-            attempt = Attempt(Disk(), task.folder, 1, Extras({}, ""), KEEP_ALL, BLOCK_BYTES)
-            report = BackgroundSave(attempt, boxes, self._group, self._staging).finish()
-            waited = report.waited_seconds or 0.0
-        else:
-            load_tensors(open_folder(task.folder / "step_00000001"), boxes, self._group)
-        return Answer(time.perf_counter() - began, _peak() - before, waited)
-
-    def _boxes(self, count: int, shape: tuple[int, int]) -> list[TensorBox]:
-        generator = torch.Generator().manual_seed(self._group.rank)
-        rows = shape[0] // self._group.size
-        box = Box((self._group.rank * rows, 0), (rows, shape[1]))
-        memory = torch.rand(count, rows * shape[1], generator=generator)  # some disks compress zeros
-        return [TensorBox(f"master/w{index}", shape, box, memory[index]) for index in range(count)]
-
-
-def serve(connection: Connection, rank: int, world: int, port: int, sizes: tuple[int, int]) -> None:
-    """Run tasks on a rank until None comes."""
-    worker = Rank(rank, world, port, sizes)
+def serve(connection: Connection, rank: int, world: int, port: int, state_bytes: int) -> None:
+    """Answer tasks on the state of a rank, cut by rows, with (seconds, seconds that a training waits) until None."""
+    group = join(rank, world, port, Topology(dp=world), TIMEOUT_SECONDS).world
+    count, shape = state_bytes // TENSOR_BYTES, (TENSOR_BYTES // (4 * COLUMNS), COLUMNS)
+    box = Box((rank * (shape[0] // world), 0), (shape[0] // world, COLUMNS))
+    torch.manual_seed(rank)
+    memory = torch.rand(count, box.shape[0] * COLUMNS)  # some disks compress zeros
+    boxes = [TensorBox(f"master/w{index}", shape, box, memory[index]) for index in range(count)]
+    staging = Staging()
     connection.send("ready")
     while (task := connection.recv()) is not None:
-        connection.send(worker.do(task))
+        connection.send(do(task, boxes, group, staging))
     shutdown(0)
 
 
-def do(ranks: Ranks, task: Task) -> Answer:
-    """Run a task on all ranks; return the seconds of the slowest and the largest memory."""
-    answers = ranks.order(task, TIMEOUT_SECONDS)
-    return Answer(*map(max, zip(*map(dataclasses.astuple, answers), strict=True)))
+def do(task: Task, boxes: Sequence[TensorBox], group: Group, staging: Staging) -> tuple[float, float]:
+    kind, folder = task
+    barrier(group)
+    began, waited = time.perf_counter(), 0.0
+    if kind == "save":
+        save_checkpoint(folder, 1, boxes, Extras({}, ""), group)
+    elif kind == "background":
+        attempt = Attempt(Disk(), folder, 1, Extras({}, ""), KEEP_ALL, BLOCK_BYTES)
+        waited = BackgroundSave(attempt, boxes, group, staging).finish().waited_seconds or 0.0
+    else:
+        load_tensors(open_folder(folder / "step_00000001"), boxes, group)
+    return time.perf_counter() - began, waited
 
 
-def one_round(ranks: Ranks, folder: Path, state_bytes: int, figures: Figures, dd_first: bool) -> None:
-    """Run dd and the ranks in turn: the second one finds a disk that has just been written to, so the order
-    alternates."""
-    raw, saved, small = folder / "dd", folder / "saved", folder / "small"
+def one_round(ranks: Ranks, folder: Path, state_bytes: int, found: Seconds, dd_first: bool) -> None:
+    """Run dd and the ranks in turn, and then a save in the background."""
+    raw, saved = folder / "dd", folder / "saved"
 
     def of_dd() -> None:
-        figures.add("dd write", dd(f"if=/dev/zero of={raw}", state_bytes, "conv=fsync"))
+        found["dd write"].append(dd(f"if=/dev/zero of={raw}", state_bytes, "conv=fsync"))
         drop(raw)
-        figures.add("dd read", dd(f"if={raw} of=/dev/null", state_bytes))
+        found["dd read"].append(dd(f"if={raw} of=/dev/null", state_bytes))
         raw.unlink()
         settle()
 
     def of_ranks() -> None:
-        timed(ranks, figures, "save", Task("save", saved))
-        timed(ranks, figures, "load", Task("load", saved))
+        found["save"].append(slowest(ranks, ("save", saved))[0])
+        for path in saved.rglob("*.safetensors"):
+            drop(path)
+        found["load"].append(slowest(ranks, ("load", saved))[0])
         shutil.rmtree(saved)
         settle()
 
     for turn in (of_dd, of_ranks) if dd_first else (of_ranks, of_dd):
         turn()
-    figures.add("wait", timed(ranks, figures, "save in background", Task("background", saved)).waited_seconds)
+    seconds, waited = slowest(ranks, ("background", saved))
+    found["save in background"].append(seconds)
+    found["wait"].append(waited)
     shutil.rmtree(saved)
-    timed(ranks, figures, "save small", Task("save", small, is_small=True))
-    timed(ranks, figures, "load small", Task("load", small, is_small=True))
-    shutil.rmtree(small)
     settle()
+
+
+def slowest(ranks: Ranks, task: Task) -> tuple[float, float]:
+    """Run a task on all ranks and return the largest of their answers."""
+    seconds, waited = zip(*ranks.order(task, TIMEOUT_SECONDS), strict=True)
+    return max(seconds), max(waited)
 
 
 def settle() -> None:
     """Wait until the disk is idle."""
     os.sync()
     time.sleep(SETTLE_SECONDS)
-
-
-def timed(ranks: Ranks, figures: Figures, row: str, task: Task) -> Answer:
-    """Time a task; loads find nothing in the page cache."""
-    if task.kind == "load":
-        for path in task.folder.rglob("*.safetensors"):
-            drop(path)
-    answer = do(ranks, task)
-    figures.add(row, answer.seconds, answer.memory_bytes)
-    return answer
 
 
 def dd(what: str, num_bytes: int, *more: str) -> float:
@@ -203,45 +132,29 @@ def drop(path: Path) -> None:
     os.close(descriptor)
 
 
-def lines(figures: Figures, state_bytes: int, num_small: int, world: int) -> list[tuple[str, ...]]:
-    """Return the table: task, median seconds [min, max], rate, share of dd, memory of a rank above its tensors."""
+def lines(found: Seconds, state_bytes: int, world: int) -> list[tuple[str, ...]]:
+    """Return the table: task, median seconds [min, max], rate, share of dd."""
     size = f"{state_bytes / (1 << 30):g} GiB"
-    rows = [
-        ("dd write", f"`dd conv=fsync`, {size}", state_bytes, None),
-        ("save", f"save, {size}, {world} ranks", state_bytes, "dd write"),
-        ("save in background", f"save during training, {size}, {world} ranks", state_bytes, "dd write"),
-        ("wait", "- of which the training waits", state_bytes, None),
-        ("dd read", f"`dd` read, {size}, not in the page cache", state_bytes, None),
-        ("load", f"load, {size}, {world} ranks, not in the page cache", state_bytes, "dd read"),
-        ("save small", f"save {num_small:,} tensors in {num_small * world:,} pieces", 0, None),
-        ("load small", f"load {num_small:,} tensors in {num_small * world:,} pieces", 0, None),
-    ]
-    table: list[tuple[str, ...]] = []
-    for row, title, num_bytes, baseline in rows:
-        seconds = figures.seconds[row]
+    titles = {
+        "dd write": (f"`dd conv=fsync`, {size}", None),
+        "save": (f"save, {size}, {world} ranks", "dd write"),
+        "save in background": (f"save during training, {size}, {world} ranks", "dd write"),
+        "wait": ("- of which the training waits", None),
+        "dd read": (f"`dd` read, {size}, not in the page cache", None),
+        "load": (f"load, {size}, {world} ranks, not in the page cache", "dd read"),
+    }
+    table: list[tuple[str, ...]] = [("", "seconds [least, most]", "GB/s", "of dd")]
+    for row, (title, baseline) in titles.items():
+        seconds = found[row]
         spread = f"{median(seconds):.2f} [{min(seconds):.2f}, {max(seconds):.2f}]"
-        rate = f"{num_bytes / median(seconds) / 1e9:.2f}" if num_bytes else ""
-        ratio = "" if baseline is None else f"{ratio_of(figures, row, baseline):.2f}"
-        memory = f"{figures.memory[row] / (1 << 20):.0f}" if figures.memory[row] else ""
-        table.append((title, spread, rate, ratio, memory))
+        ratio = "" if baseline is None else f"{ratio_of(found, row, baseline):.2f}"
+        table.append((title, spread, f"{state_bytes / median(seconds) / 1e9:.2f}", ratio))
     return table
 
 
-def ratio_of(figures: Figures, row: str, baseline: str) -> float:
+def ratio_of(found: Seconds, row: str, baseline: str) -> float:
     """Return the speed of a row as a share of dd's, by medians."""
-    return figures.median(baseline) / figures.median(row)
-
-
-def _reset_peak() -> int:
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current memory
-    return _peak()
-
-
-def _peak() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return median(found[baseline]) / median(found[row])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -253,7 +166,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mebibytes", type=int, default=2048, help="size of the large state over all ranks (default: 2048)"
     )
-    parser.add_argument("--tensors", type=int, default=5000, help="number of small tensors (default: 5000)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, whose medians are printed (default: 5)")
     parser.add_argument(
         "--check", action="store_true", help=f"exit code 1 if saving or loading is below {MIN_RATIO:g} of dd"
@@ -264,23 +176,22 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    state_bytes = max(1, (arguments.mebibytes << 20) // LARGE_BYTES) * LARGE_BYTES
+    state_bytes = max(1, (arguments.mebibytes << 20) // TENSOR_BYTES) * TENSOR_BYTES
     folder: Path = arguments.folder / f"bench_checkpoint_{os.getpid()}"
-    figures = Figures()
+    found: Seconds = defaultdict(list)
     folder.mkdir(parents=True)
-    ranks = Ranks("save and load", arguments.ranks, serve, (state_bytes, arguments.tensors))
+    ranks = Ranks("save and load", arguments.ranks, serve, state_bytes)
     try:
         ranks.answers(TIMEOUT_SECONDS)
         for number in range(arguments.rounds):
-            one_round(ranks, folder, state_bytes, figures, dd_first=number % 2 == 0)
+            one_round(ranks, folder, state_bytes, found, dd_first=number % 2 == 0)
         ranks.close(None)
     finally:
         ranks.kill()
         shutil.rmtree(folder)
-    heads = ("", "seconds [least, most]", "GB/s", "of dd", "MiB above the tensors")
-    rows = [heads, *lines(figures, state_bytes, arguments.tensors, arguments.ranks)]
+    rows = lines(found, state_bytes, arguments.ranks)
     print(as_markdown(rows) if arguments.markdown else "\n".join(text_table(rows, left=(0,))))
-    worst = min(ratio_of(figures, "save", "dd write"), ratio_of(figures, "load", "dd read"))
+    worst = min(ratio_of(found, "save", "dd write"), ratio_of(found, "load", "dd read"))
     if arguments.check and worst < MIN_RATIO:
         print(f"{worst:.2f} of dd, below the minimum of {MIN_RATIO:g}", file=sys.stderr)
         return 1

@@ -18,15 +18,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from bench_processes import BenchError, Ranks, exit_code, machine_text, make_parser
+from bench_processes import BenchError, Ranks, exit_code, join, machine_text, make_parser
 
-from megapipe.comm.bootstrap import shutdown, start
+from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import barrier
-from megapipe.comm.groups import ContextGroups, Group, build_process_groups
+from megapipe.comm.groups import ContextGroups, Group
 from megapipe.config.config import resolve_model
 from megapipe.config.layers import layer_configs
 from megapipe.config.model import ModelConfig
-from megapipe.environment import Environment
 from megapipe.layers.table import RankShape
 from megapipe.model.attention import fused_attention
 from megapipe.model.block_attention import FusedBlocks
@@ -61,10 +60,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def rank_main(connection: Connection, rank: int, ranks: int, port: int, own: argparse.Namespace) -> None:
     """Compute on one rank: for each kind the seconds of every repeat."""
-    torch.set_num_threads(1)
-    local = Environment(rank, ranks, rank, ranks, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
-    start(local, "gloo", TIMEOUT_SECONDS, "cpu", facts_of=lambda _: {})
-    cp = build_process_groups(Topology(cp=own.cp), rank, "gloo", TIMEOUT_SECONDS).cp
+    cp = join(rank, ranks, port, Topology(cp=own.cp), TIMEOUT_SECONDS).cp
     connection.send(seconds_of_kinds(cp, own))
     connection.recv()  # until all have answered
     shutdown(0)

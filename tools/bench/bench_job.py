@@ -16,21 +16,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench_processes import join
 from plain_loop import PlainLoop, Shape
 from torch import Tensor
 
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.comm.bootstrap import shutdown, start
+from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import barrier
-from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.config.config import Config
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.training import OptimizerConfig, TrainingConfig
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.environment import Environment
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
@@ -116,13 +115,9 @@ class MegapipeJob:
 
     def __init__(self, shape: Shape, grid: Grid, rank: int, port: int) -> None:
         self.plan = make_plan(shape, grid)
-        here = Environment(
-            rank, grid.world, rank, grid.world, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single"
-        )
-        world = start(here, "gloo", TIMEOUT_SECONDS, "cpu", facts_of=lambda _: {})
+        groups = join(rank, grid.world, port, self.plan.topology, TIMEOUT_SECONDS)
         self.tracer = Tracer() if grid.pp > 1 else None
-        groups = build_process_groups(self.plan.topology, rank, world.backend, world.timeout_seconds)
-        self.runtime = TrainingRuntime(self.plan, groups, world.device, tracer=self.tracer)
+        self.runtime = TrainingRuntime(self.plan, groups, torch.device("cpu"), tracer=self.tracer)
         self._train = TrainStep(self.runtime)
         self._shape, self._rows, self._number = shape, draw_rows(shape), 0
 

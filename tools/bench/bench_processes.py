@@ -9,9 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megapipe.environment import Environment
 from megapipe.errors import MegapipeError
+from megapipe.topology import Topology
+
+if TYPE_CHECKING:
+    from megapipe.comm.groups import ProcessGroups
 
 
 class BenchError(Exception):
@@ -88,6 +93,19 @@ class Ranks:
     def kill(self) -> None:
         for process, _ in self._ranks:
             process.kill()
+
+
+def join(rank: int, ranks: int, port: int, topology: Topology, timeout_seconds: float) -> ProcessGroups:
+    """Make this process, with one thread, a rank of a gloo job of this machine."""
+    import torch
+
+    from megapipe.comm.bootstrap import start
+    from megapipe.comm.groups import build_process_groups
+
+    torch.set_num_threads(1)
+    here = Environment(rank, ranks, rank, ranks, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
+    start(here, "gloo", timeout_seconds, "cpu", facts_of=lambda _: {})
+    return build_process_groups(topology, rank, "gloo", timeout_seconds)
 
 
 def free_port() -> int:

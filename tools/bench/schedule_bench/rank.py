@@ -12,12 +12,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from bench_processes import join
 
-from megapipe.comm.bootstrap import shutdown, start
+from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import all_reduce
-from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
+from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.comm.trace import Event, Tracer
-from megapipe.environment import Environment
 from megapipe.schedule.action import COMPUTE_OPS, parse_action
 from megapipe.schedule.schedule import Schedule
 from megapipe.topology import Topology
@@ -75,11 +75,8 @@ def serve(connection: Connection, rank: int, ranks: int, port: int, real_time: b
 
     Answers first if that was permitted.
     """
-    torch.set_num_threads(1)
     connection.send(real_time and _enter_real_time())
-    here = Environment(rank, ranks, rank, ranks, 1, 0, master_addr="127.0.0.1", master_port=port, launcher="single")
-    start(here, "gloo", TIMEOUT_SECONDS, "cpu", facts_of=lambda _: {})
-    groups = build_process_groups(Topology(pp=ranks), rank, "gloo", TIMEOUT_SECONDS)
+    groups = join(rank, ranks, port, Topology(pp=ranks), TIMEOUT_SECONDS)
     others = {name: new_group(ranks, TIMEOUT_SECONDS) for name in ("torch", "floor")}
     gc.collect()
     gc.freeze()  # existing objects are no garbage: collections in the steps skip them
