@@ -1,31 +1,30 @@
-"""The GPU benchmark runs at a tiny size; its figures are not checked."""
+"""The benchmark of layers runs at a tiny size; its figures are not checked."""
 
 from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from megapipe.tensor_parallel.fp8 import fp8_unsupported_reason
-from tests.tools.test_bench_gpu import TINY, bench
 
 pytestmark = [pytest.mark.gpu, pytest.mark.compiles, pytest.mark.timeout(300)]  # a contender is a compiled model
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_all_contenders_agree_and_are_timed() -> None:
-    fp8 = ["megapipe-fp8"] if fp8_unsupported_reason(torch.device("cuda")) is None else []
-    words = (
-        "--device",
-        "cuda",
-        "--dtype",
-        "bf16",
-        "--kernels",
-        "--contenders",
-        "megapipe",
-        *fp8,
-        "plain",
-        "transformers",
-    )
-    done = bench(*TINY, *words)
+@pytest.mark.parametrize("part", ["layer-peers", "layer-fp8"])
+def test_all_contenders_agree_and_are_timed(part: str, tmp_path: Path) -> None:
+    reason = fp8_unsupported_reason(torch.device("cuda")) if part == "layer-fp8" else None
+    if reason is not None:
+        pytest.skip(reason)
+    file = tmp_path / "figures.json"
+    words = ["tools/bench/card.py", part, "--shape", "tiny", "--json", str(file)]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "megapipe, peak memory: planned" in done.stdout and "| GEMM |" in done.stdout
-    assert "fp8 GEMM to GEMM" in done.stdout or not fp8
+    figures = json.loads(file.read_text())["figures"]
+    assert figures[f"{part}.2 layers.GEMM"] > 0
+    assert {"layer-peers": "layer-peers.megapipe to torch.compile", "layer-fp8": "layer-fp8.fp8 GEMM"}[part] in figures

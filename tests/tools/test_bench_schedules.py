@@ -36,7 +36,7 @@ def test_a_quick_run_measures_every_contender_and_fills_the_page(tmp_path: Path)
         str(page),
     )
     assert done.returncode == 0, done.stderr
-    emulated, v_shape, real, *experts = json.loads(figures.read_text())
+    emulated, v_shape, real, *experts = json.loads(figures.read_text())["cases"]
     assert list(emulated["contenders"]) == ["megapipe", "torch", "floor"]
     assert [found["peak"] for found in emulated["contenders"].values()] == [[2, 1]] * 3  # 1F1B keeps p - r microbatches
     assert {found["delayed"] for found in emulated["contenders"].values()} == {0}

@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,14 +31,15 @@ FIGURES = {  # one of each part, that its twin has too
     "muon": "muon to adam",
     "optimizer": "torch.bytes a second",
     "memory": "latent attention.allocated",
+    "rank": "step",
     "graphs": "launches on",
     "compile": "tiny.steps, off to on",
     "offload": "memory freed",
     "carveout": "off to on",
-    "pipeline-8": "emulated.1f1b p 2.torch",
+    "primitives": "loss backward TB/s",
 }
 
-QUICK = ("optimizer", "muon")
+QUICK = ("optimizer", "muon", "primitives")
 
 Tools = Callable[[str], ModuleType]
 
@@ -88,10 +89,7 @@ def test_a_twin_measures_what_a_card_would(
 
 # train-1.5b has the twin of train-0.5b
 @pytest.mark.parametrize("name", [name for name in FIGURES if name not in (*QUICK, "train-1.5b")])
-def test_a_longer_twin_measures_what_a_card_would(
-    name: str, tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tools("card_bench.pipeline"), "resources", lambda: SimpleNamespace(cores=2))
+def test_a_longer_twin_measures_what_a_card_would(name: str, tools: Tools, tmp_path: Path) -> None:
     code, found = run(tools, tmp_path / "figures.json", name)
     assert code == 0 and f"{name}.{FIGURES[name]}" in found["figures"], found["failed"]
 
@@ -138,8 +136,9 @@ def test_the_time_limit_ends_a_part_and_leaves_out_the_rest(
         (["muon", "--seconds", "0"], "--seconds"),
         (["muon", "--seconds", "nan"], "--seconds"),
         (["muon", "--json", "no/such/folder.json"], "--json"),
+        (["muon", "--check"], "--check"),
     ],
-    ids=["name", "no name", "seconds", "nan", "json"],
+    ids=["name", "no name", "seconds", "nan", "json", "check"],
 )
 def test_a_call_that_cannot_run_is_one_message(
     words: list[str], key: str, tools: Tools, capsys: pytest.CaptureFixture[str]
@@ -161,11 +160,12 @@ def test_what_a_card_runs_is_planned_and_fits_into_80_gigabytes(tools: Tools, on
     features, switches, memory, training, jobs = (
         tools(f"card_bench.{name}") for name in ("features", "switches", "memory", "training", "jobs")
     )
-    flags = [features.EXPERTS, features.LATENT, f"{features.OF_8B} --optimizer-impl compiled", features.OF_8B]
+    flags = [features.EXPERTS, features.LATENT, f"{features.UPDATED} --optimizer-impl compiled", features.UPDATED]
     flags += [f"{jobs.QWEN_05B} {features.SMALL_BATCH} --optimizer muon", f"{switches.SMALL} {switches.GRAPHS}"]
     flags += [f"--num-layers 8 --seq-length 4096 {switches.LAYERS_OF_8B} {switches.OFFLOAD}"]
     flags += [*switches.BLOCKS_OF.values(), features.RING_HEADS["cuda"] + " " + features.SMALL_BATCH]
     flags += [training.flags_of(on_card, name) for name in training.MODELS]
+    flags += jobs.SHAPES.values()
     plans = [jobs.plan_of(on_card, each) for each in flags]
     plans += [memory.plan_for(on_card, name) for name in memory.CONFIGURATIONS]
     assert len(memory.CONFIGURATIONS) == 12
@@ -183,6 +183,50 @@ def test_models_of_the_published_rows_have_their_parameters(tools: Tools, on_car
         assert plan.batch.full * plan.config.model.seq_length == 524_288
 
 
+def test_a_peer_that_computes_something_else_fails(
+    tools: Tools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tools("card_bench.plain"), "rotated", lambda x, cos, sin: x)
+    layers = tools("card_bench.layers")
+    monkeypatch.setattr(layers, "PEERS", {"torch.compile": layers.PEERS["torch.compile"]})
+    code, found = run(tools, tmp_path / "figures.json", "layer-peers")
+    assert code == 1 and list(found["failed"]) == ["agreement of 2 layers, torch.compile"]
+
+
+def test_a_missed_bar_fails_a_check_and_a_missed_goal_does_not(tools: Tools, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = tools("card")
+    monkeypatch.setattr(card, "refusal", lambda arguments: None)
+    for is_goal, code in ((True, 0), (False, 1)):
+        part = card.Part(lambda report: report.bar("speed", 0.7, 0.75, is_goal=is_goal), 1)  # noqa: B023
+        monkeypatch.setitem(card.PARTS, "muon", part)
+        assert card.main(["muon", "--device", "cpu", "--check"]) == code
+        assert card.main(["muon", "--device", "cpu"]) == 0
+
+
+def test_ratios_are_formed_within_a_round(tools: Tools) -> None:
+    """In the second round everything is ten times slower."""
+    turns, slow = tools("card_bench.turns"), (1.0, 10.0, 1.0)
+    steps = {name: [turns.Turn(each * factor, 0.1) for factor in slow] for name, each in (("a", 0.25), ("b", 0.3))}
+    measured = turns.Measured(steps, {turns.GEMM: [500e12 / factor for factor in slow]}, 100e12)
+    assert measured.ratio("a", turns.GEMM) == pytest.approx(0.8) and measured.ratio("a", "b") == pytest.approx(1.2)
+    assert measured.speedup("a", "b") == pytest.approx(0.4 / 0.35)
+
+
+@pytest.mark.parametrize(
+    ("name", "mine", "step"),
+    [
+        ("plain", [(10.0, 2.0), (9.9, 1.9)], None),
+        ("plain", [(10.0, 2.0), (9.9, 2.0)], 2),
+        ("fp8 by tensor", [(10.05, 2.06), (9.9, 1.95)], None),
+        ("fp8 by tensor", [(10.05, 2.3), (9.9, 1.9)], 1),
+        ("fp8 by tensor", [(float("nan"), 2.0), (9.9, 1.9)], 1),
+    ],
+)
+def test_fp8_has_separate_bounds(name: str, mine: list[tuple[float, float]], step: int | None, tools: Tools) -> None:
+    found = tools("card_bench.agreement").compared(name, "megapipe", mine, [(10.0, 2.0), (9.9, 1.9)], "bf16")
+    assert (found.holds, found.step) == (step is None, step)
+
+
 @pytest.mark.parametrize(
     ("name", "launches"),
     [
@@ -195,4 +239,4 @@ def test_models_of_the_published_rows_have_their_parameters(tools: Tools, on_car
     ],
 )
 def test_calls_that_launch_kernels_are_counted(name: str, launches: bool, tools: Tools) -> None:
-    assert bool(re.match(tools("gpu_bench.timing").LAUNCH, name)) is launches
+    assert bool(re.match(tools("card_bench.timing").LAUNCH, name)) is launches

@@ -24,11 +24,10 @@ from megapipe.config.load import load_config
 from megapipe.plan.hardware import hardware_of
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.resolve import resolve
-from megapipe.plan.step_time import predict_step
 
 ROOT = Path(__file__).resolve().parents[2]
 H100, TORCH = "NVIDIA H100 80GB HBM3", "2.11.0"
-REAL = ("facts", "primitives", "nccl-order", "grid-8", "rank")
+REAL = ("facts", "primitives", "nccl-order", "grid-8", "rank", "pipeline-8")
 STUBS = {
     "fails": "print('seen'); raise SystemExit(3)",
     "hangs": "import time; print('waiting', flush=True); time.sleep(60)",
@@ -328,29 +327,6 @@ def test_a_grid_with_other_losses_has_failed(first_day: ModuleType, tmp_path: Pa
         assert bool(found.problem) == fails and set(found.figures) == {"loss"}, "ranks that share a GPU show no times"
 
 
-def test_steps_of_the_benchmark_stand_beside_their_estimates(first_day: ModuleType, tmp_path: Path) -> None:
-    shapes = importlib.import_module("gpu_bench.shapes")
-    shape, hardware = shapes.SHAPES["8b-8k"], hardware_of(H100)
-    assert hardware is not None
-    predicted = predict_step(resolve(shapes.configuration(shape, "bf16", "cuda"), 1), hardware)
-    turns = [{"gradients": 1.5 * predicted.seconds, "update": 0.5 * predicted.seconds}] * 3
-    fp8 = "--fp8-format hybrid --fp8-recipe tensorwise --compile-pointwise"
-    of_shape = {
-        "shape": dataclasses.asdict(shape),
-        "turns": {"megapipe": turns, "megapipe-fp8": turns, "plain": turns},
-        "wishes": {"megapipe": "no fp8", "megapipe-fp8": fp8},
-        "bars": [{"sentence": "bf16 is fast", "passed": False}],
-    }
-    (tmp_path / "bench-8k.json").write_text(json.dumps({"device": H100, "shapes": {"8b-8k": of_shape}}))
-    (part,) = (each for each in first_day.PARTS if each.name == "bench-8k")
-    found = first_day.figures_of(part, ["x"], tmp_path / "bench-8k", tmp_path / "log", H100)
-    assert not found.problem and found.sentences == ["bf16 is fast"]
-    assert found.figures["8b-8k megapipe measured/planned"] == pytest.approx(2.0, rel=1e-3)
-    assert found.figures["8b-8k megapipe mfu"] == pytest.approx(predicted.mfu / 2, rel=1e-3)
-    assert found.figures["8b-8k megapipe-fp8 measured/planned"] > 2.0 and found.figures["bars_met"] == 0
-    assert "8b-8k plain measured/planned" not in found.figures
-
-
 def test_tests_that_were_all_skipped_have_not_passed(
     first_day: ModuleType, stubs: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -400,4 +376,4 @@ def test_real_twins_pass(first_day: ModuleType, tmp_path: Path) -> None:
     assert day(first_day, tmp_path, "--only", *REAL) == 0
     rows = rows_of(tmp_path / "gpu_record.tsv")
     assert {row.result for row in rows.values()} == {"passed"} and set(rows) == set(REAL)
-    assert rows["rank"].figures["step_s"] > 0 and rows["primitives"].figures["copy TB/s"] > 0
+    assert rows["rank"].figures["rank.step"] > 0 and rows["primitives"].figures["primitives.copy TB/s"] > 0

@@ -7,6 +7,7 @@ loop.
     python tools/bench/bench_schedules.py --page docs/performance.md --check   put them into the page; exit code 1 if a
                                                                       bar is missed
     python tools/bench/bench_schedules.py --part experts              all-to-alls that block, and that overlap
+    python tools/bench/bench_schedules.py --part p8-m16 --no-real-time    eight ranks, with a core for each
 
 docs/performance.md explains what is emulated and the results. Needs an otherwise idle machine, and root for SCHED_FIFO.
 """
@@ -20,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench_processes import exit_code, make_parser
-from schedule_bench.cases import PARTS, QUICK
-from schedule_bench.page import bars, insert, line_of, machine, tables
+from schedule_bench.cases import NOT_BY_DEFAULT, PARTS, QUICK
+from schedule_bench.page import as_json, bars, insert, line_of, machine, tables
 from schedule_bench.run import Result, run_cases
 
 from megapipe.schedule.lower import default_receive_depth
@@ -33,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--part",
         action="append",
         choices=tuple(PARTS),
-        help="only this table; may be repeated (default: all but experts)",
+        help=f"only this table; may be repeated (default: all but {' and '.join(NOT_BY_DEFAULT)})",
     )
     parser.add_argument(
         "--schedule", action="append", metavar="NAME", help="only this schedule; may be repeated (default: all)"
@@ -64,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    parts = arguments.part or PARTS.keys() - {"experts"}
+    parts = arguments.part or PARTS.keys() - {*NOT_BY_DEFAULT}
     cases = list(QUICK) if arguments.quick else [case for name in PARTS if name in parts for case in PARTS[name]]
     if arguments.schedule:
         cases = [case for case in cases if case.schedule in arguments.schedule]
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     verdicts = bars(results)
     print("\n".join(["", *text.values(), "", machine(results, steps), *(f"- {line}" for line, _ in verdicts)]))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
+        arguments.json.write_text(json.dumps(as_json(results), indent=1) + "\n")
     return int(arguments.check and not all(met for _, met in verdicts))
 
 

@@ -1,4 +1,4 @@
-"""Medians with quartiles, and tables, as bench_cpu.py and bench_gpu.py print them."""
+"""Medians with quartiles, and tables, as benchmarks print them."""
 
 from __future__ import annotations
 

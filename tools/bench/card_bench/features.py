@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gpu_bench.contenders import Contender, Job, Peer, transformers_model
-from gpu_bench.timing import sustained_seconds
-from gpu_bench.turns import take_turns
 
-from card_bench.jobs import EAGER_BLOCKS, LLAMA, QWEN_05B, STEPS, TINY, plan_of, predicted_ms, step_seconds
+from card_bench.contenders import Contender, Job, transformers_model
+from card_bench.jobs import EAGER_BLOCKS, LLAMA, OF_8B, QWEN_05B, STEPS, TINY, plan_of, predicted_ms
 from card_bench.layers import is_installed
 from card_bench.processes import LOGGED, MEGAPIPE, steps_of
 from card_bench.report import Report
+from card_bench.timing import sustained_seconds
+from card_bench.turns import take_turns
 from megapipe.extras.convert.families import choose_family
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.run_plan import RunPlan
@@ -41,17 +39,13 @@ TINY_LATENT = (
     f"{TINY} --multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-layernorm --qk-head-dim 16 "
     f"--qk-pos-emb-head-dim 16 --v-head-dim 16 --untie-embeddings-and-output-weights {BATCH}"
 )
-OF_8B = (  # four layers of Llama-3 8B
-    "--num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
-    "--num-query-groups 8 --seq-length 1024 --vocab-size 32768 --untie-embeddings-and-output-weights "
-    "--micro-batch-size 1 --global-batch-size 1"
-)
 OTHER_LAYERS = (  # the first dense, as in DeepSeek-V3
     "--num-layers 2 --num-experts 8 --moe-layer-freq [0,1] --moe-router-topk 2 --moe-ffn-hidden-size 64 "
     "--moe-shared-expert-intermediate-size 64 --moe-router-num-groups 2 --moe-router-group-topk 1 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 )
 SMALL_BATCH = "--micro-batch-size 1 --global-batch-size 1"
+UPDATED = f"--num-layers 4 {OF_8B} --seq-length 1024 {SMALL_BATCH}"
 RING_HEADS = {"cuda": "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --vocab-size 4096"}
 RING_STEPS = 3
 LOSS_BOUND = {"cuda": 5e-3, "cpu": 5e-3}  # in bf16: 2^-8 an element, much less in the mean over tokens
@@ -74,17 +68,6 @@ def latent(report: Report) -> None:
     _compare(report, {"megapipe": plan_of(report, sizes)}, settings)
 
 
-def transformers_peer(report: Report, plan: RunPlan, settings: Mapping[str, Any]) -> Peer:
-    """Return transformers' model of a config.json, on the batches of a plan."""
-    model, training = plan.config.model, plan.config.training
-    assert model.vocab_size is not None
-    batch = SimpleNamespace(
-        vocab=model.vocab_size, seq=model.seq_length, micro_batch=training.micro_batch_size,
-        step_sequences=plan.batch.full,
-    )  # fmt: skip
-    return transformers_model(settings, batch, torch.bfloat16, report.device)
-
-
 def _compare(report: Report, plans: Mapping[str, RunPlan], settings: Mapping[str, Any]) -> None:
     """Let jobs of plans of one model, and transformers' model of a config.json, take turns."""
     contenders: dict[str, Contender] = {}
@@ -97,19 +80,17 @@ def _compare(report: Report, plans: Mapping[str, RunPlan], settings: Mapping[str
         report.say("transformers is not installed")
     else:
         with report.attempt("transformers"):
-            contenders["transformers"] = transformers_peer(report, first, settings)
+            contenders["transformers"] = transformers_model(settings, first, report.device)
     flops = step_flops(first.config.model, first.batch.full, causal=True)
-    rounds, warm_ups = (8, 3) if report.on_gpu else (2, 1)
-    measured = take_turns(contenders, {}, flops, report.device, rounds, warm_ups, report.deadline - 0.2 * report.left)
-    best = min(plans.keys() & contenders.keys(), key=lambda name: step_seconds(measured.turns[name]))
+    measured = take_turns(report, contenders, flops)
+    best = min(plans.keys() & contenders.keys(), key=measured.step_seconds)
     for name in contenders:
-        seconds = step_seconds(measured.turns[name])
+        seconds = measured.step_seconds(name)
         expected = predicted_ms(report, plans[name]) if name in plans else None
         report.figure(f"{name}.step", 1e3 * seconds, "ms", expected)
         report.figure(f"{name}.model", flops / seconds / 1e12, "TFLOP/s")
-        ratio = measured.ratio(best, name)
-        if name != best and ratio is not None:
-            report.figure(f"{best} to {name}", ratio.median, "of its speed, forward and backward")
+        if name != best:
+            report.figure(f"{best} to {name}", measured.ratio(best, name), "of its speed, forward and backward")
 
 
 def ring(report: Report) -> None:
@@ -140,7 +121,7 @@ def muon(report: Report) -> None:
 
 def optimizer(report: Report) -> None:
     """The bytes per second of AdamW's update by torch's fused kernel and compiled, beside a copy's."""
-    sizes = OF_8B if report.on_gpu else f"{TINY} {SMALL_BATCH}"
+    sizes = UPDATED if report.on_gpu else f"{TINY} {SMALL_BATCH}"
     names = ("torch", "compiled") if report.on_gpu else ("torch",)  # nothing is compiled in a twin
     plans = {name: plan_of(report, sizes, f"--optimizer-impl {name}", EAGER_BLOCKS) for name in names}
     copy = copy_rate(report)
@@ -167,10 +148,8 @@ def _updates(report: Report, plans: Mapping[str, RunPlan]) -> dict[str, float]:
     for name, plan in plans.items():
         with report.attempt(name):
             jobs[name] = Job(plan, report.device)
-    rounds, warm_ups = (10, 3) if report.on_gpu else (2, 1)
-    measured = take_turns(jobs, {}, 1.0, report.device, rounds, warm_ups, report.deadline - 0.2 * report.left)
-    found = {}
-    for name, turns in measured.turns.items():
-        found[name] = statistics.median(turn.update for turn in turns)
+    measured, found = take_turns(report, jobs), {}
+    for name in jobs:
+        found[name] = measured.update_seconds(name)
         report.figure(f"{name}.update", 1e3 * found[name], "ms", predicted_ms(report, plans[name], "optimizer"))
     return found

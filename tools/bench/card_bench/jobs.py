@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
-
-from gpu_bench.contenders import Job
-from gpu_bench.figures import Measured, Turn
-
+from card_bench.contenders import Job
 from card_bench.report import Report
 from megapipe.config.load import load_config
 from megapipe.errors import MegapipeError
@@ -29,6 +24,24 @@ QWEN_05B = (  # of Qwen/Qwen2.5-0.5B and 1.5B, config.json
 QWEN_15B = (
     f"--num-layers 28 --hidden-size 1536 --ffn-hidden-size 8960 --num-attention-heads 12 --seq-length 1024 {QWEN}"
 )
+
+OF_8B = (
+    "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+    "--vocab-size 32768 --untie-embeddings-and-output-weights"
+)
+OF_2048 = "--seq-length 2048 --vocab-size 32768 --untie-embeddings-and-output-weights"
+SHAPES = {  # of --shape; the layers of 8B that fit one card
+    "tiny": f"{TINY} --hidden-size 128 --ffn-hidden-size 256 --group-query-attention --num-query-groups 2 "
+    "--untie-embeddings-and-output-weights --micro-batch-size 2 --global-batch-size 4",
+    "125m": "--num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 12 "
+    f"--micro-batch-size 16 --global-batch-size 32 {OF_2048}",
+    "350m": "--num-layers 24 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16 "
+    f"--micro-batch-size 8 --global-batch-size 16 {OF_2048}",
+    "1.3b": "--num-layers 24 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 "
+    f"--micro-batch-size 4 --global-batch-size 8 {OF_2048}",
+    "8b-4k": f"--num-layers 4 {OF_8B} --seq-length 4096 --micro-batch-size 2 --global-batch-size 8",
+    "8b-8k": f"--num-layers 4 {OF_8B} --seq-length 8192 --micro-batch-size 1 --global-batch-size 4",
+}
 
 
 def plan_of(report: Report, flags: str, *more: str) -> RunPlan:
@@ -56,14 +69,3 @@ def predicted_ms(report: Report, plan: RunPlan, part: str | None = None) -> floa
     """Return the milliseconds of the planner's step, or of one of its parts."""
     estimate = predicted(report, plan)
     return None if estimate is None else 1e3 * (estimate.seconds if part is None else estimate.parts[part])
-
-
-def step_seconds(turns: Sequence[Turn]) -> float:
-    """Return the median of whole steps."""
-    return statistics.median(turn.gradients + turn.update for turn in turns)
-
-
-def ratio_of_steps(measured: Measured, one: str, other: str) -> float:
-    """Return the median over rounds of the time of a step of `one` by that of `other`."""
-    pairs = zip(measured.turns[one], measured.turns[other], strict=True)
-    return statistics.median((a.gradients + a.update) / (b.gradients + b.update) for a, b in pairs)

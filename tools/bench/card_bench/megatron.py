@@ -8,17 +8,20 @@ from contextlib import nullcontext
 import torch
 from bench_megatron import attention, initialize, redirect_cuda
 from bench_processes import free_port
-from gpu_bench.contenders import Peer
-from gpu_bench.shapes import Shape
 from torch import Tensor
 
+from card_bench.contenders import Peer, dtype_of
+from megapipe.config.config import ResolvedModelConfig
+from megapipe.plan.run_plan import RunPlan
 
-def megatron_llama(shape: Shape, device: torch.device, weights: Mapping[str, Tensor]) -> Peer:
-    """Return Megatron-Core's GPTModel in bf16 with the weights of transformers' names.
 
-    Its own optimizer and buffers are left out: fused AdamW in bf16, as for the other peers. It makes a process group of
-    one rank, which stays.
+def megatron_llama(plan: RunPlan, device: torch.device, weights: Mapping[str, Tensor]) -> Peer:
+    """Return Megatron-Core's GPTModel with the weights of transformers' names.
+
+    Its own optimizer and buffers are left out: fused AdamW without masters, as for the other peers. It makes a process
+    group of one rank, which stays.
     """
+    shape, dtype = plan.config.model, dtype_of(plan)
     if device.type == "cpu":
         redirect_cuda()
     import torch.nn.functional as F
@@ -31,41 +34,43 @@ def megatron_llama(shape: Shape, device: torch.device, weights: Mapping[str, Ten
         initialize("nccl" if device.type == "cuda" else "gloo", 0, 1, free_port())
     tensor_parallel.random.CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()  # there is no dropout
     config = TransformerConfig(
-        num_layers=shape.layers, hidden_size=shape.hidden, ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads, num_query_groups=shape.kv_heads, gated_linear_unit=True,
+        num_layers=shape.num_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads, num_query_groups=shape.num_query_groups, gated_linear_unit=True,
         activation_func=F.silu, normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0,
-        attention_dropout=0.0, use_cpu_initialization=True, params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16, bf16=True, bias_activation_fusion=True, bias_dropout_fusion=True,
+        attention_dropout=0.0, layernorm_epsilon=shape.norm_epsilon, use_cpu_initialization=True, params_dtype=dtype,
+        pipeline_dtype=dtype, bf16=dtype is torch.bfloat16, bias_activation_fusion=True, bias_dropout_fusion=True,
         masked_softmax_fusion=False,
     )  # fmt: skip
     model = GPTModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=shape.vocab,
-        max_sequence_length=shape.seq, position_embedding_type="rope", share_embeddings_and_output_weights=False,
+        config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=shape.vocab_size,
+        max_sequence_length=shape.seq_length, position_embedding_type="rope", share_embeddings_and_output_weights=False,
     )  # fmt: skip
     for layer in model.decoder.layers:
         layer.self_attention.core_attention.forward = attention
     missing = model.load_state_dict(megatron_weights(shape, weights), strict=False).missing_keys
     if lost := [name for name in missing if not name.endswith("_extra_state")]:
         raise RuntimeError(f"Megatron-Core's model has other tensors than expected: {', '.join(lost)}")
-    model = model.to(device, torch.bfloat16)
-    positions = torch.arange(shape.seq, device=device).expand(shape.micro_batch, -1)
+    model = model.to(device, dtype)
+    positions = torch.arange(shape.seq_length, device=device).expand(plan.config.training.micro_batch_size, -1)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         return model(tokens, positions, None, labels=labels).mean()
 
-    return Peer(shape, device, model, loss)
+    return Peer(plan, device, model, loss)
 
 
-def megatron_weights(shape: Shape, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def megatron_weights(shape: ResolvedModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename weights. Megatron has q, k and v of each group in turn, and gate and up as one matrix."""
     found = {
         "embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": weights["model.norm.weight"],
         "output_layer.weight": weights["lm_head.weight"],
     }
-    for number in range(shape.layers):
+    for number in range(shape.num_layers):
         own, theirs = f"model.layers.{number}.", f"decoder.layers.{number}."
-        parts = [weights[f"{own}self_attn.{name}_proj.weight"].unflatten(0, (shape.kv_heads, -1)) for name in "qkv"]
+        parts = [
+            weights[f"{own}self_attn.{name}_proj.weight"].unflatten(0, (shape.num_query_groups, -1)) for name in "qkv"
+        ]
         found[f"{theirs}self_attention.linear_qkv.weight"] = torch.cat(parts, 1).flatten(0, 1)
         found[f"{theirs}self_attention.linear_proj.weight"] = weights[f"{own}self_attn.o_proj.weight"]
         gate_and_up = [weights[f"{own}mlp.{name}_proj.weight"] for name in ("gate", "up")]

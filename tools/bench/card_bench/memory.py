@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from functools import partial
 
 import torch
-from gpu_bench.contenders import Job
+from torch import Tensor
 
-from card_bench.jobs import EAGER_BLOCKS, TINY, plan_of
+from card_bench.contenders import LR, WEIGHT_DECAY, Job, whole_step
+from card_bench.jobs import EAGER_BLOCKS, LLAMA, STEPS, TINY, plan_of, predicted_ms
 from card_bench.report import Report
-from megapipe.comm.groups import ProcessGroups
-from megapipe.comm.round_trips import synchronize
+from card_bench.timing import seconds_of
+from megapipe.assembly.runtime import TrainingRuntime
+from megapipe.comm.groups import ProcessGroups, Traffic, fake_process_groups
+from megapipe.config.load import load_config
 from megapipe.extras.dry_run.rank import count_rank, count_step
 from megapipe.extras.streams.ranks import random_batches
+from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
+from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
+from megapipe.sharding.spec import ParamSpec
 from megapipe.trace.meta import LiveBytes
+from megapipe.train.step import train_step
 
 WITHIN = 0.03
 GIB, MIB = 1 << 30, 1 << 20
@@ -52,6 +61,15 @@ CONFIGURATIONS = {
     "latent attention": f"--multi-latent-attention --qk-layernorm {{latent}} {EAGER}",
     "Muon": f"--optimizer muon {EAGER}",
 }
+GRIDS = {  # ranks, and the flags of a grid of which rank 0 runs
+    "cuda": (8, "--config llama3_8b --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 2"),
+    "cpu": (
+        4,
+        f"{LLAMA} {STEPS} {TINY} --micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size 2 "
+        "--sequence-parallel",
+    ),
+}
+RANK_STEPS = 3
 
 
 def memory(report: Report) -> None:
@@ -82,7 +100,7 @@ def _one(report: Report, name: str, plan: RunPlan) -> float:
     planned = rank_memory(plan, 0).total
     counted = count_rank(plan, 0, read, device.type).peak
     if report.on_gpu:
-        allocated, rest = _allocated(plan, device)
+        allocated, rest = _allocated(lambda: _two_steps(plan, device), device)
         for what, number in rest.items():
             report.figure(f"{name}.{what}", number / MIB, "MiB")
         report.figure(f"{name}.allocated but not counted", (allocated - counted) / MIB, "MiB")
@@ -93,18 +111,63 @@ def _one(report: Report, name: str, plan: RunPlan) -> float:
     return abs(planned / allocated - 1)
 
 
-def _allocated(plan: RunPlan, device: torch.device) -> tuple[int, dict[str, int]]:
-    """Return the most bytes allocated in two steps, and what is beyond: of the allocator, and of the CUDA context."""
+def _two_steps(plan: RunPlan, device: torch.device) -> None:
+    job = Job(plan, device)
+    for _ in range(2):
+        whole_step(job)
+
+
+def _allocated(run: Callable[[], None], device: torch.device) -> tuple[int, dict[str, int]]:
+    """Return the most bytes that a run allocates, and what is beyond: of the allocator, and of the CUDA context."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    job = Job(plan, device)
-    for _ in range(2):
-        job.gradients()
-        job.update()
-    synchronize(device)
+    run()
+    torch.cuda.synchronize(device)
     most, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
     context = total - free - torch.cuda.memory_reserved(device)
     return most - before, {"reserved but not allocated": reserved - most, "used outside the allocator": context}
+
+
+def rank(report: Report) -> None:
+    """Steps of rank 0 of Llama-3 8B on eight GPUs: its kernels and memory, over process groups that move nothing.
+
+    The planned step has bubbles and collectives; this one has neither.
+    """
+    world, flags = GRIDS[report.device.type]
+    words = f"{flags} --pipeline-model-parallel-size 2 --mock-data --device {report.device.type}".split()
+    plan = resolve(load_config(words).config, world)
+    seconds: list[float] = []
+    if report.on_gpu:
+        allocated, rest = _allocated(lambda: seconds.extend(_steps_of_a_rank(plan, report.device)), report.device)
+        report.figure("allocated", allocated / GIB, "GiB", rank_memory(plan, 0).total / GIB)
+        for what, number in rest.items():
+            report.figure(what, number / MIB, "MiB")
+    else:
+        seconds.extend(_steps_of_a_rank(plan, report.device))
+    report.figure("first step", 1e3 * seconds[0], "ms")
+    report.figure("step", 1e3 * min(seconds[1:]), "ms", predicted_ms(report, plan))
+
+
+def _steps_of_a_rank(plan: RunPlan, device: torch.device) -> list[float]:
+    """Return the seconds of each step of rank 0."""
+
+    def draw(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:  # on the device, faster than the run's own draw
+        shape = spec.local_shape(tp_rank, tp)
+        return torch.ones(shape, device=device) if len(shape) < 2 else torch.randn(shape, device=device) * 0.02
+
+    torch.manual_seed(0)
+    read = random_batches(plan)
+    runtime = TrainingRuntime(plan, fake_process_groups(plan.topology, 0, Traffic()), device, draw)
+    step, rates, seconds = train_step(runtime), Rates(LR, WEIGHT_DECAY), []
+
+    def run(number: int) -> None:
+        batch = runtime.microbatches(plan.batch.num_microbatches, partial(read, 0), number)
+        step.run(batch, rates)
+        runtime.stores.finish_weights()
+
+    for number in range(RANK_STEPS):
+        seconds.append(seconds_of(partial(run, number), device))
+    return seconds

@@ -23,6 +23,7 @@ from megapipe.extras.doctor.host import resources
 from megapipe.plan.hardware import Hardware, hardware_named, hardware_of
 
 NO_TIME = "not run: no time left of --seconds"
+GOAL = " (goal)"  # at the end of a bar's name
 
 
 class OutOfTime(Exception):
@@ -40,13 +41,21 @@ class Bar:
     bar: float
     met: bool
 
+    @property
+    def is_goal(self) -> bool:
+        return self.name.endswith(GOAL)
+
 
 class Report:
-    """What one call found. hardware: the data sheet of predictions; that of an H100 where no GPU is measured."""
+    """What one call found. hardware: the data sheet of predictions; that of an H100 where no GPU is measured.
 
-    def __init__(self, device: str, seconds: float, file: Path | None = None) -> None:
+    shape: the sizes of layers, a name of `jobs.SHAPES`.
+    """
+
+    def __init__(self, device: str, seconds: float, file: Path | None = None, shape: str | None = None) -> None:
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self.on_gpu = device == "cuda"
+        self.shape = shape or ("8b-8k" if self.on_gpu else "tiny")
         self.deadline = time.monotonic() + seconds
         self._seconds, self._file, self._part = seconds, file, ""
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else ""
@@ -100,7 +109,7 @@ class Report:
 
     def bar(self, name: str, value: float, bar: float, *, is_goal: bool = False, at_most: bool = False) -> None:
         met = value <= bar if at_most else value >= bar
-        self.bars.append(Bar(f"{self._part}.{name}" + " (goal)" * is_goal, value, bar, met))
+        self.bars.append(Bar(f"{self._part}.{name}" + GOAL * is_goal, value, bar, met))
 
     def say(self, sentence: str) -> None:
         self.sentences.append(f"{self._part}: {sentence}")

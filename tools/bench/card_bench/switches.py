@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from gpu_bench.contenders import TRACED, Job, whole_step
-from gpu_bench.timing import peak_bytes, profile_of, seconds_of
-from gpu_bench.turns import take_turns
 
+from card_bench.contenders import TRACED, Job, whole_step
 from card_bench.features import EXPERTS, TINY_EXPERTS
-from card_bench.jobs import EAGER_BLOCKS, QWEN_05B, TINY, job_of, predicted_ms, ratio_of_steps, step_seconds
+from card_bench.jobs import EAGER_BLOCKS, OF_8B, QWEN_05B, TINY, job_of, predicted_ms
 from card_bench.report import Report
+from card_bench.timing import peak_bytes, profile_of, seconds_of
+from card_bench.turns import take_turns
 from megapipe.plan.memory import rank_memory
 from megapipe.tensor_parallel.gemms import leaving_sms
 from megapipe.train.compiled_blocks import agreed_trial, compiler_of, use
@@ -25,10 +25,7 @@ SMALL = (  # many short kernels: the host's launches limit it
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --vocab-size 32768 "
     "--micro-batch-size 1 --global-batch-size 8"
 )
-LAYERS_OF_8B = (
-    "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
-    f"--vocab-size 32768 --untie-embeddings-and-output-weights {ONE_BATCH}"
-)
+LAYERS_OF_8B = f"{OF_8B} {ONE_BATCH}"
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 1"
 OFFLOAD = "--cpu-offloading-num-layers 8 --min-offloaded-tensor-size 1048576"
 BLOCKS_OF = {
@@ -40,15 +37,15 @@ MIB = 1 << 20
 CARVED_SMS = 16  # blocks of NCCL's kernels that run beside a GEMM
 
 
-def _turns_of(report: Report, jobs: Mapping[str, Job], warm_ups: int) -> float:
-    """Let "on" and "off" take turns; add their steps and return how much faster a step is with it."""
-    rounds = 8 if report.on_gpu else 2
-    until = report.deadline - 0.2 * report.left
-    measured = take_turns(jobs, {}, 1.0, report.device, rounds, warm_ups, until)
+def _on_and_off(report: Report, sizes: str, flags: str) -> tuple[dict[str, Job], float]:
+    """Let jobs with and without flags take turns; add their steps, and return how much faster one is with them."""
+    jobs = {"off": job_of(report, sizes, EAGER_BLOCKS), "on": job_of(report, sizes, flags, EAGER_BLOCKS)}
+    measured = take_turns(report, jobs)
     for name, job in jobs.items():
-        seconds = step_seconds(measured.turns[name])
-        report.figure(f"step {name}", 1e3 * seconds, "ms", predicted_ms(report, job.plan))
-    return ratio_of_steps(measured, "off", "on")
+        report.figure(f"step {name}", 1e3 * measured.step_seconds(name), "ms", predicted_ms(report, job.plan))
+    gain = measured.speedup("on", "off")
+    report.figure("off to on", gain, "times the speed")
+    return jobs, gain
 
 
 def graphs(report: Report) -> None:
@@ -56,9 +53,7 @@ def graphs(report: Report) -> None:
     sizes, flags = (SMALL, GRAPHS) if report.on_gpu else (TINY_BATCH, "")
     if not report.on_gpu:
         report.say("no CUDA graphs on a CPU: both sides are without")
-    jobs = {"off": job_of(report, sizes, EAGER_BLOCKS), "on": job_of(report, sizes, flags, EAGER_BLOCKS)}
-    gain = _turns_of(report, jobs, 3)
-    report.figure("off to on", gain, "times the speed")
+    jobs, gain = _on_and_off(report, sizes, flags)
     report.bar("off to on", gain, 1.0, is_goal=True)
     for name, job in jobs.items():
         profile = profile_of(partial(whole_step, job), report.device)
@@ -82,9 +77,7 @@ def _trial(report: Report, name: str, sizes: str) -> None:
     if not trial.is_equal:
         raise RuntimeError(f"compiled blocks are not equal: {trial.describe()}")
     use(runtime, compiler)
-    rounds, until = 8 if report.on_gpu else 2, report.deadline - 0.2 * report.left
-    measured = take_turns(jobs, {}, 1.0, report.device, rounds, 2, until)
-    gain = ratio_of_steps(measured, "off", "on")
+    gain = take_turns(report, jobs).speedup("on", "off")
     report.figure(f"{name}.steps, off to on", gain, "times the speed")
     report.figure(f"{name}.trial, eager to compiled", trial.eager_seconds / trial.compiled_seconds, "times the speed")
     report.figure(f"{name}.compilation", trial.compile_seconds, "s")
@@ -97,8 +90,7 @@ def offload(report: Report) -> None:
     """The memory that offloaded activations free, and the time that it takes."""
     sizes = f"--num-layers 8 --seq-length 4096 {LAYERS_OF_8B}" if report.on_gpu else TINY_BATCH
     flags = OFFLOAD if report.on_gpu else "--cpu-offloading-num-layers 2 --min-offloaded-tensor-size 1"
-    jobs = {"off": job_of(report, sizes, EAGER_BLOCKS), "on": job_of(report, sizes, flags, EAGER_BLOCKS)}
-    report.figure("off to on", _turns_of(report, jobs, 2), "times the speed")
+    jobs, _ = _on_and_off(report, sizes, flags)
     peaks = {}
     for name, job in jobs.items():
         before = torch.cuda.memory_allocated(report.device) if report.on_gpu else 0

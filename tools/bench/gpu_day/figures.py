@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -12,10 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_bench.shapes import Shape, configuration
-
 from gpu_day.parts import Part, flags_of
-from megapipe.config.config import Config
 from megapipe.config.load import load_config
 from megapipe.errors import MegapipeError
 from megapipe.plan.hardware import Hardware, hardware_of
@@ -47,8 +43,7 @@ def figures_of(part: Part, words: Sequence[str], out: Path, log: Path, device_na
         if metrics.exists():
             _add_run(found, part, flags_of(list(words)), _steps(metrics), hardware)
         if file.exists():
-            data = json.loads(file.read_text())
-            _add_bench(found, data, hardware) if "shapes" in data else _add_tool(found, data)
+            _add_tool(found, json.loads(file.read_text()))
         elif "--json" in words:
             found.problem = "it has written no figures"
     except (KeyError, TypeError, ValueError, OSError, MegapipeError) as error:
@@ -92,17 +87,6 @@ def _add_run(
     if flags[flags.index("--device") + 1] == "cuda":  # on a CPU it is the memory of the process
         found.figures["gib"] = max(step["memory_bytes"] or 0 for step in steps) / GIB
     found.figures["planned_gib"] = max(rank_memory(plan, rank).total for rank in range(plan.topology.pp)) / GIB
-    _add_planned(found, "", measured, plan, hardware)
-
-
-def _are_close(losses: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
-    return len(losses) == len(expected) and all(
-        map(lambda a, b: math.isclose(a, b, rel_tol=tolerance), losses, expected)
-    )
-
-
-def _add_planned(found: Found, prefix: str, measured: float, plan: Any, hardware: Hardware | None) -> None:
-    """Add the predicted step and MFU, where the planner has a data sheet and rates of this configuration."""
     if hardware is None:
         return
     try:
@@ -111,37 +95,13 @@ def _add_planned(found: Found, prefix: str, measured: float, plan: Any, hardware
         found.sentences.append(f"no estimate: {error}")
         return
     ratio = measured / estimate.seconds
-    found.figures[f"{prefix}planned_ms"] = 1e3 * estimate.seconds
-    found.figures[f"{prefix}measured/planned"] = ratio
-    found.figures[f"{prefix}mfu"] = estimate.mfu / ratio
+    found.figures |= {"planned_ms": 1e3 * estimate.seconds, "measured/planned": ratio, "mfu": estimate.mfu / ratio}
 
 
-def _add_bench(found: Found, data: Mapping[str, Any], hardware: Hardware | None) -> None:
-    """Add steps and bars of bench_gpu.py."""
-    for key, of_shape in data["shapes"].items():
-        shape = Shape(**of_shape["shape"])
-        for name, turns in of_shape["turns"].items():
-            measured = statistics.median(turn["gradients"] + turn["update"] for turn in turns)
-            prefix = f"{key} {name} "
-            found.figures[f"{prefix}step_ms"] = 1e3 * measured
-            if name in of_shape["wishes"]:
-                config = with_flags(configuration(shape, "bf16", "cuda"), of_shape["wishes"][name])
-                _add_planned(found, prefix, measured, resolve(config, 1), hardware)
-        found.sentences += [bar["sentence"] for bar in of_shape["bars"]]
-        _add_bars(found, [bar["passed"] for bar in of_shape["bars"]])
-
-
-def with_flags(config: Config, text: str) -> Config:
-    """Return a configuration with the flags that bench_gpu.py says a contender had."""
-    words = text.split()
-    precision = config.precision
-    if "--fp8-format" in words:
-        kind, recipe = (words[words.index(flag) + 1] for flag in ("--fp8-format", "--fp8-recipe"))
-        precision = dataclasses.replace(precision, fp8_format=kind, fp8_recipe=recipe)
-    kernels = dataclasses.replace(config.kernels, compile_pointwise="--compile-pointwise" in words)
-    if "--no-compile-loss" in words:
-        kernels = dataclasses.replace(kernels, compile_loss=False, optimizer_impl="torch")
-    return dataclasses.replace(config, precision=precision, kernels=kernels)
+def _are_close(losses: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
+    return len(losses) == len(expected) and all(
+        map(lambda a, b: math.isclose(a, b, rel_tol=tolerance), losses, expected)
+    )
 
 
 def _add_tool(found: Found, data: Mapping[str, Any]) -> None:
@@ -153,10 +113,5 @@ def _add_tool(found: Found, data: Mapping[str, Any]) -> None:
         f"{bar['name']}: {bar['value']:.4g}, the bar is {bar['bar']:.4g}: {'met' if bar['met'] else 'NOT met'}"
         for bar in bars
     ]
-    _add_bars(found, [bar["met"] for bar in bars])
-
-
-def _add_bars(found: Found, met: Sequence[bool]) -> None:
-    if met:
-        found.figures["bars"] = found.figures.get("bars", 0.0) + len(met)
-        found.figures["bars_met"] = found.figures.get("bars_met", 0.0) + sum(met)
+    if bars:
+        found.figures |= {"bars": float(len(bars)), "bars_met": float(sum(bar["met"] for bar in bars))}

@@ -103,6 +103,10 @@ def _all(ranks: int, microbatches: int, seconds: float = 0.010) -> tuple[Case, .
 PARTS: dict[str, tuple[AnyCase, ...]] = {
     "p4-m8": _all(4, 8),
     "p4-m32": _all(4, 32),
+    "p8-m16": (
+        *(Case(name, 8, 16, FAMILIES[name]) for name in ("1f1b", "zb-h1", "interleaved")),
+        *(RealCase(name, 8, 16, FAMILIES[name], layers=16) for name in ("1f1b", "interleaved")),
+    ),
     "zero": _all(2, 32, seconds=0.0),
     "real": tuple(
         RealCase(name, chunks=FAMILIES[name])
@@ -110,6 +114,7 @@ PARTS: dict[str, tuple[AnyCase, ...]] = {
     ),
     "experts": tuple(ExpertCase(name, chunks=FAMILIES[name]) for name in EXPERT_FAMILIES),
 }
+NOT_BY_DEFAULT = ("p8-m16", "experts")  # the first needs eight cores
 _SHORT = (0.002, 0.002, 0.002)
 QUICK: tuple[AnyCase, ...] = (
     Case("1f1b", 2, 3, 1, 0.002, 1024),

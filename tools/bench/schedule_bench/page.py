@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bench_processes import BenchError, machine_text
 from bench_table import as_markdown
@@ -158,6 +159,21 @@ def bars(results: Sequence[Result]) -> list[tuple[str, bool]]:
             )
         )
     return said
+
+
+def as_json(results: Sequence[Result]) -> dict[str, Any]:
+    """Return milliseconds of every contender, the bars, a line for each case, and the numbers of every step."""
+    figures = {}
+    for result in results:
+        for name, found in result.figures.items():
+            figures[f"{result.case}.{name}"] = 1e3 * found.measured_seconds
+            figures[f"{result.case}.{name}.simulated"] = 1e3 * found.replay_seconds
+    return {
+        "figures": figures,
+        "bars": [{"name": said, "value": float(met), "bar": 1.0, "met": met} for said, met in bars(results)],
+        "sentences": [line_of(result) for result in results],
+        "cases": [result.as_json() for result in results],
+    }
 
 
 def _verdict(rule: str, rows: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:

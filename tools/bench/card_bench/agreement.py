@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 
-from gpu_bench.contenders import Contender
+from card_bench.contenders import Contender
 
 STEPS = 2
 FP8 = "fp8"

@@ -7,9 +7,7 @@ peers keep everything in `dtype`, moments too: less to move than megapipe's fp32
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,37 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpu_bench.plain import PlainLlama
-from gpu_bench.shapes import CLIP, LR, WEIGHT_DECAY, Shape, configuration
+from card_bench.plain import PlainLlama
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
-from megapipe.config.config import Config
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.extras.convert.families import FAMILIES, choose_family
 from megapipe.extras.convert.tables import map_tensors
 from megapipe.optimizer.schedule import Rates
-from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.compiled_blocks import choose_blocks
 from megapipe.train.step import train_step
 
 SEED = 1234
+LR, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0
 TRACED = partial(torch.compile, backend="eager")
-
-
-class BatchShape(Protocol):
-    """The tokens of a step: `step_sequences` of `seq` tokens below `vocab`, `micro_batch` at a time."""
-
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def seq(self) -> int: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def step_sequences(self) -> int: ...
 
 
 class Contender(Protocol):
@@ -55,48 +38,21 @@ class Contender(Protocol):
     def update(self) -> float: ...
 
 
-def draw_rows(vocab: int, sequences: int, seq: int) -> np.ndarray:
+def draw_rows(plan: RunPlan) -> np.ndarray:
     """Return one global batch of random tokens, [sequences, s + 1]."""
-    return np.random.default_rng(SEED).integers(0, vocab, (sequences, seq + 1))
+    model = plan.config.model
+    return np.random.default_rng(SEED).integers(0, model.vocab_size, (plan.batch.full, model.seq_length + 1))
 
 
-def draw_weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
-    """Return fp32 weights on the device under transformers' names; the same for all contenders."""
+def draw_weights(plan: RunPlan, device: torch.device) -> dict[str, Tensor]:
+    """Return fp32 weights of a Llama on the device under transformers' names; the same for all contenders."""
     torch.manual_seed(SEED)
     with device:
-        model = PlainLlama(shape)
+        model = PlainLlama(plan.config.model)
     for parameter in model.parameters():
         if parameter.ndim == 2:  # large enough for every part of the model to matter to the loss
             nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of megapipe's contenders beyond dtype: fp8, and the functions that torch.compile fuses."""
-
-    fp8_format: str | None = None
-    fp8_recipe: str = "tensorwise"
-    compile_pointwise: bool = False
-    compiles: bool = True  # loss and AdamW, which a run compiles by default
-    compile_blocks: str = "auto"
-
-    def applied_to(self, config: Config) -> Config:
-        precision = config.precision
-        if self.fp8_format is not None:
-            precision = dataclasses.replace(precision, fp8_format=self.fp8_format, fp8_recipe=self.fp8_recipe)
-        kernels = dataclasses.replace(config.kernels, compile_pointwise=self.compile_pointwise)
-        if not self.compiles:
-            kernels = dataclasses.replace(kernels, compile_loss=False, optimizer_impl="torch")
-        kernels = dataclasses.replace(kernels, compile_blocks=self.compile_blocks if self.compiles else "off")
-        return dataclasses.replace(config, precision=precision, kernels=kernels)
-
-    def __str__(self) -> str:
-        fp8 = "no fp8" if self.fp8_format is None else f"--fp8-format {self.fp8_format} --fp8-recipe {self.fp8_recipe}"
-        off = "" if self.compiles else " --no-compile-loss --optimizer-impl torch"
-        blocks = self.compile_blocks if self.compiles else "off"
-        blocks_flag = "" if blocks == "auto" else f" --compile-blocks {blocks}"
-        return fp8 + " --compile-pointwise" * self.compile_pointwise + off + blocks_flag
 
 
 def whole_step(contender: Contender) -> None:
@@ -114,16 +70,14 @@ class Job:
     def __init__(
         self, plan: RunPlan, device: torch.device, draw_slice: Callable[[ParamSpec, int, int], Tensor] | None = None
     ) -> None:
-        model, training = plan.config.model, plan.config.training
-        assert model.vocab_size is not None
         self.plan = plan
         self.runtime = TrainingRuntime(plan, ProcessGroups.alone(), device, draw_slice=draw_slice)
         said: list[str] = []
         choose_blocks(self.runtime, None, said.append, None if device.type == "cuda" else TRACED)
         self.choice = "".join(said)
         self._step, self._number = train_step(self.runtime), 0
-        self._count, self._micro = plan.batch.num_microbatches, training.micro_batch_size
-        self._rows = draw_rows(model.vocab_size, self._count * self._micro, model.seq_length)
+        self._count, self._micro = plan.batch.num_microbatches, plan.config.training.micro_batch_size
+        self._rows = draw_rows(plan)
 
     def gradients(self) -> Tensor:
         return torch.tensor(self._step.gradients(self._microbatches()).summed.loss)
@@ -142,21 +96,16 @@ class Job:
         return Microbatches(self._count, read, Keys(SEED, self._number, 0, 1), self.runtime.device)
 
 
-class Megapipe(Job):
-    """megapipe on the shape and the weights of the other contenders."""
+def job_with(plan: RunPlan, device: torch.device, weights: Mapping[str, Tensor]) -> Job:
+    """Return the job of a Llama that starts from the weights of the other contenders."""
+    rows = FAMILIES["LlamaForCausalLM"].rows
+    placed = {entry.spec.name: entry for entry in map_tensors(rows, plan.config.model, "the benchmark")}
 
-    def __init__(
-        self, shape: Shape, dtype: str, device: torch.device, weights: Mapping[str, Tensor], options: Options
-    ) -> None:
-        plan = resolve(options.applied_to(configuration(shape, dtype, device.type)), 1)
-        rows = FAMILIES["LlamaForCausalLM"].rows
-        placed = {entry.spec.name: entry for entry in map_tensors(rows, plan.config.model, "the benchmark")}
+    def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
+        entry = placed[spec.name]
+        return entry.layout.join([weights[name] for name in entry.theirs]).clone()
 
-        def slice_of(spec: ParamSpec, tp_rank: int, tp: int) -> Tensor:
-            entry = placed[spec.name]
-            return entry.layout.join([weights[name] for name in entry.theirs]).clone()
-
-        super().__init__(plan, device, slice_of)
+    return Job(plan, device, slice_of)
 
 
 class Peer:
@@ -164,13 +113,11 @@ class Peer:
     AdamW."""
 
     def __init__(
-        self, batch: BatchShape, device: torch.device, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
+        self, plan: RunPlan, device: torch.device, model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         self._model, self._loss = model, loss
-        rows = torch.from_numpy(draw_rows(batch.vocab, batch.step_sequences, batch.seq)).to(device)
-        self._batches = [
-            (part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows.split(batch.micro_batch)
-        ]
+        rows = torch.from_numpy(draw_rows(plan)).to(device).split(plan.config.training.micro_batch_size)
+        self._batches = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in rows]
         self._parameters = list(model.parameters())
         decayed = [p for p in self._parameters if p.ndim == 2]
         others = [p for p in self._parameters if p.ndim < 2]
@@ -195,32 +142,29 @@ class Peer:
         return float(norm)
 
 
-def plain(
-    shape: Shape, dtype: torch.dtype, device: torch.device, weights: Mapping[str, Tensor], compiled: bool
-) -> Peer:
-    """Return the plain Llama, compiled as a whole if requested."""
+def dtype_of(plan: RunPlan) -> torch.dtype:
+    """Return the dtype of a plan's products."""
+    return torch.bfloat16 if plan.config.precision.dtype == "bf16" else torch.float32
+
+
+def plain(plan: RunPlan, device: torch.device, weights: Mapping[str, Tensor]) -> Peer:
+    """Return the plain Llama, compiled as a whole."""
     with device:
-        model = PlainLlama(shape)
+        model = PlainLlama(plan.config.model)
     model.load_state_dict(weights)
-    model = model.to(device, dtype)
-    forward: Callable[[Tensor, Tensor], Tensor] = torch.compile(model) if compiled else model
-    return Peer(shape, device, model, forward)
+    return Peer(plan, device, model.to(device, dtype_of(plan)), torch.compile(model))
 
 
-def transformers_llama(shape: Shape, dtype: torch.dtype, device: torch.device, weights: Mapping[str, Tensor]) -> Peer:
-    """Return transformers' LlamaForCausalLM with SDPA. Raises ImportError without transformers."""
-    settings = choose_family(configuration(shape, "bf16", device.type).model, "LlamaForCausalLM")[1]
-    return transformers_model(settings, shape, dtype, device, weights)
+def transformers_llama(plan: RunPlan, device: torch.device, weights: Mapping[str, Tensor]) -> Peer:
+    """Return transformers' LlamaForCausalLM. Raises ImportError without transformers."""
+    settings = choose_family(plan.config.model, "LlamaForCausalLM")[1]
+    return transformers_model(settings, plan, device, weights)
 
 
 def transformers_model(
-    settings: Mapping[str, Any],
-    batch: BatchShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    weights: Mapping[str, Tensor] | None = None,
+    settings: Mapping[str, Any], plan: RunPlan, device: torch.device, weights: Mapping[str, Tensor] | None = None
 ) -> Peer:
-    """Return transformers' model of a config.json, with SDPA. weights: random if None.
+    """Return transformers' model of a config.json, with SDPA, on the batches of a plan. weights: random if None.
 
     Raises ImportError without transformers.
     """
@@ -234,10 +178,10 @@ def transformers_model(
     theirs.to(device)
     # not the buffers: rotary frequencies in bf16 are off by whole turns at position 4096
     for parameter in theirs.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(dtype_of(plan))
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         logits = theirs(input_ids=tokens).logits
-        return torch.nn.functional.cross_entropy(logits.float().view(-1, batch.vocab), labels.reshape(-1))
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.reshape(-1))
 
-    return Peer(batch, device, theirs, loss)
+    return Peer(plan, device, theirs, loss)

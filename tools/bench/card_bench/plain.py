@@ -1,5 +1,6 @@
 """A plain Llama in PyTorch, under transformers' names of its parameters: what torch.compile is given to work on.
-Nothing of megapipe.
+
+Only its sizes are read from megapipe.
 
 Activations are [b, s, h]; attention is scaled_dot_product_attention, causal, with grouped keys and values.
 """
@@ -10,26 +11,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpu_bench.shapes import Shape
+from megapipe.config.config import ResolvedModelConfig
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int) -> None:
+    def __init__(self, model: ResolvedModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.eps, self.weight = model.norm_epsilon, nn.Parameter(torch.ones(model.hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, eps=1e-5).to(x.dtype) * self.weight
+        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, model: ResolvedModelConfig) -> None:
         super().__init__()
-        self.head_size = shape.hidden // shape.heads
-        self.q_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
-        self.k_proj = nn.Linear(shape.hidden, shape.kv_heads * self.head_size, bias=False)
-        self.v_proj = nn.Linear(shape.hidden, shape.kv_heads * self.head_size, bias=False)
-        self.o_proj = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.head_size = model.hidden_size // model.num_attention_heads
+        self.q_proj = nn.Linear(model.hidden_size, model.hidden_size, bias=False)
+        self.k_proj = nn.Linear(model.hidden_size, model.num_query_groups * self.head_size, bias=False)
+        self.v_proj = nn.Linear(model.hidden_size, model.num_query_groups * self.head_size, bias=False)
+        self.o_proj = nn.Linear(model.hidden_size, model.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         b, s, h = x.shape
@@ -50,21 +51,21 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, model: ResolvedModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.down_proj = nn.Linear(shape.ffn, shape.hidden, bias=False)
+        self.gate_proj = nn.Linear(model.hidden_size, model.ffn_hidden_size, bias=False)
+        self.up_proj = nn.Linear(model.hidden_size, model.ffn_hidden_size, bias=False)
+        self.down_proj = nn.Linear(model.ffn_hidden_size, model.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, model: ResolvedModelConfig) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(shape.hidden), RMSNorm(shape.hidden)
-        self.self_attn, self.mlp = Attention(shape), MLP(shape)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(model), RMSNorm(model)
+        self.self_attn, self.mlp = Attention(model), MLP(model)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
@@ -72,23 +73,23 @@ class Layer(nn.Module):
 
 
 class Body(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, model: ResolvedModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = RMSNorm(shape.hidden)
+        self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.layers = nn.ModuleList(Layer(model) for _ in range(model.num_layers))
+        self.norm = RMSNorm(model)
 
 
 class PlainLlama(nn.Module):
     """tokens, labels [b, s] -> mean cross entropy."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, model: ResolvedModelConfig) -> None:
         super().__init__()
-        self.model = Body(shape)
-        self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
-        head_size = shape.hidden // shape.heads
-        frequencies = 10000.0 ** (-torch.arange(0, head_size, 2) / head_size)
-        angles = torch.outer(torch.arange(shape.seq), frequencies).repeat(1, 2)
+        self.model = Body(model)
+        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        head_size = model.hidden_size // model.num_attention_heads
+        frequencies = model.rotary_base ** (-torch.arange(0, head_size, 2) / head_size)
+        angles = torch.outer(torch.arange(model.seq_length), frequencies).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 

@@ -1,4 +1,4 @@
-"""Clocks for a device, the rate of a large GEMM, peak memory, and where a step's time goes by kind of kernel."""
+"""Clocks for a device, the rate of a large GEMM, peak memory, and the kernels of a step."""
 
 from __future__ import annotations
 
@@ -17,16 +17,6 @@ from megapipe.tensor_parallel.fp8_scales import tensorwise
 GEMM_SIZE = {"cuda": 8192, "cpu": 512}
 GEMM_SECONDS = {"cuda": 0.4, "cpu": 0.01}
 LAUNCH = r"(cuda|cu)Launch\w*Kernel|cudaGraphLaunch"  # calls of the driver that launch kernels
-# kinds of kernels by their names, the first that fits; CPU operators have other names than CUDA's kernels
-KINDS: tuple[tuple[str, str], ...] = (
-    ("attention", r"flash|fmha|attention|cudnn.*sdpa"),
-    ("GEMM", r"gemm|nvjet|cutlass.*(tensorop|sm\d\d)|xmma|cublas|_scaled_mm|aten::(mm|addmm|bmm|linear)$"),
-    ("fp8 casts", r"float8|fp8|_to_copy.*clamp|clamp.*_to_copy"),
-    ("optimizer", r"adam|multi_tensor|foreach|lpnorm|clip"),
-    ("cross entropy", r"softmax|nll|log_softmax|amax|exp_|scatter|gather"),
-    ("copies", r"memcpy|memset|copy|fill|cat"),
-    ("norms and pointwise", r"elementwise|vectorized|reduce|triton|norm|silu|mul|add|sum"),
-)
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
@@ -78,11 +68,6 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device)
 
 
-def kind_of(kernel: str) -> str:
-    name = kernel.lower()
-    return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
-
-
 @dataclass(frozen=True)
 class StepProfile:
     """The kernels of one run, and the calls that launched them; on a CPU operators, and their calls."""
@@ -114,17 +99,3 @@ def profile_of(run: Callable[[], Any], device: torch.device) -> StepProfile:
         if spent > 0:
             seconds[event.key] = spent * 1e-6
     return StepProfile(seconds, launches, launch_seconds)
-
-
-def kernel_shares(run: Callable[[], Any], device: torch.device) -> list[tuple[str, float, list[str]]]:
-    """Return (kind, share of the device's time, its three longest kernels) of one run, the longest first; [] if the
-    profiler sees none."""
-    kinds: dict[str, dict[str, float]] = {}
-    for kernel, spent in profile_of(run, device).seconds.items():
-        kinds.setdefault(kind_of(kernel), {})[kernel] = spent
-    total = sum(sum(kernels.values()) for kernels in kinds.values())
-    rows = [
-        (kind, sum(kernels.values()) / total, sorted(kernels, key=lambda name: -kernels[name])[:3])
-        for kind, kernels in kinds.items()
-    ]
-    return sorted(rows, key=lambda row: -row[1])
