@@ -138,6 +138,15 @@ def test_a_part_ends_with_all_of_its_processes(first_day: ModuleType, tmp_path: 
     assert not left()
 
 
+def test_a_command_of_a_part_has_the_marks_of_both(first_day: ModuleType, tmp_path: Path) -> None:
+    """A part that is killed leaves no process of a command that it started in a session of its own."""
+    running = sys.modules["gpu_day.running"]
+    code = f"import os; print(os.environ[{running.MARK!r}])"
+    ended = running.run([sys.executable, "-c", code], tmp_path / "log", 20.0, {running.MARK: "outer"}, tmp_path)
+    outer, inner = (tmp_path / "log").read_text().split()
+    assert ended.result == "passed" and outer == "outer" and inner.startswith(f"{os.getpid()}-")
+
+
 def test_the_same_command_goes_on_behind_the_record(
     first_day: ModuleType, stubs: Callable[..., None], ran: list[str], tmp_path: Path
 ) -> None:

@@ -53,7 +53,6 @@ PARTS = {
     "graphs": Part(switches.graphs, 40),
     "compile": Part(switches.compile_blocks, 50),
     "offload": Part(switches.offload, 40),
-    "carveout": Part(switches.carveout, 20),
     "primitives": Part(primitives.primitives, 70),  # the last: a failed capture of a graph spoils the process
 }
 ALL = "all"

@@ -10,5 +10,5 @@
 - `features`:   experts, latent attention, a ring, Muon, the optimizer's bytes per second
 - `memory`:     planned, counted and allocated bytes; one rank of a grid
 - `primitives`: what megapipe asks of a GPU, one after another
-- `switches`:   CUDA graphs, compiled blocks, offload, SM carve-out, each on and off
+- `switches`:   CUDA graphs, compiled blocks, offload, each on and off
 """

@@ -19,6 +19,7 @@ from megapipe.model.attention import fused_attention
 from megapipe.optimizer.update_rule import adamw_pass
 from megapipe.pipeline.graphs import CudaRecorder
 from megapipe.tensor_parallel.cross_entropy import sum_of_exponentials, write_gradient
+from megapipe.tensor_parallel.gemms import leaving_sms
 from megapipe.tensor_parallel.gradients import GradientSlot, gemm_adds_to_fp32
 
 Found = dict[str, Any]  # numbers are figures, texts remarks
@@ -203,6 +204,17 @@ def host_copy(device: torch.device) -> Found:
     return {}
 
 
+def sm_carveout(device: torch.device) -> Found:
+    """A GEMM that leaves 16 SMs to kernels of other streams."""
+    size = 8192 if device.type == "cuda" else 64
+    x = normal(device, size, size)
+    whole = sustained_seconds(lambda: x @ x, device)
+    with leaving_sms(16, x):
+        left = sustained_seconds(lambda: x @ x, device)
+        error = error_of((x @ x)[:64], x[:64].double() @ x.double())
+    return {"ms": 1e3 * left, "of the time with all SMs": left / whole, "error": error}
+
+
 def cuda_graph(device: torch.device) -> Found:
     """A replayed graph adds the gradients of a launch. It is the last: a failed capture spoils the process."""
     gradient, x = normal(device, 256, 128), normal(device, 256, 64)
@@ -217,7 +229,7 @@ def cuda_graph(device: torch.device) -> Found:
     return {}
 
 
-ON_CPUS: tuple[Primitive, ...] = (copy, gemm, weight_gradient, attention, adam, loss)
+ON_CPUS: tuple[Primitive, ...] = (copy, gemm, weight_gradient, attention, adam, loss, sm_carveout)
 ON_GPUS: tuple[Primitive, ...] = (
     *(context, expandable_segments, *ON_CPUS, attention_choice, grouped_gemm, fp8_gemm, clock, host_copy, cuda_graph),
 )

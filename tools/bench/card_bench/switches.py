@@ -1,10 +1,7 @@
-"""CUDA graphs, compiled blocks, offload and the SM carve-out: each on and off in turns, for what it is there for."""
+"""CUDA graphs, compiled blocks and offload: each on and off in turns, for what it is there for."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,10 +10,9 @@ from card_bench.contenders import TRACED, Job, whole_step
 from card_bench.features import EXPERTS, TINY_EXPERTS
 from card_bench.jobs import EAGER_BLOCKS, OF_8B, QWEN_05B, TINY, job_of, predicted_ms
 from card_bench.report import Report
-from card_bench.timing import peak_bytes, profile_of, seconds_of
+from card_bench.timing import peak_bytes, profile_of
 from card_bench.turns import take_turns
 from megapipe.plan.memory import rank_memory
-from megapipe.tensor_parallel.gemms import leaving_sms
 from megapipe.train.compiled_blocks import agreed_trial, compiler_of, use
 
 ONE_BATCH = "--micro-batch-size 1 --global-batch-size 2"
@@ -34,7 +30,6 @@ BLOCKS_OF = {
     "experts": EXPERTS,
 }
 MIB = 1 << 20
-CARVED_SMS = 16  # blocks of NCCL's kernels that run beside a GEMM
 
 
 def _on_and_off(report: Report, sizes: str, flags: str) -> tuple[dict[str, Job], float]:
@@ -100,57 +95,3 @@ def offload(report: Report) -> None:
     report.figure("memory freed", freed / MIB, "MiB", planned / MIB)
     if report.on_gpu:
         report.bar("memory freed, of the plan's", freed / planned, 0.9, is_goal=True)
-
-
-@dataclass
-class Beside:
-    """A chain of GEMMs, and beside them on another stream a kernel of `CARVED_SMS` blocks, as a collective has."""
-
-    product: Callable[[], object]
-    other: Callable[[], object]
-    stream: torch.cuda.Stream | None
-
-    def run(self, x: torch.Tensor, carved: int) -> None:
-        if self.stream is None:
-            self.other()
-            self.product()
-            return
-        main = torch.cuda.current_stream()
-        self.stream.wait_stream(main)
-        with leaving_sms(carved, x):
-            self.product()  # first, as a GEMM that is running when a collective starts
-        with torch.cuda.stream(self.stream):
-            self.other()
-        with leaving_sms(carved, x):
-            self.product()
-        main.wait_stream(self.stream)
-
-
-def carveout(report: Report) -> None:
-    """GEMMs beside a kernel of few blocks, with and without SMs left to it, and each alone.
-
-    The kernel stands for a collective: softmax has a block for each row.
-    """
-    device, size = report.device, 8192 if report.on_gpu else 128
-    dtype = torch.bfloat16 if report.on_gpu else torch.float32
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    rows = torch.randn(CARVED_SMS, 1 << (22 if report.on_gpu else 10), device=device, dtype=torch.float32)
-    stream = torch.cuda.Stream(device, priority=-1) if report.on_gpu else None
-    pair = Beside(lambda: [torch.mm(a, b) for _ in range(4)], lambda: [rows.softmax(-1) for _ in range(8)], stream)
-    runs: dict[str, Callable[[], object]] = {
-        "off": lambda: pair.run(a, 0),
-        "on": lambda: pair.run(a, CARVED_SMS),
-        "GEMMs alone": lambda: [pair.product() for _ in range(2)],
-        "other alone": pair.other,
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(12 if report.on_gpu else 3):
-        for name in runs if number % 2 == 0 else reversed(runs):
-            once = seconds_of(runs[name], device)
-            if number:  # the first warms up
-                seconds[name].append(once)
-    for name, taken in seconds.items():
-        report.figure(name, 1e3 * statistics.median(taken), "ms")
-    gain = statistics.median(a / b for a, b in zip(seconds["off"], seconds["on"], strict=True))
-    report.figure("off to on", gain, "times the speed")
-    report.bar("off to on", gain, 1.0, is_goal=True)

@@ -31,7 +31,7 @@ def run(words: Sequence[str], log: Path, limit: float, environment: Mapping[str,
             process = subprocess.Popen(
                 words,
                 cwd=folder,
-                env={**environment, MARK: mark},
+                env={**environment, MARK: f"{environment.get(MARK, '')} {mark}".lstrip()},  # also that of an outer part
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -73,8 +73,9 @@ def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
 
 def marked(mark: str) -> Iterator[int]:
     """Yield the processes that were started with this mark, on Linux."""
-    wanted = f"{MARK}={mark}".encode()
+    name, wanted = f"{MARK}=".encode(), mark.encode()
     for file in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            if wanted in file.read_bytes().split(b"\0"):
+            marks = [each for each in file.read_bytes().split(b"\0") if each.startswith(name)]
+            if any(wanted in each for each in marks):
                 yield int(file.parent.name)
