@@ -47,19 +47,22 @@ def test_a_tiny_run_prints_a_row_for_each_loop_and_writes_every_turn(tmp_path: P
 
 AGREEMENT = """
 import torch
-from bench_job import agreement
-from plain_loop import PlainLoop, Shape
+from bench_job import PlainJob, agreement
+from plain_loop import Shape
 
 torch.set_num_threads(1)
 shape = Shape(layers=2, hidden=16, heads=2, seq=8, vocab=128, micro_batch=2, microbatches=3)
 print(agreement(shape))
-whole = PlainLoop.step
-PlainLoop.step = lambda self, rows: whole(self, rows[2:])
-print(agreement(shape))
-PlainLoop.step = whole
-made = PlainLoop.__init__
-PlainLoop.__init__ = lambda self, shape, lr, weight_decay, clip: made(self, shape, lr * 30, weight_decay, clip)
-print(agreement(shape))
+made = PlainJob.__init__
+def dropped(self, shape):
+    made(self, shape)
+    self._batches = self._batches[1:]
+def faster(self, shape):
+    made(self, shape)
+    for group in self._optimizer.param_groups:
+        group["lr"] *= 30
+for PlainJob.__init__ in (dropped, faster):
+    print(agreement(shape))
 """
 
 

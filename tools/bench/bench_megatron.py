@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from bench_cpu import Turn, ratios, take_turns
-from bench_job import CLIP, LR, WEIGHT_DECAY, Grid, Measured, draw_rows, serve
+from bench_job import Grid, Measured, make_plan, serve
 from bench_processes import BenchError, Ranks, exit_code, machine_text, make_parser
 from bench_table import Quartiles
+from card_bench.contenders import CLIP, LR, WEIGHT_DECAY, draw_rows
 from plain_loop import Shape
 
 from megapipe.environment import set_for_libraries
@@ -94,7 +95,10 @@ def make_step(shape: Shape, tuned: bool) -> Callable[[], float]:
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
     options = OptimizerConfig(optimizer="adam", lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP)
     optimizer = get_megatron_optimizer(options, [model])
-    rows, positions = torch.from_numpy(draw_rows(shape)), torch.arange(shape.seq).expand(shape.micro_batch, -1)
+    rows, positions = (
+        torch.from_numpy(draw_rows(make_plan(shape, Grid()))),
+        torch.arange(shape.seq).expand(shape.micro_batch, -1),
+    )
     hidden = torch.ones(1, 1, shape.seq, shape.seq, dtype=torch.bool).triu(1)
 
     def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,7 +1,8 @@
-"""A plain PyTorch training loop of the GPT-2 shape, as a good engineer would write it for one process: the baseline.
+"""The model of a plain PyTorch training loop of the GPT-2 shape, as a good engineer would write it for one process.
 
-nn.Linear, scaled_dot_product_attention, F.cross_entropy, fused AdamW, tied embeddings; nothing of megapipe. Activations
-are [b, s, h]. Imported by tools/bench/bench_cpu.py, which also checks that it computes what megapipe computes.
+nn.Linear, scaled_dot_product_attention, F.cross_entropy, tied embeddings; nothing of megapipe. Activations are
+[b, s, h]. `card_bench.contenders.Peer` trains it. Imported by tools/bench/bench_cpu.py, which also checks that it
+computes what megapipe computes.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -82,28 +82,6 @@ class PlainGPT(nn.Module):
             x = block(x)
         return F.linear(self.final_norm(x), self.words.weight)
 
-
-class PlainLoop:
-    """A training step: forward and backward of every microbatch, clipping, AdamW without decay of norms and biases."""
-
-    def __init__(self, shape: Shape, lr: float, weight_decay: float, clip: float) -> None:
-        self.shape, self.clip = shape, clip
-        self.model = PlainGPT(shape)
-        matrices = [p for p in self.model.parameters() if p.ndim == 2]
-        vectors = [p for p in self.model.parameters() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8, fused=True)
-        self._parameters = list(self.model.parameters())
-
-    def step(self, rows: Tensor) -> tuple[float, float]:
-        """Make a step and return the mean loss and the gradient norm. rows: [microbatches x micro_batch, s + 1]."""
-        total = torch.zeros(())
-        for batch in rows.split(self.shape.micro_batch):
-            logits = self.model(batch[:, :-1])
-            loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
-            (loss / self.shape.microbatches).backward()
-            total += loss.detach()
-        norm = nn.utils.clip_grad_norm_(self._parameters, self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(total) / self.shape.microbatches, float(norm)
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean cross entropy."""
+        return F.cross_entropy(self(tokens).flatten(0, 1), labels.reshape(-1))

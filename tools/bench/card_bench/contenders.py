@@ -19,6 +19,7 @@ from card_bench.plain import PlainLlama
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
+from megapipe.comm.trace import Tracer
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.extras.convert.families import FAMILIES, choose_family
 from megapipe.extras.convert.tables import map_tensors
@@ -61,17 +62,22 @@ def whole_step(contender: Contender) -> None:
 
 
 class Job:
-    """A plan on one rank as pretrain_gpt.py runs it, TrainingRuntime and TrainStep, on random tokens.
+    """A plan on a rank as pretrain_gpt.py runs it, TrainingRuntime and TrainStep, on random tokens.
 
-    draw_slice: initial values, those of training if None. choice: what --compile-blocks decided, in words. On a CPU
-    blocks run through the compiler's front end alone.
+    draw_slice: initial values, those of training if None. groups: of one rank if None. choice: what --compile-blocks
+    decided, in words. On a CPU blocks run through the compiler's front end alone.
     """
 
     def __init__(
-        self, plan: RunPlan, device: torch.device, draw_slice: Callable[[ParamSpec, int, int], Tensor] | None = None
+        self,
+        plan: RunPlan,
+        device: torch.device,
+        draw_slice: Callable[[ParamSpec, int, int], Tensor] | None = None,
+        groups: ProcessGroups | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        self.plan = plan
-        self.runtime = TrainingRuntime(plan, ProcessGroups.alone(), device, draw_slice=draw_slice)
+        self.plan, groups = plan, groups or ProcessGroups.alone()
+        self.runtime = TrainingRuntime(plan, groups, device, draw_slice=draw_slice, tracer=tracer)
         said: list[str] = []
         choose_blocks(self.runtime, None, said.append, None if device.type == "cuda" else TRACED)
         self.choice = "".join(said)
@@ -86,14 +92,21 @@ class Job:
         """Update as the training step does, after `gradients`."""
         return self.runtime.optimizer.step(1.0 / self._count, Rates(LR, WEIGHT_DECAY)).grad_norm
 
+    def step(self) -> tuple[float, float]:
+        """Make one optimizer step on this rank's part of the batch; return (mean loss, gradient norm)."""
+        result = self._step.run(self._microbatches(), Rates(LR, WEIGHT_DECAY))
+        return result.loss, result.update.grad_norm
+
     def _microbatches(self) -> Microbatches:
+        dp, dp_rank = self.plan.topology.dp, self.runtime.coordinates.dp_rank
+
         def read(k: int) -> Batch:
-            first = k * self._micro
+            first = (k * dp + dp_rank) * self._micro
             rows = self._rows[first : first + self._micro]
             return Batch.of(rows, tuple(range(first, first + self._micro)), DocumentRules())
 
         self._number += 1
-        return Microbatches(self._count, read, Keys(SEED, self._number, 0, 1), self.runtime.device)
+        return Microbatches(self._count, read, Keys(SEED, self._number, dp_rank, dp), self.runtime.device)
 
 
 def job_with(plan: RunPlan, device: torch.device, weights: Mapping[str, Tensor]) -> Job:

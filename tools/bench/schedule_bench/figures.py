@@ -6,11 +6,15 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import simulate
+
+if TYPE_CHECKING:
+    from megapipe.comm.trace import Tracer
 
 Spans = Sequence[tuple[int, str, int, int, int]]  # devices.Span: stage, op, microbatch, start_ns, end_ns
 
@@ -80,6 +84,20 @@ def mean_durations(ranks: Iterable[Spans]) -> dict[tuple[int, Op], float]:
     for stage in {stage for stage, _ in means}:
         means[stage, Op.B] = means.get((stage, Op.I), 0.0) + means.get((stage, Op.W), 0.0)
     return means
+
+
+def action_seconds(tracer: Tracer) -> dict[tuple[int, str], list[float]]:
+    """Return the durations of computing actions, without their waits for messages."""
+    waits = tracer.of_kind("wait")
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for event in tracer.of_kind("action"):
+        action = parse_action(event.name)
+        if action.op in COMPUTE_OPS:
+            waited = sum(
+                w.end_ns - w.start_ns for w in waits if event.start_ns <= w.start_ns and w.end_ns <= event.end_ns
+            )
+            found[action.stage, action.op.value].append((event.end_ns - event.start_ns - waited) / 1e9)
+    return dict(found)
 
 
 def replay_seconds(schedule: Schedule, seconds: dict[tuple[int, Op], float]) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -17,13 +16,13 @@ from bench_processes import join
 from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import Group, ProcessGroups
-from megapipe.comm.trace import Event, Tracer
-from megapipe.schedule.action import COMPUTE_OPS, parse_action
+from megapipe.comm.trace import Tracer
 from megapipe.schedule.schedule import Schedule
 from megapipe.topology import Topology
 from schedule_bench.cases import AnyCase, ExpertCase, RealCase
 from schedule_bench.devices import Span, Stopwatch
 from schedule_bench.experts import ExpertSide, ExpertWork
+from schedule_bench.figures import action_seconds
 from schedule_bench.megapipe_side import Alone, MegapipeSide
 from schedule_bench.peers.floor import Floor, new_group
 from schedule_bench.peers.torch_side import TorchSide
@@ -155,17 +154,3 @@ def _agree_on_start(world: Group) -> int:
     moment = torch.tensor([time.perf_counter_ns()])
     all_reduce(moment, world, op="max")
     return int(moment) + HEAD_START_NS
-
-
-def action_seconds(tracer: Tracer) -> dict[tuple[int, str], list[float]]:
-    """Return the durations of computing actions, without their waits for messages."""
-    waits: list[Event] = tracer.of_kind("wait")
-    found: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for event in tracer.of_kind("action"):
-        action = parse_action(event.name)
-        if action.op in COMPUTE_OPS:
-            waited = sum(
-                w.end_ns - w.start_ns for w in waits if event.start_ns <= w.start_ns and w.end_ns <= event.end_ns
-            )
-            found[action.stage, action.op.value].append((event.end_ns - event.start_ns - waited) / 1e9)
-    return dict(found)
