@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from bench_job import TIMEOUT_SECONDS, Grid, Measured, check, make_plan, serve, simulated_seconds
-from bench_processes import BenchError, Ranks, answer, exit_code, machine_text, make_parser, spawn
+from bench_processes import BenchError, Ranks, exit_code, machine_text, make_parser
 from bench_table import Quartiles, as_markdown
 from plain_loop import Shape
 
@@ -43,7 +43,10 @@ GRIDS = {
     "dp2": Grid(dp=2),
 }
 LARGEST_DIFFERENCE = 1e-4  # of loss and gradient norm in three steps of both loops: fp32 sums in different orders
-ONE_PROCESS_BAR, PIPELINE_BAR = 0.97, 0.93
+BARS = (  # row, ratio, the least that is required, and what it is
+    ("one", "speed_to_plain", 0.97, "one process to the plain loop"),
+    ("pp2", "simulated_to_measured", 0.93, "pp 2, simulated to measured step"),
+)
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,8 @@ def start(name: str, shape: Shape) -> Ranks:
 def check_agreement(shape: Shape) -> float:
     """Check that both loops train the same model: the relative difference of losses and gradient norms. Raises
     BenchError."""
-    process, connection = spawn(check, dataclasses.replace(shape, microbatches=min(2, shape.microbatches)))
-    worst: float = answer(connection, "check", TIMEOUT_SECONDS)
-    process.join()
+    small = dataclasses.replace(shape, microbatches=min(2, shape.microbatches))
+    worst: float = Ranks("check", 1, check, small).answers(TIMEOUT_SECONDS)[0]
     if not worst <= LARGEST_DIFFERENCE:
         raise BenchError(
             f"the plain loop and megapipe differ by {worst:.1e} in loss or gradient norm: they do not train the "
@@ -149,10 +151,9 @@ def figures(shape: Shape, turns: dict[str, list[Turn]]) -> dict[str, dict[str, Q
         if name not in ("plain", "one") and "one" in turns:
             mine["speed_to_one"] = ratios(seconds["one"], seconds[name])
         if row[0].simulated_seconds:
-            mine["simulated_to_measured"] = ratios([turn.simulated_seconds for turn in row], seconds[name])
-            mine["simulated_to_row"] = ratios(
-                [turn.simulated_seconds for turn in row], [turn.row_seconds for turn in row]
-            )
+            simulated = [turn.simulated_seconds for turn in row]
+            mine["simulated_to_measured"] = ratios(simulated, seconds[name])
+            mine["simulated_to_row"] = ratios(simulated, [turn.row_seconds for turn in row])
         found[name] = mine
     return found
 
@@ -162,15 +163,11 @@ def title(name: str, shape: Shape) -> str:
     if name == "plain":
         return "plain PyTorch loop"
     grid = GRIDS[name]
-    parts = (
-        [f"tp {grid.tp}"] * (grid.tp > 1)
-        + [f"pp {grid.pp}"] * (grid.pp > 1)
-        + [f"x {grid.chunks} chunks"] * (grid.chunks > 1)
-    )
-    parts += [f"dp {grid.dp}, ZeRO-1"] * (grid.dp > 1)
+    sizes = (("tp", grid.tp), ("pp", grid.pp), ("x", grid.chunks), ("dp", grid.dp))
+    words = " ".join(f"{axis} {size}" + " chunks" * (axis == "x") for axis, size in sizes if size > 1)
     if grid.pp > 1:
-        parts.append("cut " + "|".join(str(count) for count in make_plan(shape, grid).partition.layer_counts))
-    return f"megapipe, {' '.join(parts)}" if parts else "megapipe, one process"
+        words += " cut " + "|".join(str(count) for count in make_plan(shape, grid).partition.layer_counts)
+    return f"megapipe, {words or 'one process'}" + ", ZeRO-1" * (grid.dp > 1)
 
 
 HEADINGS = ("row", "ranks", "tokens/s", "CPU s a step", "ratio of tokens/s", "simulated / measured", "simulated / row")
@@ -180,24 +177,14 @@ def table(shape: Shape, found: dict[str, dict[str, Quartiles]]) -> list[tuple[st
     """Return the cells, headings first."""
     rows: list[tuple[str, ...]] = [HEADINGS]
     for name, mine in found.items():
-        ratio = ""
-        for key, against in (
-            ("speed_to_plain", "plain"),
-            ("speed_to_one", "one process"),
-        ):
-            if key in mine:
-                ratio = f"{mine[key].text('.3f')} to {against}"
-        rows.append(
-            (
-                title(name, shape),
-                str(1 if name == "plain" else GRIDS[name].world),
-                mine["tokens_per_second"].text(",.0f"),
-                mine["cpu_seconds"].text(".3f"),
-                ratio,
-                mine["simulated_to_measured"].text(".3f") if "simulated_to_measured" in mine else "",
-                mine["simulated_to_row"].text(".3f") if "simulated_to_row" in mine else "",
-            )
-        )
+        against = {"speed_to_plain": "plain", "speed_to_one": "one process"}
+        ratio = [f"{mine[key].text('.3f')} to {other}" for key, other in against.items() if key in mine]
+        simulated = [
+            mine[key].text(".3f") if key in mine else "" for key in ("simulated_to_measured", "simulated_to_row")
+        ]
+        ranks = str(1 if name == "plain" else GRIDS[name].world)
+        speed, cpu = mine["tokens_per_second"].text(",.0f"), mine["cpu_seconds"].text(".3f")
+        rows.append((title(name, shape), ranks, speed, cpu, "".join(ratio), *simulated))
     return rows
 
 
@@ -216,18 +203,11 @@ def predictions(shape: Shape, turns: dict[str, list[Turn]], hardware: Hardware) 
 def verdicts(found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, bool]]:
     """Return the results of the two bars, if their rows were measured."""
     said = []
-    for name, key, bar, words in (
-        ("one", "speed_to_plain", ONE_PROCESS_BAR, "one process to the plain loop"),
-        ("pp2", "simulated_to_measured", PIPELINE_BAR, "pp 2, simulated to measured step"),
-    ):
+    for name, key, bar, words in BARS:
         if key in found.get(name, {}):
             median = found[name][key].median
-            said.append(
-                (
-                    f"{words}: {median:.3f}, at least {bar} required: {'met' if median >= bar else 'NOT MET'}",
-                    median >= bar,
-                )
-            )
+            is_met = median >= bar
+            said.append((f"{words}: {median:.3f}, at least {bar} required: {'met' if is_met else 'NOT MET'}", is_met))
     return said
 
 
@@ -264,13 +244,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--rows", nargs="+", choices=tuple(GRIDS), default=["one", "pp2"], help="grids of megapipe (default: one pp2)"
     )
     parser.add_argument("--no-plain", action="store_true", help="omit the plain loop")
-    parser.add_argument(
-        "--pairs",
-        type=int,
-        default=10,
-        metavar="N",
-        help="rounds, in each of which every row takes a turn (default: 10)",
-    )
+    parser.add_argument("--pairs", type=int, default=10, metavar="N", help="rounds of turns of all rows (default: 10)")
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps in a turn (default: 1)")
     for field in dataclasses.fields(Shape):
         flag = "--" + field.name.replace("_", "-")

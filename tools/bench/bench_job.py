@@ -184,7 +184,7 @@ def serve(orders: Connection, rank: int, ranks: int, port: int, shape: Shape, gr
     shutdown(0)
 
 
-def check(orders: Connection, shape: Shape) -> None:
+def check(orders: Connection, rank: int, ranks: int, port: int, shape: Shape) -> None:
     """Answer with `agreement`."""
     torch.set_num_threads(1)
     orders.send(agreement(shape))

@@ -42,26 +42,6 @@ def exit_code(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
         return 130
 
 
-def spawn(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-    """Start target(connection, *arguments) in a new process; return the process and our end of the connection."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=target, args=(there, *arguments), daemon=True)
-    process.start()
-    there.close()
-    return process, here
-
-
-def answer(connection: Connection, who: str, timeout_seconds: float) -> Any:
-    """Return what the process sends next. Raises BenchError if it is silent for too long or has ended."""
-    try:
-        if not connection.poll(timeout_seconds):
-            raise BenchError(f"{who}: no answer for {timeout_seconds:g} s")
-        return connection.recv()
-    except EOFError:
-        raise BenchError(f"{who}: a rank died; its error is printed above") from None
-
-
 class Ranks:
     """The processes of one contender, each of which runs `target(connection, rank, number of ranks, port, *arguments)`
     and answers every order.
@@ -71,11 +51,26 @@ class Ranks:
 
     def __init__(self, name: str, count: int, target: Callable[..., None], *arguments: Any) -> None:
         self.name, port = name, free_port()
-        self._ranks = [spawn(target, rank, count, port, *arguments) for rank in range(count)]
+        context = multiprocessing.get_context("spawn")
+        self._ranks = []
+        for rank in range(count):
+            here, there = context.Pipe()
+            process = context.Process(target=target, args=(there, rank, count, port, *arguments), daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
 
     def answers(self, timeout_seconds: float) -> list[Any]:
-        """Return what each rank sends next. Raises BenchError as `answer` does."""
-        return [answer(connection, self.name, timeout_seconds) for _, connection in self._ranks]
+        """Return what each rank sends next. Raises BenchError if one is silent for too long or has ended."""
+        return [self._answer(connection, timeout_seconds) for _, connection in self._ranks]
+
+    def _answer(self, connection: Connection, timeout_seconds: float) -> Any:
+        try:
+            if not connection.poll(timeout_seconds):
+                raise BenchError(f"{self.name}: no answer for {timeout_seconds:g} s")
+            return connection.recv()
+        except EOFError:
+            raise BenchError(f"{self.name}: a rank died; its error is printed above") from None
 
     def order(self, order: Any, timeout_seconds: float) -> list[Any]:
         """Give all ranks an order and return their answers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,43 +122,41 @@ def bars(results: Sequence[Result]) -> list[tuple[str, bool]]:
     emulated = [r for r in results if isinstance(r.case, Case) and r.case.seconds]
     for ranks in sorted({r.case.ranks for r in emulated}):
         rows = [r for r in emulated if r.case.ranks == ranks and "torch" in r.figures]
-        allowed = WORSE_THAN_TORCH if ranks <= 4 else 0.0
-        said += _verdict(
-            f"p {ranks}: never more than {allowed:.1%} worse than torch",
-            [(str(r.case), r.figures["megapipe"].loss - r.figures["torch"].loss <= allowed) for r in rows],
-        )
+        rule = f"p {ranks}: never more than {_allowed(ranks):.1%} worse than torch"
+        said += _verdict(rule, rows, lambda r: _loss(r, "megapipe") - _loss(r, "torch") <= _allowed(r.case.ranks))
     rows = [r for r in emulated if r.case.ranks == 4]
     in_torch = [r for r in rows if "torch" in r.figures]
     if in_torch:
-        better = sum(r.figures["megapipe"].loss < r.figures["torch"].loss for r in in_torch)
+        better = sum(_loss(r, "megapipe") < _loss(r, "torch") for r in in_torch)
         said.append((f"p 4: better than torch in {better} of {len(in_torch)} rows", 2 * better > len(in_torch)))
-    said += _verdict(
-        f"p 4: at most {TO_FLOOR} times the floor's loss",
-        [(str(r.case), r.figures["megapipe"].loss <= TO_FLOOR * r.figures["floor"].loss) for r in rows],
-    )
+    rule = f"p 4: at most {TO_FLOOR} times the floor's loss"
+    said += _verdict(rule, rows, lambda r: _loss(r, "megapipe") <= TO_FLOOR * _loss(r, "floor"))
     zero = [r for r in results if isinstance(r.case, Case) and not r.case.seconds]
-    said += _verdict(
-        f"p 2, stages that cost nothing: at most {ZERO_COST_TO_FLOOR} times the floor",
-        [(str(r.case), _times_floor(r) <= ZERO_COST_TO_FLOOR) for r in zero],
-    )
+    rule = f"p 2, stages that cost nothing: at most {ZERO_COST_TO_FLOOR} times the floor"
+    said += _verdict(rule, zero, lambda r: _times_floor(r) <= ZERO_COST_TO_FLOOR)
     real = [r for r in results if isinstance(r.case, RealCase)]
-    said += _verdict(
-        f"real computation: 1f1b at {REAL_TO_SIMULATED} of its simulation",
-        [
-            (str(r.case), _to_simulated(r.figures["megapipe"]) >= REAL_TO_SIMULATED)
-            for r in real
-            if r.case.schedule == "1f1b"
-        ],
-    )
+    rule = f"real computation: 1f1b at {REAL_TO_SIMULATED} of its simulation"
+    first = [r for r in real if r.case.schedule == "1f1b"]
+    said += _verdict(rule, first, lambda r: _to_simulated(r.figures["megapipe"]) >= REAL_TO_SIMULATED)
     if real:
         best = max(_speed(r.figures["alone"], r.figures["megapipe"]) for r in real)
-        said.append(
-            (
-                f"real computation: the best schedule at {best:.3f} times one process ({REAL_BEST} required)",
-                best >= REAL_BEST,
-            )
-        )
+        rule = f"real computation: the best schedule at {best:.3f} times one process ({REAL_BEST} required)"
+        said.append((rule, best >= REAL_BEST))
     return said
+
+
+def _allowed(ranks: int) -> float:
+    """Return by how much of the makespan a schedule may be worse than torch's."""
+    return WORSE_THAN_TORCH if ranks <= 4 else 0.0
+
+
+def _loss(result: Result, name: str) -> float:
+    return result.figures[name].loss
+
+
+def _verdict(rule: str, rows: Sequence[Result], is_met: Callable[[Result], bool]) -> list[tuple[str, bool]]:
+    missed = [str(row.case) for row in rows if not is_met(row)]
+    return [(f"{rule}: {'missed by ' + ', '.join(missed) if missed else 'met'}", not missed)] if rows else []
 
 
 def as_json(results: Sequence[Result]) -> dict[str, Any]:
@@ -174,11 +172,6 @@ def as_json(results: Sequence[Result]) -> dict[str, Any]:
         "sentences": [line_of(result) for result in results],
         "cases": [result.as_json() for result in results],
     }
-
-
-def _verdict(rule: str, rows: Sequence[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    missed = [name for name, met in rows if not met]
-    return [(f"{rule}: {'missed by ' + ', '.join(missed) if missed else 'met'}", not missed)] if rows else []
 
 
 def machine(results: Sequence[Result], steps: int) -> str:

@@ -109,28 +109,19 @@ class Floor:
         return torch.empty(0)  # nothing is sent
 
     def _comes_from(self, action: Action) -> tuple[int, int] | None:
-        step = {Op.F: -1, Op.B: 1, Op.I: 1}.get(action.op)
-        return (
-            None
-            if step is None
-            else self._route(action.stage + step, action.microbatch, action.stage, action.op is Op.F)
-        )
+        step = {Op.F: -1, Op.B: 1, Op.I: 1}.get(action.op, 0)
+        return self._route(action, action.stage + step, action.stage) if step else None
 
     def _goes_to(self, action: Action) -> tuple[int, int] | None:
-        step = {Op.F: 1, Op.B: -1, Op.I: -1}.get(action.op)
-        return (
-            None
-            if step is None
-            else self._route(action.stage + step, action.microbatch, action.stage + step, action.op is Op.F)
-        )
+        step = {Op.F: 1, Op.B: -1, Op.I: -1}.get(action.op, 0)
+        return self._route(action, action.stage + step, action.stage + step) if step else None
 
-    def _route(self, other: int, microbatch: int | None, to_stage: int, is_forward: bool) -> tuple[int, int] | None:
-        """Return (peer, tag) of the message between an action and `other`, the stage before or after it; None within
-        the rank or at an end."""
+    def _route(self, action: Action, other: int, to_stage: int) -> tuple[int, int] | None:
+        """Return (peer, tag) of the message between an action and that of stage `other`; None within the rank or at an
+        end."""
+        microbatch, count = action.microbatch, self.schedule.num_stages
         assert microbatch is not None
-        if not 0 <= other < self.schedule.num_stages:
+        if not 0 <= other < count:
             return None
         peer = self.schedule.placement.rank_of(other, microbatch)
-        return (
-            None if peer == self._rank else (peer, (microbatch * self.schedule.num_stages + to_stage) * 2 + is_forward)
-        )
+        return None if peer == self._rank else (peer, (microbatch * count + to_stage) * 2 + (action.op is Op.F))
