@@ -34,7 +34,7 @@ from megapipe.plan.traces import (
 from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
 from megapipe.trace.layers import trace_layers
-from megapipe.trace.traced import STAGE, Traced
+from megapipe.trace.traced import INPUT, STAGE, Traced
 
 
 class LayerGroup(NamedTuple):
@@ -64,8 +64,8 @@ def all_layers_of(model: ModelSpec, stage: StageLayers) -> tuple[LayerSpec, ...]
 
 def fp8_weights(model: ModelSpec, shape: RankShape, stage: StageLayers) -> int:
     """Return the elements of the weights of a stage on one rank that multiply in 8 bits."""
-    traces = [layer_trace(layer, without_recompute(shape), False) for layer in layers_of(model, stage)]
-    traces += [head_trace(model, shape, False)] if stage.has_head else []
+    traces = [layer_trace(layer, without_recompute(shape), has_levels=False) for layer in layers_of(model, stage)]
+    traces += [head_trace(model, shape, has_levels=False)] if stage.has_head else []
     products = (each for traced in traces for each in traced.products if each.op is Op.F and not each.again)
     return sum(each.num_weights for each in products if each.is_fp8)
 
@@ -74,7 +74,7 @@ def fp8_weight_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> 
     """Return the bytes of the weights of a stage in 8 bits, and transposed, with their scales."""
     counts = Counter(layers_of(model, stage))
     whole = without_recompute(shape)
-    layers = sum(count * layer_trace(layer, whole, False).fp8_weights for layer, count in counts.items())
+    layers = sum(count * layer_trace(layer, whole, has_levels=False).fp8_weights for layer, count in counts.items())
     return layers + (head_trace(model, shape, has_levels=False).fp8_weights if stage.has_head else 0)
 
 
@@ -138,7 +138,7 @@ def bytes_by_name(tensors: Iterable[Kept], others: str) -> Counter[str]:
     """Return the bytes of tensors by the element that makes them. others: the name of what no element makes."""
     total: Counter[str] = Counter()
     for tensor in tensors:
-        total[others if tensor.name == STAGE else tensor.name] += tensor.num_bytes
+        total[others if tensor.name in (INPUT, STAGE) else tensor.name] += tensor.num_bytes
     return total
 
 

@@ -31,7 +31,7 @@ from megapipe.plan.traces import (
     EXPERT_GROUPS,
     group_size,
     head_trace,
-    joined_trace,
+    layer_trace,
     messages_over_tp,
     sent_bytes,
     without_recompute,
@@ -188,7 +188,7 @@ def layer_seconds(
     """
     clock = _Clock(shape, hardware, tp_link)
     plain = replace(without_recompute(shape), documents=Documents())
-    whole, of_frozen = (joined_trace(each, plain) for each in (layer.unfrozen, layer))
+    whole, of_frozen = (layer_trace(each, plain, has_levels=False) for each in (layer.unfrozen, layer))
     linears = clock.linears(whole.products, messages_over_tp(whole, plain))
     in_w = clock.linears(of_frozen.products, messages_over_tp(of_frozen, plain)).weights
     attention, core_backward = clock.attention(whole.attention), clock.attention(whole.attention, is_backward=True)
@@ -212,7 +212,7 @@ def layer_seconds(
     seconds = OpSeconds(forward, inputs, {}) + replace(linears, weights=in_w)
     again = _recomputed(layer, shape, plain, clock, seconds.forward)
     if again:
-        traced = joined_trace(layer, replace(shape, documents=Documents()))
+        traced = layer_trace(layer, replace(shape, documents=Documents()), has_levels=False)
         again |= exchanged((each for each in traced.messages if each.again), again.get("attention", 0.0))
     return (seconds + OpSeconds({}, again, {})).with_overhead(hardware.stack.overhead)
 
@@ -221,7 +221,7 @@ def _pointwise_kept(layer: LayerSpec, shape: RankShape) -> int:
     """Return what a layer keeps for its backward, but for what core attention moves in its own time: matrices of
     queries and keys, and copies of a fused kernel's output.
     """
-    traced = joined_trace(layer.unfrozen, shape)
+    traced = layer_trace(layer.unfrozen, shape, has_levels=False)
     of_core = [tensor for tensor in traced.kept if tensor.name == CORE_ATTENTION]
     others = traced.kept_bytes - total_bytes(of_core)
     written = [work for work in traced.attention if work.op is Op.F and not work.kernel]
@@ -390,7 +390,7 @@ def _recomputed(
             for part, seconds in forward.items()
             if not (part == "attention" and recompute.recompute_keep_attention)
         }
-    traced = joined_trace(layer, replace(shape, documents=Documents()))
+    traced = layer_trace(layer, replace(shape, documents=Documents()), has_levels=False)
     products = (each._replace(again=False) for each in traced.products if each.again)
     messages = (each._replace(again=False, op=Op.F) for each in messages_over_tp(traced, shape) if each.again)
     again = {**dict.fromkeys(forward, 0.0), **clock.linears(products, messages).forward}
@@ -400,7 +400,7 @@ def _recomputed(
     timed = ("core_attn",) if layer.config.has_attention else ()
     others = tuple(module for module in recompute.recompute_modules if module not in timed)
     without = replace(plain, recompute=replace(recompute, recompute_modules=others))
-    kept, fewer = (joined_trace(layer, each).kept_bytes for each in (plain, without))
+    kept, fewer = (layer_trace(layer, each, has_levels=False).kept_bytes for each in (plain, without))
     saved = kept - fewer
     again["pointwise"] += POINTWISE_PASSES * saved / clock.hardware.pointwise_bytes_per_second
     return again

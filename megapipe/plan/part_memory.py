@@ -1,7 +1,7 @@
 """Bytes of the parts in which stages run with --overlap-moe-expert-parallel-comm, as one row of parts keeps and frees
 them: `plan.memory` folds over these in place of whole stages.
 
-Parts are traced one after the other (`trace.layers.trace_parts`). Between I and W a part holds the inputs and gradients
+Parts are traced one after the other (`plan.traces.part_traces`). Between I and W a part holds the inputs and gradients
 of its linears.
 """
 
@@ -11,10 +11,9 @@ from collections.abc import Iterable
 
 from megapipe.plan.activations import deferred_bytes, head_backward, stage_bytes, temporary_bytes
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.traces import head_trace, split, traced_layer
+from megapipe.plan.traces import head_trace, part_traces, split
 from megapipe.schedule.action import Op
 from megapipe.schedule.parts import Part, Parts
-from megapipe.trace.layers import trace_parts
 
 
 def part_sizes(
@@ -33,7 +32,7 @@ def part_sizes(
             if part is Part.HEAD:
                 kept[site] = waiting[site] = inside[site, Op.B] = inside[site, Op.I] = 0
             else:
-                whole, halves = (trace_parts(traced_layer(model.layers[layer]), s)[part] for s in (shape, split(shape)))
+                whole, halves = (part_traces(model.layers[layer], s)[part] for s in (shape, split(shape)))
                 kept[site], inside[site, Op.B] = whole.kept_bytes, whole.peaks[1]
                 waiting[site], inside[site, Op.I] = halves.waiting, halves.peaks[1]
             inside[site, Op.W] = in_w

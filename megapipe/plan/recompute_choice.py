@@ -23,7 +23,7 @@ from typing import NamedTuple
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import RankShape
-from megapipe.plan.traces import joined_trace
+from megapipe.plan.traces import layer_trace
 
 ELEMENTWISE_FLOPS = 8.0  # for each element that a norm or an activation computes again; only orders steps without GEMMs
 FULL = RecomputeConfig("full", "uniform", 1)
@@ -109,7 +109,7 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
             mlps += ("shared_experts",), ("moe_act", "shared_experts")
     keeps_results = False  # of a fused kernel, which a recompute of attention then uses
     if layer.config.has_attention and shape.attention_impl != "te":
-        works = joined_trace(layer, shape).attention
+        works = layer_trace(layer, shape, has_levels=False).attention
         keeps_results = all(work.kernel and work.head_size <= MOST_FUSED_CHANNELS for work in works)
     if "mla_up_proj" in layer.recompute_modules:
         cores += [("mla_up_proj", "core_attn"), *([("mla_up_proj",)] if keeps_results else [])]
@@ -126,7 +126,7 @@ def _recomputes(layer: LayerSpec, shape: RankShape) -> list[RecomputeConfig]:
 def _choice(layer: LayerSpec, whole: RankShape, recompute: RecomputeConfig) -> Choice:
     """Return a layer's bytes and FLOPs. whole: the shape without recompute."""
     shape, is_full = replace(whole, recompute=recompute), recompute.recompute_granularity == "full"
-    traced, everything = joined_trace(layer, shape), joined_trace(layer, whole)
+    traced, everything = (layer_trace(layer, each, has_levels=False) for each in (shape, whole))
     elements = sum(tensor.elements for tensor in everything.kept) - sum(tensor.elements for tensor in traced.kept)
     flops = ELEMENTWISE_FLOPS * elements
     flops += sum(product.flops for product in traced.products if product.again)

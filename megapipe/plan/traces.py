@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, ModelSpec
 from megapipe.layers.table import ALL_REDUCE, RankShape, ring_bytes
 from megapipe.schedule.action import Op
+from megapipe.schedule.parts import Part
 from megapipe.trace.layers import trace_embedding, trace_head, trace_layers, trace_parts
-from megapipe.trace.traced import ROWS, SIZES, STAGE, Message, Traced, TracedLayer
+from megapipe.trace.traced import STAGE, Message, Traced, TracedLayer, joined
 
 # elements whose sums over tp are of a few numbers: norms over the heads of all ranks, and tokens of each expert
 OF_FEW_NUMBERS = ("heads", "router")
@@ -50,39 +50,38 @@ def traced_layer(layer: LayerSpec) -> TracedLayer:
 
 @cache
 def layer_trace(layer: LayerSpec, shape: RankShape, has_levels: bool = True) -> Traced:
-    """Return what one layer keeps and makes; in parts, each keeps its input besides.
+    """Return what one layer keeps, makes, multiplies and sends; in parts, each keeps its input besides.
 
-    has_levels: as for `trace_layers`.
+    A layer with two residual branches is joined from their traces, but for the levels of full recompute, which holds
+    what both branches compute again. A branch is run once for all shapes that are alike for it: attention does not
+    depend on how experts are divided, and each branch only on its own recompute. Tables of documents' positions are not
+    kept by parts. has_levels: as for `trace_layers`.
     """
-    own = traced_layer(layer)
-    whole = trace_layers((own,), replace(shape, in_parts=False), has_levels)
+    whole_shape = replace(shape, in_parts=False)
+    is_full = shape.recompute.recompute_granularity == "full"
+    if len(layer.branches) == 1 or (has_levels and (is_full or shape.splits_backward)):
+        whole = trace_layers((traced_layer(layer),), whole_shape, has_levels)
+    else:
+        branches = ((branch, _shape_of_branch(branch, whole_shape)) for branch in layer.branches)
+        whole = joined([layer_trace(branch, own, has_levels) for branch, own in branches], is_full)
     if not shape.in_parts:
         return whole
-    parts = trace_parts(own, shape, has_levels).values()
+    parts = part_traces(layer, shape, has_levels).values()
     kept = tuple(tensor for part in parts for tensor in part.kept)
     return replace(whole, kept=kept, waiting=sum(part.waiting for part in parts))
 
 
 @cache
-def joined_trace(layer: LayerSpec, shape: RankShape) -> Traced:
-    """Return what one layer keeps, multiplies and sends, without levels, from the traces of its residual branches.
-
-    Sizes, products and messages are those of `layer_trace`, while tensors that pass from one branch to the next have
-    other names, and tables of documents' positions are not kept by parts. A branch is run once for all shapes that are
-    alike for it: attention does not depend on how experts are divided, and each branch only on its own recompute.
-    """
-    if layer.branches == (layer,):
-        return layer_trace(layer, shape, has_levels=False)
-    traces = [layer_trace(branch, _shape_of_branch(branch, shape), has_levels=False) for branch in layer.branches]
-    kept = [tensor for traced in traces for tensor in traced.kept]
-    if shape.recompute.recompute_granularity == "full":  # keeps the input of the layer, but none between its branches
-        kept = [*traces[0].kept, *(each for traced in traces[1:] for each in traced.kept if each.name != STAGE)]
-    found: dict[str, Any] = {name: sum(getattr(traced, name) for traced in traces) for name in SIZES}
-    for name in ROWS:  # a forward runs the branches in their order, a backward in the other
-        ahead = [each for traced in traces for each in getattr(traced, name) if each.op is Op.F]
-        back = [each for traced in reversed(traces) for each in getattr(traced, name) if each.op is not Op.F]
-        found[name] = *ahead, *back
-    return Traced(tuple(kept), **found)
+def part_traces(layer: LayerSpec, shape: RankShape, has_levels: bool = True) -> dict[Part, Traced]:
+    """Return what each part of a layer keeps and makes. has_levels: as for `trace_layers`."""
+    if len(layer.branches) == 1:
+        return trace_parts(traced_layer(layer), shape, has_levels)
+    first, second = layer.branches
+    attention = layer_trace(first, _shape_of_branch(first, shape), has_levels)
+    parts = part_traces(second, replace(_shape_of_branch(second, shape), in_parts=True), has_levels)
+    found = {part: traced.after(attention.output) for part, traced in parts.items()}
+    # with norm and router of experts
+    return found | {Part.ATTENTION: joined([attention, found[Part.ATTENTION]])}
 
 
 def _shape_of_branch(branch: LayerSpec, shape: RankShape) -> RankShape:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from megapipe.config.layers import LayerConfig
@@ -22,7 +23,9 @@ SIZES = (
     "slice_key_gradients",
 )
 LEVELS = ("forward", "backward", "weights", "replayed")
-STAGE, OUTPUT_LAYER = "stage", "output_layer"  # the names of what no element makes, and of a linear
+FACTS = "reads_weights", "output"  # of the layers, not of how many sequences they run
+# names of what no element makes, of what comes from the layer or the stage before, and of a linear
+STAGE, INPUT, OUTPUT_LAYER = "stage", "input", "output_layer"
 CORE_ATTENTION = "core_attention"  # that of an element
 
 
@@ -101,7 +104,7 @@ class AttentionWork(NamedTuple):
 
 Row = Product | Message | AttentionWork
 ROWS: dict[str, type[Row]] = {"products": Product, "messages": Message, "attention": AttentionWork}
-NUM_SIZES = 2  # of a row, which come last
+NUM_SIZES: dict[str, int] = {"products": 3, "messages": 2, "attention": 2}  # of a row, which come last
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,9 @@ class Traced:
     """Tensors, products, attention and messages of one microbatch, or a slice of it, on one rank. Sizes are in bytes.
 
     forward, backward, weights: of F, B (I where the shape splits the backward) and W, at each tensor that it makes, the
-    bytes over those that are there when it starts, the gradient of the output aside; of F over what it keeps. replayed:
-    at each tensor of B or I, those that it has computed again.
+    bytes over those that are there when it starts, the gradient of the output aside; of F over what it keeps. The last
+    level of a B is that of its end, with the gradient of the input, and with what the autograd graph holds besides the
+    input. replayed: at each tensor of B or I, those that it has computed again.
     """
 
     kept: tuple[Kept, ...]  # from F to B or I, the input included; named after the element that has made it
@@ -130,6 +134,7 @@ class Traced:
     products: tuple[Product, ...] = ()
     messages: tuple[Message, ...] = ()
     attention: tuple[AttentionWork, ...] = ()
+    output: str = STAGE  # the element that makes it
 
     @cached_property
     def kept_bytes(self) -> int:
@@ -146,6 +151,12 @@ class Traced:
         """The most that B or I computes again and holds."""
         return max((0, *self.replayed))
 
+    def after(self, element: str) -> Traced:
+        """Return it behind the element that makes its input."""
+        return replace(
+            self, kept=tuple(replace(each, name=element) if each.name == INPUT else each for each in self.kept)
+        )
+
     def at(self, larger: Traced, more: int, has_levels: bool = True) -> Traced | None:
         """Return it for so many sequences more. larger: for one more. has_levels: False to leave levels out.
 
@@ -161,17 +172,21 @@ class Traced:
         rows = {name: (getattr(self, name), getattr(larger, name)) for name in ROWS}
         if names[0] != names[1] or any(len(one) != len(two) for one, two in levels.values()):
             return None
-        if any(_kinds(one) != _kinds(two) for one, two in rows.values()):
+        if any(
+            [each[: -NUM_SIZES[name]] for each in one] != [each[: -NUM_SIZES[name]] for each in two]
+            for name, (one, two) in rows.items()
+        ):
             return None
         kept = (
             replace(one, elements=line(one.elements, two.elements))
             for one, two in zip(self.kept, larger.kept, strict=True)
         )
-        found: dict[str, Any] = {name: line(getattr(self, name), getattr(larger, name)) for name in SIZES}
+        found: dict[str, Any] = {name: getattr(self, name) for name in FACTS}
+        found |= {name: line(getattr(self, name), getattr(larger, name)) for name in SIZES}
         found |= {name: tuple(map(line, *each)) for name, each in levels.items()}
         for name, pair in rows.items():
             found[name] = tuple(
-                type(one)(*one[:-NUM_SIZES], *map(line, one[-NUM_SIZES:], two[-NUM_SIZES:]))
+                type(one)(*one[: -NUM_SIZES[name]], *map(line, one[-NUM_SIZES[name] :], two[-NUM_SIZES[name] :]))
                 for one, two in zip(*pair, strict=True)
             )
         return Traced(tuple(kept), **found)
@@ -180,19 +195,42 @@ class Traced:
         """Return it as JSON has it."""
         kept = [[tensor.name, tensor.elements, tensor.element_bytes] for tensor in self.kept]
         rows = {name: [[each.name, each.op.name, *each[2:]] for each in getattr(self, name)] for name in ROWS}
-        others = {name: getattr(self, name) for name in (*SIZES, *LEVELS, "reads_weights")}
+        others = {name: getattr(self, name) for name in (*SIZES, *LEVELS, *FACTS)}
         return {"kept": kept} | rows | others
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> Traced:
         """Return what `as_data` has returned. Raises KeyError, TypeError."""
-        found: dict[str, Any] = {name: data[name] for name in (*SIZES, "reads_weights")}
+        found: dict[str, Any] = {name: data[name] for name in (*SIZES, *FACTS)}
         found |= {name: tuple(data[name]) for name in LEVELS}
         for name, kind in ROWS.items():
             found[name] = tuple(kind(called, Op[op], *others) for called, op, *others in data[name])
         return cls(tuple(Kept(*tensor) for tensor in data["kept"]), **found)
 
 
-def _kinds(rows: Iterable[Row]) -> list[tuple[Any, ...]]:
-    """Return rows without their sizes."""
-    return [row[:-NUM_SIZES] for row in rows]
+def joined(traces: Sequence[Traced], is_checkpoint: bool = False) -> Traced:
+    """Return the trace of the residual branches of a layer, or of parts of them, from one of each, in their order; with
+    the levels of a B, and not of I and W, where the first W of a branch starts before the last one behind it has ended.
+
+    is_checkpoint: the input of the first is kept alone.
+    """
+    kept, levels = list(traces[0].kept), {name: list[int]() for name in LEVELS}
+    for before, traced in pairwise(traces):
+        others = (each for each in traced.kept if each.name != INPUT)
+        kept += others if is_checkpoint else traced.after(before.output).kept
+    found: dict[str, Any] = {name: sum(getattr(traced, name) for traced in traces) for name in SIZES}
+    for name in ROWS:  # a forward runs them in their order, a backward in the other
+        ahead = [each for traced in traces for each in getattr(traced, name) if each.op is Op.F]
+        back = [each for traced in reversed(traces) for each in getattr(traced, name) if each.op is not Op.F]
+        found[name] = *ahead, *back
+    later = sum(traced.kept_bytes for traced in traces)
+    for traced in traces:
+        later -= traced.kept_bytes  # levels of F are over all that is kept in the end
+        levels["forward"] += [level - later for level in traced.forward]
+    for traced in reversed(traces):
+        start = levels["backward"][-1] if levels["backward"] else 0  # where the one behind it has ended
+        levels["backward"] += [start + level for level in traced.backward]
+        levels["replayed"] += traced.replayed
+    found |= {name: tuple(each) for name, each in levels.items()}
+    reads_weights = any(traced.reads_weights for traced in traces)
+    return Traced(tuple(kept), reads_weights=reads_weights, output=traces[-1].output, **found)

@@ -36,7 +36,7 @@ from megapipe.topology import Topology
 from megapipe.trace.libraries import LIBRARIES
 from megapipe.trace.meta import MetaMode
 from megapipe.trace.recorder import AGAIN, MESSAGES, STEP, RecordedQueue, RecordedTraffic, Recorder
-from megapipe.trace.traced import Traced, TracedLayer
+from megapipe.trace.traced import INPUT, STAGE, Traced, TracedLayer
 
 META = torch.device("meta")
 FP8_RECIPES = {None: "tensorwise", BLOCK: "blockwise", MICRO_BLOCK: "mxfp8"}  # by the elements that share a scale
@@ -127,11 +127,16 @@ class Unit:
             return state
 
         def held() -> dict[Part, tuple[Kept, ...]]:
-            alive = live.alive().items()
-            return {part: tuple(kept for number, kept in alive if part_of.get(number) is part) for part in order}
+            alive = {
+                number: replace(each, name=INPUT) if number == given else each for number, each in live.alive().items()
+            }
+            return {
+                part: tuple(kept for number, kept in alive.items() if part_of.get(number) is part) for part in order
+            }
 
         behind, before = (dict(pairwise(each)) for each in (order, order[::-1]))
         state: Any = sent((self._hidden(MESSAGES),), order[0], order[0])
+        given = live.number_of(state[0])
         for part, runner in runners.items():
             state = sent(runner.forward(0, state, microbatch, None), part, behind.get(part))
         del state
@@ -140,9 +145,10 @@ class Unit:
         for part in order[::-1]:
             run = runners[part].backward_input if splits and part not in NETWORK_PARTS else runners[part].backward
             level = live.watch()
-            state = sent(run(0, state), part, before.get(part))
-            levels[part] = live.levels_over(level)
-        del state
+            gradients = sent(run(0, state), part, before.get(part))
+            levels[part] = (*live.levels_over(level), live.level - level)
+            state = gradients
+        del state, gradients
         waiting = held()
         return {part: Traced(kept[part], waiting=total_bytes(waiting[part]), backward=levels[part]) for part in order}
 
@@ -157,14 +163,16 @@ class Unit:
     def _run(self, runner: StageRunner, microbatch: Microbatch) -> Traced:
         live = self.live
         inputs = () if self.layers.has_embedding else (self._hidden(STEP),)
-        start = live.level - sum(each.nbytes for each in inputs)
+        own, given = sum(each.nbytes for each in inputs), [live.number_of(each) for each in inputs]
+        start = live.level - own
         live.watch()
         live.begin_forward()
         output = runner.forward(0, inputs, microbatch, _loss if self.layers.has_head else None)
         # a frozen embedding's is a leaf, which counts for the layer that it goes to
         sent = None if output is None else live.number_of(output[0])
+        made_by = STAGE if sent is None else live.alive()[sent].name
         del inputs, output
-        kept, level = tuple(each for number, each in live.alive().items() if number != sent), live.level
+        kept, level = live.alive(), live.level
         forward = live.levels_over(level)
         masks, rotary = live.by_label["masks"], live.by_label["rotary"]
         gradient = None if self.layers.has_head else self._hidden(MESSAGES)
@@ -172,18 +180,23 @@ class Unit:
         live.phase = Op.I if self.shape.splits_backward else Op.B
         waiting, weights = 0, tuple[int, ...]()
         if self.shape.splits_backward:
-            runner.backward_input(0, (gradient,))
+            gradients = runner.backward_input(0, (gradient,))
             backward, replayed = live.levels_over(level), tuple(live.replayed)
-            del gradient  # it waits for W, too, where linears use it
+            del gradients, self.graph, gradient  # that of the output waits for W, too, where linears use it
             waiting = live.level + live.by_label[MESSAGES] - start
             level, live.phase = live.watch(), Op.W
             runner.backward_weight(0)
             weights = live.levels_over(level)
         else:
-            runner.backward(0, (gradient,))
-            backward, replayed = live.levels_over(level), tuple(live.replayed)
+            gradients = runner.backward(0, (gradient,))
+            # a leaf holds the input until the graph ends; where another layer has made it, it is freed before
+            backward, replayed = (*live.levels_over(level), live.level - own - level), tuple(live.replayed)
         return Traced(
-            kept,
+            tuple(
+                replace(each, name=INPUT) if number in given else each
+                for number, each in kept.items()
+                if number != sent
+            ),
             masks,
             rotary,
             fp8_weights=live.by_label["fp8 weights"],
@@ -196,6 +209,7 @@ class Unit:
             products=live.products,
             attention=live.attention,
             messages=live.messages,
+            output=made_by,
         )
 
     def _forward(self, *inputs: Any) -> Any:
@@ -205,6 +219,7 @@ class Unit:
         stream = stage.embed(hidden[0] if hidden else None, microbatch)
         contexts = self._contexts(microbatch, "masks", "rotary")
         stream = stage.run_layers(stream, contexts)
+        self.graph = stream.grad_fn  # held until the backward has ended, as that of a stage is
         return stream if stage.loss is None else stage.run_head(stream, microbatch, contexts)
 
     def _contexts(self, microbatch: Microbatch, masks: str, rotary: str) -> dict[int, LayerContext]:

@@ -17,7 +17,7 @@ from megapipe.plan.expert_load import ExpertLoad
 from megapipe.plan.memory import all_rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.plan.traces import embedding_trace, head_trace, joined_trace, layer_trace, split, traced_layer
+from megapipe.plan.traces import embedding_trace, head_trace, layer_trace, part_traces, split, traced_layer
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.parts import Part
 from megapipe.trace.layers import trace_layers, trace_parts
@@ -94,18 +94,34 @@ def test_the_parts_of_a_layer_keep_what_the_layer_does_and_their_inputs(features
         ("tp2+sp", "window"),
         ("cp2 a2a", "zb-h1"),
         ("mla", "moe ep2", "recompute sel"),
+        ("moe ep2", "fp8 local"),
         ("moe ep2", "tp2+sp", "recompute full"),
-        ("moe overlap", "fp8 local"),
         ("slices2", "recompute full"),
     ],
     ids=" ".join,
 )
-def test_the_branches_of_a_layer_keep_multiply_and_send_what_it_does(features: tuple[str, ...], device: str) -> None:
+def test_the_branches_of_a_layer_keep_make_multiply_and_send_what_it_does(
+    features: tuple[str, ...], device: str
+) -> None:
     for layer, shape in units.layers_of(units.planned(features, device)):
-        joined, whole = joined_trace(layer, shape), layer_trace(layer, shape, has_levels=False)
-        assert len(layer.branches) == 2 and joined.kept_bytes == whole.kept_bytes
+        is_joined = shape.recompute.recompute_granularity != "full" and not shape.splits_backward
+        joined, whole = layer_trace(layer, shape, has_levels=is_joined), trace_layers((traced_layer(layer),), shape)
+        assert len(layer.branches) == 2 and Counter(joined.kept) == Counter(whole.kept)
         assert [getattr(joined, name) for name in SIZES] == [getattr(whole, name) for name in SIZES]
         assert [Counter(getattr(joined, name)) for name in ROWS] == [Counter(getattr(whole, name)) for name in ROWS]
+        if is_joined:
+            assert (joined.peaks[1], joined.replay) == (whole.peaks[1], whole.replay)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("features", [("moe overlap", "fp8 local"), ("moe overlap", "layer pattern")], ids=" ".join)
+def test_the_parts_of_the_branches_of_a_layer_are_its_parts(features: tuple[str, ...], device: str) -> None:
+    for layer, shape in units.layers_of(units.planned(features, device)):
+        joined, whole = part_traces(layer, shape), trace_parts(traced_layer(layer), shape)
+        assert list(joined) == list(whole)
+        for part, traced in joined.items():
+            assert Counter(traced.kept) == Counter(whole[part].kept)
+            assert (traced.waiting, traced.peaks[1]) == (whole[part].waiting, whole[part].peaks[1])
 
 
 @pytest.mark.parametrize("name", ["flash", "te"])

@@ -40,7 +40,7 @@ from megapipe.plan.layer_time import (
 from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.plan.schedule_choice import cut_layers
 from megapipe.plan.step_time import update_bytes
-from megapipe.plan.traces import head_trace, joined_trace, with_recompute
+from megapipe.plan.traces import head_trace, layer_trace, with_recompute
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES
@@ -374,7 +374,7 @@ class Estimates:
             (recompute,) = layer_recompute((kind,), shape)  # alone, of a memory budget
             own = with_recompute(shape, recompute)
             seconds = layer_seconds(kind, own, hardware, tp_link, shared, expert_links)
-            layers.append(cost(seconds, joined_trace(kind, own).kept_bytes))
+            layers.append(cost(seconds, layer_trace(kind, own, has_levels=False).kept_bytes))
         head = head_seconds(spec, shape, hardware, tp_link)
         for layer in spec.predictions:
             again = with_recompute(shape, shape.recompute.of_predictions)
