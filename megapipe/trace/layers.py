@@ -34,7 +34,10 @@ def trace_layers(layers: tuple[TracedLayer, ...], shape: RankShape, has_levels: 
     while levels are not where other sequences need another copy, or a loss another block.
     """
     stage = StageLayers(0, len(layers), False, False)
-    return _of_batch(partial(_whole, layers[0].config, stage, layers), shape, has_levels)[WHOLE]
+    trace = partial(_whole, layers[0].config, stage, layers)
+    if len(layers) == 1:
+        trace = partial(_of_experts, trace, layers[0], has_levels=has_levels)
+    return _of_batch(trace, shape, has_levels)[WHOLE]
 
 
 def trace_embedding(model: ResolvedModelConfig, shape: RankShape, frozen: frozenset[str] = frozenset()) -> Traced:
@@ -65,7 +68,8 @@ def trace_parts(layer: TracedLayer, shape: RankShape, has_levels: bool = True) -
     """Return what a microbatch keeps and makes in each part of a layer (--overlap-moe-expert-parallel-comm). What
     passes between parts is counted by the one that keeps it. has_levels: as for `trace_layers`.
     """
-    return _of_batch(partial(_parts, layer), shape, has_levels)
+    trace = partial(_of_experts, partial(_parts, layer), layer, has_levels=has_levels)
+    return _of_batch(trace, shape, has_levels)
 
 
 def _of_batch(
@@ -78,6 +82,27 @@ def _of_batch(
             found = {key: one[key].at(two[key], shape.batch - first, has_levels) for key in one}
             if None not in found.values():
                 return cast(dict[Key, Traced], found)
+    return trace(shape)
+
+
+def _of_experts(
+    trace: Callable[[RankShape], dict[Key, Traced]], layer: TracedLayer, shape: RankShape, has_levels: bool
+) -> dict[Key, Traced]:
+    """Return the traces of a layer, with many experts on a rank from those of two and of four."""
+    every = (layer.config.num_experts or 0) if layer.config.has_mlp else 0
+    held = every // shape.ep
+    # groups of nodes have other sizes, and copies in 8 bits are of the rows of one expert
+    if (
+        shape.ep > 1
+        and shape.ep_inner == 1
+        and held > 4
+        and held % 2 == every % 4 == 0
+        and not (layer.is_fp8 and has_levels)
+    ):
+        two, four = (trace(replace(shape, ep=every // count)) for count in (2, 4))
+        found = {key: two[key].at(four[key], held // 2 - 1, has_levels) for key in two}
+        if None not in found.values():
+            return cast(dict[Key, Traced], found)
     return trace(shape)
 
 

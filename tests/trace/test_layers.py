@@ -124,6 +124,20 @@ def test_the_parts_of_the_branches_of_a_layer_are_its_parts(features: tuple[str,
             assert (traced.waiting, traced.peaks[1]) == (whole[part].waiting, whole[part].peaks[1])
 
 
+@pytest.mark.parametrize("features", [("moe overlap",), ("moe overlap", "fp8 local"), ("moe ep2", "tp2+sp")])
+def test_many_experts_on_a_rank_are_known_from_two_and_four(features: tuple[str, ...]) -> None:
+    layer, one = only(planned(*features))
+    config = replace(layer.config, num_experts=48, moe_router_topk=6)
+    own = traced_layer(layer)._replace(config=config)
+    for shape in (replace(one, in_parts=False, ep=ep, batch=batch) for ep in (2, 3) for batch in (1, 5)):
+        found = trace_layers((own,), shape, has_levels=not own.is_fp8)
+        direct = Unit(config, ONE_LAYER, (own,), shape).traced()
+        assert found == (replace(direct, forward=(), backward=(), weights=(), replayed=()) if own.is_fp8 else direct)
+        in_parts = trace_parts(own, replace(shape, in_parts=True), has_levels=not own.is_fp8)
+        for part, direct in Unit(config, ONE_LAYER, (own,), replace(shape, in_parts=True)).traced_parts().items():
+            assert in_parts[part] == (replace(direct, backward=()) if own.is_fp8 else direct)
+
+
 @pytest.mark.parametrize("name", ["flash", "te"])
 def test_a_library_keeps_what_torchs_flash_attention_keeps(name: str) -> None:
     """All keep q, k, v, the output and the log-sum-exp. The order of flash-attn's output is copied."""
