@@ -1,6 +1,6 @@
 """Rotary frequencies of the reference equal those of transformers. Logits: tests/extras/convert/test_fp64.py."""
 
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,58 +8,15 @@ import torch
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import inverse_frequencies, yarn_attention_factor
 from tests.extras.reference.tiny import SIZES
+from tests.tables import options, rows
 
 pytest.importorskip(
     "transformers", reason="the optional package transformers is not installed: pip install 'megapipe[transformers]'"
 )
 
-# (head size, base, rotary fraction, scaling in transformers' terms)
-SCALINGS: dict[str, tuple[int, float, float, dict[str, Any]]] = {
-    "linear": (128, 10000.0, 1.0, {"rope_type": "linear", "factor": 4.0}),
-    "llama3, Llama 3.1": (
-        128,
-        500000.0,
-        1.0,
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
-    "yarn, Qwen 2.5": (128, 1e6, 1.0, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
-    "yarn, DeepSeek": (
-        64,
-        10000.0,
-        1.0,
-        {
-            "rope_type": "yarn",
-            "factor": 40.0,
-            "mscale": 0.707,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-    ),
-    "yarn, half of the head": (
-        96,
-        10000.0,
-        0.5,
-        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048},
-    ),
-    "yarn, ramp past the last pair": (
-        8,
-        10.0,
-        1.0,
-        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096},
-    ),
-    "yarn, ramp of no length": (
-        16,
-        10000.0,
-        1.0,
-        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 6},
-    ),
-    "yarn, shrunk": (16, 10000.0, 1.0, {"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 4096}),
+SCALINGS = {
+    name: (int(head), float(base), float(share), options(words, {}))
+    for head, base, share, words, name in rows(Path(__file__).with_name("rotary.tsv"))
 }
 
 OURS = {
