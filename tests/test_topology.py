@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
 from megapipe.topology import AXES, GROUP_NAMES, Coordinates, Topology, all_coordinates
+from tests.tables import options, rows
 
 ORDERS = ["-".join(order) for order in permutations(AXES)]
 LARGEST_WORLD = 16384
+IMPOSSIBLE = rows(Path(__file__).with_name("impossible_topologies.tsv"))
 
 
 @st.composite
@@ -286,33 +289,10 @@ def test_llama3_405b_keeps_tp_inside_a_node_of_eight() -> None:
     assert topology.nodes_of(topology.group_of("pp", 0)) == tuple(range(0, 2048, 128))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        pytest.param({"tp": 4, "dp": 2, "ranks_per_node": 2}, "spans nodes (0 1)", id="tp larger than a node"),
-        pytest.param(
-            {"tp": 3, "dp": 4, "ranks_per_node": 4}, "tensor parallel group (3 4 5)", id="tp straddles a node"
-        ),
-        pytest.param(
-            {"tp": 2, "dp": 4, "order": "dp-tp-cp-pp", "ranks_per_node": 4},
-            "put tp first in --rank-order",
-            id="tp not fastest",
-        ),
-        pytest.param({"dp": 6, "ranks_per_node": 4}, "does not fill nodes of 4 ranks", id="node not full"),
-        pytest.param({"tp": 0}, "size of axis tp is 0", id="empty axis"),
-        pytest.param({"order": "tp-pp-dp"}, "must name each of tp, cp, dp and pp once", id="order lacks an axis"),
-        pytest.param({"order": "tp-pp-dp-dp"}, "must name each of tp, cp, dp and pp once", id="order repeats an axis"),
-        pytest.param(
-            {"pp": 3, "mirrored_pipeline": True},
-            "--pipeline-model-parallel-size 3 is odd",
-            id="mirrored pipeline of odd length",
-        ),
-        pytest.param({"tp": 4, "kv_replicas": 3}, "do not divide the 4 ranks", id="kv replicas"),
-    ],
-)
-def test_impossible_topology_is_refused(sizes: dict, message: str) -> None:
+@pytest.mark.parametrize(("words", "message"), [row[1:] for row in IMPOSSIBLE], ids=[row[0] for row in IMPOSSIBLE])
+def test_impossible_topology_is_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Topology(**sizes)
+        Topology(**options(words, {}))
     assert message in str(caught.value)
 
 

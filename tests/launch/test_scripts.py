@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.launch.scripts import REPOSITORY
+from tests.tables import rows
 
 LAUNCH = REPOSITORY / "launch"
 SCRIPTS = REPOSITORY / "megapipe" / "extras" / "launch"
+JOBS = rows(Path(__file__).with_name("jobs.tsv"))
 HARMFUL = ("a b", "$(touch pwned)", "`touch pwned`", "x;touch pwned", "it's", '"', "*", "")
 
 STAND_INS = {
@@ -171,38 +173,11 @@ def test_containers_are_options_of_srun_or_a_prefix_of_the_rank(tmp_path: Path) 
     assert words[at + 1 : at + 8] == ["apptainer", "exec", "--nv", "--bind", mounts, "my.sif", "python3"], apptainer.out
 
 
-@pytest.mark.parametrize(
-    ("settings", "requeued", "says"),
-    [
-        ({"STUB_ASKED": "yes"}, True, "asked to exit after step 5 of 10: requeueing the job"),
-        ({"STUB_ASKED": "yes", "BEFORE": "5"}, False, "no checkpoint was saved after step 5"),
-        ({"STUB_ASKED": "yes", "STUB_AFTER": "10"}, False, "the run is finished"),
-        ({"STUB_ASKED": "yes", "REQUEUE": "never"}, False, "REQUEUE=never"),
-        ({"STUB_CODE": "1"}, True, "failed after step 5 of 10: requeueing the job"),
-        ({"STUB_CODE": "1", "STUB_AFTER": "0"}, False, "no checkpoint was saved after step 0"),
-        ({"STUB_CODE": "1", "REQUEUE": "signal"}, False, "not requeued after a failure"),
-        ({"STUB_CODE": "2"}, False, "srun ended with code 2"),
-        ({}, False, "attempt 0 on n1 n2"),
-        ({"BEFORE": "10"}, False, "the run is already finished"),
-    ],
-    ids=[
-        *(
-            "asked",
-            "asked, no progress",
-            "asked, finished",
-            "asked, never",
-            "failed",
-            "failed, no progress",
-            "failed, signal only",
-        ),
-        *("cannot run", "done", "nothing to do"),
-    ],
-)
-def test_a_job_is_requeued_only_if_it_made_progress(
-    settings: dict[str, str], requeued: bool, says: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("words", "requeued", "says"), [row[1:] for row in JOBS], ids=[row[0] for row in JOBS])
+def test_a_job_is_requeued_only_if_it_made_progress(words: str, requeued: str, says: str, tmp_path: Path) -> None:
+    settings = dict(word.split("=") for word in words.split())
     ended = submit(tmp_path, **settings)
-    assert (ended.requeued, ended.code) == (requeued, int(settings.get("STUB_CODE", "0"))), ended.out
+    assert (ended.requeued, ended.code) == (requeued == "yes", int(settings.get("STUB_CODE", "0"))), ended.out
     assert says in ended.out
     assert (ended.folder / "scancel.words").exists() == ("STUB_ASKED" in settings)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,44 +12,25 @@ from megapipe.errors import ConfigError
 from megapipe.plan.resolve import resolve
 from megapipe.schedule.validate import validate
 from megapipe.sharding.audit import audit_buffers, audit_slices, audit_stages
+from tests.tables import options, rows, value
 from tests.tiny import small_config
 
-BOTH_ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+SETS = {
+    "BOTH_ENDS": {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+    "LAYOUT": {"pipeline_model_parallel_layout": "E|t*3|(tt|)*2,tL"},
+}
+CUTS = rows(Path(__file__).with_name("cuts.tsv"))
 
 
-@pytest.mark.parametrize(
-    ("fields", "counts"),
-    [
-        ({"pipeline_model_parallel_layout": "E|t*3|(tt|)*2,tL", "num_virtual_stages_per_pipeline_rank": None}, None),
-        ({"pipeline_model_parallel_layout": "Ettt|t*5L"}, (3, 5)),
-        ({"pipeline_model_parallel_layout": "E|t*3|tt|t*3L"}, (0, 3, 2, 3)),
-        ({"pipeline_model_parallel_layout": "Et|(tt|)*3tL"}, None),
-        ({"decoder_first_pipeline_num_layers": 3}, (3, 5)),
-        ({"decoder_last_pipeline_num_layers": 2}, (6, 2)),
-        ({"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 6}, (2, 6)),
-        ({"decoder_first_pipeline_num_layers": 2, "num_virtual_stages_per_pipeline_rank": 2}, (1, 3, 1, 3)),
-        (BOTH_ENDS, (4, 4)),
-        ({"num_layers": 6, "num_layers_per_virtual_pipeline_stage": 2} | BOTH_ENDS, (1, 2, 2, 1)),
-        ({"num_layers": 7, "account_for_embedding_in_pipeline_split": True}, (3, 4)),
-        ({"num_layers": 7, "account_for_loss_in_pipeline_split": True}, (4, 3)),
-        ({"num_layers_per_virtual_pipeline_stage": 2}, (2, 2, 2, 2)),
-        ({"pipeline_balance": "even", "num_virtual_stages_per_pipeline_rank": 4}, (1,) * 8),
-        ({"num_layers": 5}, (3, 2)),
-    ],
-    ids=[
-        "layout_of_5_stages", "layout", "layout_with_chunks_and_an_empty_stage", "layout_of_5_stages_again", "first",
-        "last", "first_and_last", "first_with_chunks", "embedding_and_loss", "both_ends_by_layers", "embedding", "loss",
-        "layers_a_stage",
-        "even", "by_cost",
-    ],
-)  # fmt: skip
-def test_layers_are_cut_as_the_flags_say(fields: dict[str, object], counts: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize(("words", "counts"), [row[1:] for row in CUTS], ids=[row[0] for row in CUTS])
+def test_layers_are_cut_as_the_flags_say(words: str, counts: str) -> None:
+    fields = options(words, SETS)
     wanted = small_config(pipeline_model_parallel_size=2, vocab_size=8, make_vocab_size_divisible_by=8, **fields)
-    if counts is None:
+    if not counts:
         with pytest.raises(ConfigError, match=r"5 stages, not a multiple"):
             resolve(wanted, 2)
     else:
-        assert resolve(wanted, 2).partition.layer_counts == counts
+        assert resolve(wanted, 2).partition.layer_counts == value(counts)
 
 
 @st.composite
