@@ -45,7 +45,7 @@ CONCERNS = (
     ("--architecture --max-shard-size", "to", HUGGING_FACE),
     ("--like", "to", HUGGING_FACE, OWN, DCP),
     ("--tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size", "to", MEGATRON),
-    ("--expert-tensor-parallel-size --transformer-impl --ckpt-format --use-distributed-optimizer", "to", MEGATRON),
+    ("--expert-tensor-parallel-size --transformer-impl --use-distributed-optimizer", "to", MEGATRON),
 )
 
 OPTIONS = (
@@ -85,12 +85,6 @@ OPTIONS = (
     ),
     option("--architecture", "Hugging Face architecture (default: that of the source, or the first that fits)"),
     option("--max-shard-size", "largest safetensors file (default: 5 GB)", default=5.0),
-    option(
-        "--ckpt-format",
-        "Megatron: format to write: torch_dist, which loads on any grid, or torch",
-        choices=("torch", "torch_dist"),
-        default="torch",
-    ),
     switch("--use-distributed-optimizer", "Megatron: write the optimizer's state for a run with this flag"),
     option("--tensor-model-parallel-size", "Megatron: tp of the ranks to write for", default=1),
     option("--pipeline-model-parallel-size", "Megatron: pp of the ranks to write for", default=1),
@@ -98,21 +92,27 @@ OPTIONS = (
     option("--expert-tensor-parallel-size", "Megatron: etp of the ranks to write for (default: tp)", type=int),
     option(
         "--transformer-impl",
-        "Megatron: naming scheme of norms and experts",
+        "Megatron: naming scheme of norms",
         choices=("transformer_engine", "local"),
         default="transformer_engine",
     ),
 )
 
 
-@command("megapipe convert", OPTIONS, interrupted="\ninterrupted; no checkpoint was written")
+REFUSED = {
+    "--ckpt-format": "torch_dist is written, for Megatron 0.19 and later; leave it out. Weights go to earlier versions "
+    "by way of --to hugging-face"
+}
+
+
+@command("megapipe convert", OPTIONS, interrupted="\ninterrupted; no checkpoint was written", refused=REFUSED)
 def main(own: argparse.Namespace) -> None:
     """Convert checkpoints on the CPU: Hugging Face <-> megapipe <-> Megatron, -> torch.distributed.checkpoint.
 
     megapipe convert Llama-3.2-1B checkpoints/llama              a Hugging Face folder, to --load and train on
     megapipe convert checkpoints/llama export --to hugging-face  back, or after training
     megapipe convert megatron_run checkpoints/run                a Megatron run: weights, moments, step, schedules
-    megapipe convert checkpoints/run out --to megatron --ckpt-format torch_dist --use-distributed-optimizer   back
+    megapipe convert checkpoints/run out --to megatron --use-distributed-optimizer   back
     megapipe convert checkpoints/run out --to dcp                for torch.distributed.checkpoint
     """
     source_format = own.source_format or guess(own.source)
@@ -178,19 +178,17 @@ def write(target_format: str, snapshot: Snapshot, own: argparse.Namespace) -> st
         return f"{target} ({hugging_face.write(snapshot, target, own.architecture, int(own.max_shard_size * 1e9))})"
     if target_format == DCP:
         return f"{dcp_run.write(snapshot, target)}: torch.distributed.checkpoint.load(state_dict, checkpoint_id=...)"
-    module = megatron_dist if own.ckpt_format == "torch_dist" else megatron_legacy
     tp, pp = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
     grid = MegatronGrid(tp, pp, own.expert_model_parallel_size, own.expert_tensor_parallel_size)
     is_fused = own.transformer_impl == "transformer_engine"
-    folder = module.write(snapshot, target, grid, is_fused, own.use_distributed_optimizer)
-    is_distributed, is_legacy = own.use_distributed_optimizer, own.ckpt_format == "torch"
-    flags = f"--load {target} --ckpt-format {own.ckpt_format}"
-    flags += " --moe-grouped-gemm" if is_legacy and is_fused and snapshot.config.model.num_experts else ""
+    folder = megatron_dist.write(snapshot, target, grid, is_fused, own.use_distributed_optimizer)
+    said = f"{folder}: in Megatron --load {target} --ckpt-format torch_dist"
     if not has_writable_optimizer(snapshot):
-        return f"{folder}: in Megatron {flags} --finetune"
-    flags += f"{' --no-load-rng' if is_legacy else ''}{' --use-distributed-optimizer' if is_distributed else ''}"
-    plain = " (the state of its plain optimizer: convert with --use-distributed-optimizer for runs that have this flag)"
-    return f"{folder}: in Megatron {flags}{'' if is_distributed else plain}"
+        return f"{said} --finetune"
+    if own.use_distributed_optimizer:
+        return f"{said} --use-distributed-optimizer"
+    way = "convert with --use-distributed-optimizer for runs that have this flag"
+    return f"{said} (the state of its plain optimizer: {way})"
 
 
 def _measure_padding(snapshot: Snapshot, own: argparse.Namespace) -> None:

@@ -1,4 +1,6 @@
-"""Common parts of Megatron's two checkpoint formats: folders, names, order and cuts of tensors, optimizer state."""
+"""Common parts of Megatron's two checkpoint formats: folders, names, order and cuts of tensors, optimizer state; and
+what is written for Megatron.
+"""
 
 from __future__ import annotations
 
@@ -61,36 +63,31 @@ def iteration_folder(root: Path, step: int | None) -> Path:
 
 def renamed(name: str, shift: int = 0) -> str:
     """Return our name of one of Megatron's parameters. shift: added to the number of its layer."""
-    name = _shifted(name, shift)
+    name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda match: f"decoder.layers.{int(match[1]) + shift}.", name)
     for theirs, plain in FUSED_NORMS.items():
         name = name.replace(theirs, plain)
     return name.replace(*SINKS)
 
 
-def their_name(name: str, layer: LayerConfig | None, transformer_engine: bool, is_dist: bool, shift: int = 0) -> str:
-    """Return Megatron's name of one of our parameters, by whose layers it has, in `torch` or `torch_dist`.
+def their_name(name: str, layer: LayerConfig | None, transformer_engine: bool) -> str:
+    """Return Megatron's name of one of our parameters in `torch_dist`, by whose layers it has.
 
     layer: the configuration of the parameter's layer; None outside of layers. Megatron's own layers store the norms of
-    attention and MLP under Transformer Engine's names in `torch_dist`, unless attention is latent. An own norm is one
-    that no linear follows: before a router, and before latent attention.
+    attention and MLP under Transformer Engine's names, unless attention is latent. An own norm is one that no linear
+    follows: before a router, and before latent attention.
     """
-    name = _shifted(name, shift).replace(*SINKS[::-1])
+    name = name.replace(*SINKS[::-1])
     if layer is None:
         return name
     is_latent = layer.multi_latent_attention
-    likewise = is_dist and not is_latent
     is_fused = {
-        INPUT_NORM: not is_latent and (transformer_engine or likewise),
-        MLP_NORM: layer.num_experts is None if transformer_engine else likewise,
+        INPUT_NORM: not is_latent,
+        MLP_NORM: layer.num_experts is None if transformer_engine else not is_latent,
     }
     for theirs, plain in FUSED_NORMS.items():
         if is_fused.get(plain, is_latent and transformer_engine):
             name = name.replace(plain, theirs)
     return name
-
-
-def _shifted(name: str, shift: int) -> str:
-    return re.sub(r"^decoder\.layers\.(\d+)\.", lambda match: f"decoder.layers.{int(match[1]) + shift}.", name)
 
 
 def joined(spec: ParamSpec, parts: Sequence[Tensor], num_rows: int) -> Tensor:
@@ -230,30 +227,12 @@ def local_slice(spec: ParamSpec, parts: Sequence[Tensor], rank: int) -> Tensor:
     return from_stack(spec, stack.chunk(etp, 1)[rank % etp] if spec.name.endswith("bias2") else stack)
 
 
-def local_parts(spec: ParamSpec, whole: Tensor, rank: int, ep: int) -> tuple[Tensor, ...]:
-    """Return the tensors of a rank's experts, the inverse of `local_slice`. whole: that of all experts."""
-    assert isinstance(spec.slicing, ExpertRows)
-    etp, num_local = spec.slicing.etp, spec.slicing.count // ep
-    if spec.name.endswith("bias2"):
-        return whole.chunk(spec.slicing.count)[rank // etp * num_local :][:num_local]
-    local = torch.cat([whole[piece.box.slices] for piece in pieces(spec, rank, ep * etp)])
-    return to_stack(spec, local, num_local).unbind()
-
-
 @dataclass(frozen=True)
 class Member:
     """One tensor of a rank in Megatron: a parameter's slice, or that of one of the rank's experts."""
 
     spec: ParamSpec
     expert: int | None = None  # its number on the rank
-
-    def name(self, is_grouped: bool) -> str:
-        """Return Megatron's name of an expert's tensor, else ours. is_grouped: by Transformer Engine's grouped GEMM."""
-        if self.expert is None:
-            return self.spec.name
-        module, kind = self.spec.name.rsplit(".", 1)
-        place = f"linear_fc{kind[-1]}.{kind[:-1]}"
-        return f"{module}.{place}{self.expert}" if is_grouped else f"{module}.local_experts.{self.expert}.{place}"
 
     def local_shape(self, rank: int, ranks: int) -> tuple[int, ...]:
         """Return its shape on a rank of tp, or of ep x etp."""
@@ -420,7 +399,7 @@ def extra_state_modules(layer: LayerConfig, transformer_engine: bool) -> list[st
 
 @dataclass(frozen=True)
 class MegatronRun:
-    """The parts of a run that both formats hold, in Megatron's terms."""
+    """A run to write, in Megatron's terms."""
 
     grid: MegatronGrid
     transformer_engine: bool  # its names, of norms and of experts in grouped GEMMs
@@ -437,11 +416,11 @@ class MegatronRun:
 
 
 def prepare(
-    snapshot: Snapshot, ckpt_format: str, grid: MegatronGrid, transformer_engine: bool, distributed_optimizer: bool
+    snapshot: Snapshot, grid: MegatronGrid, transformer_engine: bool, distributed_optimizer: bool
 ) -> MegatronRun:
     """Return a run in Megatron's terms. Raises ConfigError naming what does not fit or cannot be expressed."""
     model = resolve_model(dataclasses.replace(snapshot.config.model, padded_vocab_size=None), grid.tp)
-    check_grid(model, grid, ckpt_format, transformer_engine)
+    check_grid(model, grid, transformer_engine)
     if model.multi_latent_attention:
         snapshot = dataclasses.replace(snapshot, tensors=with_neighbours(model, snapshot.tensors, to_theirs=True))
     continues, weights = has_writable_optimizer(snapshot), snapshot.weights
@@ -456,7 +435,6 @@ def prepare(
     args = write_args(snapshot.config, snapshot.state, model.padded_vocab_size, grid) | {
         "transformer_impl": "transformer_engine" if transformer_engine else "local",
         "use_distributed_optimizer": distributed_optimizer,
-        "ckpt_format": ckpt_format,
         "no_save_optim": not continues,
         "no_save_rng": True,
         "moe_grouped_gemm": transformer_engine and model.num_experts is not None,
@@ -464,7 +442,7 @@ def prepare(
     return MegatronRun(grid, transformer_engine, model, args, snapshot, weights, continues)
 
 
-def check_grid(model: ResolvedModelConfig, grid: MegatronGrid, ckpt_format: str, transformer_engine: bool) -> None:
+def check_grid(model: ResolvedModelConfig, grid: MegatronGrid, transformer_engine: bool) -> None:
     """Raise ConfigError naming the size of the grid that does not divide the model."""
     flags = {"tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size"}
     flags |= {"ep": "--expert-model-parallel-size", "etp": "--expert-tensor-parallel-size"}
@@ -474,8 +452,6 @@ def check_grid(model: ResolvedModelConfig, grid: MegatronGrid, ckpt_format: str,
         raise ConfigError(f"{flags['ep' if grid.ep > 1 else 'etp']} is for models with experts; leave it out")
     if expert is not None:
         rules += [("ep", expert.num_experts or 1, "experts"), ("etp", expert.expert_ffn_size, "channels of an expert")]
-    if expert is not None and ckpt_format == "torch":  # the names of files
-        rules.append(("etp", grid.tp, "ranks of tp in format torch; write torch_dist, or use a divisor"))
     if model.multi_latent_attention and not transformer_engine:
         rows = model.kv_lora_rank + model.qk_pos_emb_head_dim
         rules += [

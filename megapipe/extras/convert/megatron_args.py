@@ -425,6 +425,6 @@ def write_args(config: Config, state: Mapping[str, Any], padded_vocab_size: int,
         "skipped_train_samples": consumed - training["consumed_samples"],
         "virtual_pipeline_model_parallel_size": None,
         "use_distributed_optimizer": False,
-        "ckpt_format": "torch",
+        "ckpt_format": "torch_dist",
         "use_mcore_models": True,
     }

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -78,6 +78,7 @@ Buckets = Mapping[tuple[int, str], StoredTensor]  # of one chunk on one rank, by
 Ranks = Mapping[tuple[int, int], Buckets]  # by (model-parallel rank, chunk)
 Stored = Mapping[str, StoredTensor]  # by name, as in the files
 Others = Mapping[str, StoredValue]
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Stage:
     """The buckets of one model chunk on all ranks of tp, or of ep x etp."""
 
     members: tuple[Member, ...]  # its parameters, in reverse model order; the layout is the same on all ranks
-    places: Mapping[str, Place]  # by name
+    places: Mapping[Member, Place]
     buckets: Sequence[Buckets]  # of each rank
 
 
@@ -106,7 +107,7 @@ class Cut:
         """Place the parameters of a chunk in its buckets. None if they do not fill them."""
         own = members(specs, self.grid.ep, self.is_grouped)[::-1]
         sizes = [ranks[0][key].shape[0] for key in sorted(ranks[0]) if key[1] == KEYS["master"]]
-        parameters = [(one.name(False), math.prod(one.local_shape(0, self.ranks(one.spec)))) for one in own]
+        parameters = [(one, math.prod(one.local_shape(0, self.ranks(one.spec)))) for one in own]
         places = lay_out(parameters, sizes)
         return None if places is None else Stage(tuple(own), places, ranks)
 
@@ -205,7 +206,7 @@ def _with_experts(
     return found
 
 
-def lay_out(parameters: Sequence[tuple[str, int]], sizes: Sequence[int]) -> dict[str, Place] | None:
+def lay_out(parameters: Sequence[tuple[Name, int]], sizes: Sequence[int]) -> dict[Name, Place] | None:
     """Place parameters, of (name, elements), in buckets of the given sizes. None if they do not fill them exactly."""
     places, left = {}, list(parameters)
     for bucket, size in enumerate(sizes):
@@ -239,7 +240,7 @@ def _read(
     for rank, buckets in enumerate(stage.buckets[:size]):  # in one optimizer, ranks of tp beyond etp hold copies
         parts = []
         for one in own:
-            place = stage.places[one.name(False)]
+            place = stage.places[one]
             flat = buckets[place.bucket, theirs].read(Box((place.start,), (place.num_elements,)))
             parts.append(flat.view(one.local_shape(rank, size)))
         slices.append(megatron.local_slice(spec, parts, rank) if spec.is_expert else parts[0])
@@ -476,7 +477,7 @@ def write(
     """
     from megapipe.extras.convert.dcp_files import save_state_dict  # its import takes as long as all others together
 
-    run = megatron.prepare(snapshot, "torch_dist", grid, transformer_engine, distributed_optimizer)
+    run = megatron.prepare(snapshot, grid, transformer_engine, distributed_optimizer)
     common = megatron.common_content(run) | {"content_metadata": dict(CONTENT)}
     sources: dict[str, Mapping[str, LazyTensor]] = {"": run.weights}  # by the prefix of their names
     if run.continues:
@@ -553,7 +554,7 @@ def _stacked(run: MegatronRun, tensors: Mapping[str, LazyTensor]) -> dict[str, L
         if spec.name not in tensors:  # states are not among an optimizer's
             continue
         tensor, layer = tensors[spec.name], layers[spec.owner] if isinstance(spec.owner, int) else None
-        name = megatron.stacked_name(megatron.their_name(spec.name, layer, run.transformer_engine, is_dist=True))
+        name = megatron.stacked_name(megatron.their_name(spec.name, layer, run.transformer_engine))
         if isinstance(spec.slicing, ExpertRows):
             count = spec.slicing.count
             shape = megatron.stacked_shape(spec, spec.shape, count)

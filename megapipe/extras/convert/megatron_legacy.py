@@ -1,7 +1,7 @@
 """Megatron's legacy `torch` checkpoints, iter_N/mp_rank_TT[_PPP]/model_optim_rng.pt.
 
-They are read from any tp, pp and virtual pp, and written for a given tp and pp, with one rank's tensors in memory.
-A rank's chunk numbers its `decoder.layers.N` from 0; chunk c of pp_rank r is stage c x pp + r.
+They are read from any tp, pp and virtual pp, and not written: `megatron_dist` is. A rank's chunk numbers its
+`decoder.layers.N` from 0; chunk c of pp_rank r is stage c x pp + r.
 
 Optimizer state has no names. A plain optimizer numbers parameters through its groups (with weight decay, without), each
 in model order; the distributed optimizer, written by data-parallel rank 0, concatenates them in reverse model order,
@@ -12,20 +12,18 @@ must equal the weights, otherwise the file is rejected.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapipe.config.config import resolve_model
-from megapipe.config.layers import layer_configs
 from megapipe.errors import CheckpointError
 from megapipe.extras.convert import megatron
 from megapipe.extras.convert.megatron import (
@@ -34,18 +32,14 @@ from megapipe.extras.convert.megatron import (
     KEYS,
     MOMENTS,
     TRY_WEIGHTS_ONLY,
-    MegatronRun,
     Member,
     OptimizerState,
-    members,
 )
-from megapipe.extras.convert.megatron_args import MegatronGrid, one_or_list, read_run_config
+from megapipe.extras.convert.megatron_args import MegatronGrid, read_run_config
 from megapipe.extras.convert.pickled import load_pickled
-from megapipe.extras.convert.snapshot import DTYPES, EXPERT_BIAS, LazyTensor, Snapshot, check_nothing_left, one_step
+from megapipe.extras.convert.snapshot import EXPERT_BIAS, LazyTensor, Snapshot, check_nothing_left, one_step
 from megapipe.extras.convert.tables import Settings, unpadded
 from megapipe.layers.ends import WORD_EMBEDDING
-from megapipe.layers.model import stage_parameters
-from megapipe.sharding.boxes import pieces
 from megapipe.sharding.spec import ExpertRows, ParamSpec
 from megapipe.trace.parameters import model_parameters, model_states
 
@@ -426,181 +420,3 @@ def _unflatten(path: Path, buffer: Mapping[str, Any], weights: Weights) -> dict[
         "on the buckets of the run that wrote it (their size, the data-parallel size), so the format is tied to that "
         f"grid; {TRY_WEIGHTS_ONLY}"
     )
-
-
-# ---------------------------------------------------------------------------------------------------- writing
-
-
-def write(
-    snapshot: Snapshot,
-    root: Path,
-    grid: MegatronGrid,
-    transformer_engine: bool = True,
-    distributed_optimizer: bool = False,
-) -> Path:
-    """Write a run in a new directory atomically, to --load in Megatron. Returns the iteration's folder.
-
-    Its optimizer state is written if Megatron can continue it (`has_writable_optimizer`), else weights to --finetune.
-
-    transformer_engine: use its names, of norms and of experts in grouped GEMMs, instead of those of --transformer-impl
-    local. distributed_optimizer: write the state for --use-distributed-optimizer. Raises ConfigError for an unsuitable
-    grid or a model that Megatron's args cannot express, CheckpointError if root exists.
-    """
-    run = megatron.prepare(snapshot, "torch", grid, transformer_engine, distributed_optimizer)
-    with megatron.new_iteration(root, snapshot.step) as (disk, folder):
-        for pp_rank in range(grid.pp):
-            for tp_rank, ep_rank in _ranks(grid):
-                rank = Rank(run, pp_rank, tp_rank, ep_rank)
-                names = [f"{tp_rank:02d}", *([f"{pp_rank:03d}"] if grid.pp > 1 else [])]
-                place = folder / "_".join(["mp_rank", *names, *([f"{ep_rank:03d}"] if grid.ep > 1 else [])])
-                disk.make_folder(place)
-                content = megatron.common_content(run) | {"model": rank.weights()}
-                if run.continues and distributed_optimizer:
-                    groups = [megatron.param_groups(snapshot, of_experts) for of_experts, _ in rank.optimizers()]
-                    states = [megatron.optimizer_content(snapshot, {"param_groups": group}) for group in groups]
-                    content["optimizer"] = one_or_list(states)
-                    with disk.create(place / OPTIMIZER_FILE) as file:
-                        flats = [rank.flat_state(members) for _, members in rank.optimizers()]
-                        torch.save(one_or_list(flats), cast(IO[bytes], file))
-                elif run.continues:
-                    states = [rank.plain_state(*optimizer) for optimizer in rank.optimizers()]
-                    content["optimizer"] = one_or_list(states)
-                with disk.create(place / MODEL_FILE) as file:  # it calls write and flush
-                    torch.save(content, cast(IO[bytes], file))
-                del rank, content  # before the next rank's weights are read
-    return root / folder.name
-
-
-def _ranks(grid: MegatronGrid) -> list[tuple[int, int]]:
-    """Return the tp_rank and ep_rank of every rank of a stage that has other slices than those before."""
-    size = math.lcm(grid.tp, grid.etp * grid.ep)
-    return sorted({(rank % grid.tp, rank // grid.etp % grid.ep) for rank in range(size)})
-
-
-@dataclass(frozen=True)
-class Rank:
-    """The tensors of one rank in Megatron's order."""
-
-    run: MegatronRun
-    pp_rank: int
-    tp_rank: int
-    ep_rank: int
-
-    @cached_property
-    def layers(self) -> range:
-        """The numbers of its layers."""
-        number, pp = self.run.model.num_layers, self.run.grid.pp
-        return range(self.pp_rank * number // pp, (self.pp_rank + 1) * number // pp)
-
-    @cached_property
-    def members(self) -> list[Member]:
-        model, grid, is_fused = self.run.model, self.run.grid, self.run.transformer_engine
-        first, last = self.pp_rank == 0, self.pp_rank == grid.pp - 1
-        stage = stage_parameters(megatron.ordered_parameters(model, grid.etp, is_fused), self.layers, first, last)
-        if not first:  # the copy of a tied embedding is the last stage's output layer
-            stage = tuple(sorted(stage, key=lambda spec: spec.owner == "embedding"))
-        return members(stage, grid.ep, is_fused)
-
-    def optimizers(self) -> list[tuple[bool, list[Member]]]:
-        """Return the optimizers, each with its parameters: with several ranks of ep the second is that of experts."""
-        kinds = self.run.optimizers
-        return [
-            (kind, [one for one in self.members if len(kinds) == 1 or one.spec.is_expert == kind]) for kind in kinds
-        ]
-
-    def weights(self) -> dict[str, Tensor | None]:
-        """Return the weights, states and extra states (None) by Megatron's names. Layers are numbered from 0."""
-        tensors, layers = self.run.weights, layer_configs(self.run.model)
-        is_fused, shift = self.run.transformer_engine, -self.layers.start
-        found: dict[str, Tensor | None] = {}
-        cut = self._cutter(tensors.__getitem__)
-        for one in self.members:
-            owner, name = one.spec.owner, one.name(is_fused)
-            layer = layers[owner] if isinstance(owner, int) else None
-            name = megatron.their_name(name, layer, is_fused, is_dist=False, shift=shift)
-            if name == WORD_EMBEDDING and self.pp_rank > 0:
-                name = HEAD  # the last stage's copy of a tied embedding
-            found[name] = cut(one)
-        for state in model_states(self.run.model):
-            if state.owner in self.layers:
-                name = megatron.their_name(state.name, None, False, is_dist=False, shift=shift)
-                found[name] = tensors[state.name].detach()
-        if is_fused:
-            for number, layer in enumerate(layers[self.layers.start : self.layers.stop]):
-                modules = megatron.extra_state_modules(layer, transformer_engine=True)
-                if layer.num_experts is not None:
-                    modules += ["mlp.experts.linear_fc1", "mlp.experts.linear_fc2"]
-                found |= {f"decoder.layers.{number}.{module}.{EXTRA_STATE}": None for module in modules}
-        return found
-
-    def _cutter(self, tensor: Callable[[str], LazyTensor]) -> Callable[[Member], Tensor]:
-        """Return a function that cuts tensors of this rank, and reads those of all experts once."""
-        grid, found = self.run.grid, dict[str, tuple[Tensor, ...]]()
-        rank = self.ep_rank * grid.etp + self.tp_rank % grid.etp
-
-        def cut(one: Member) -> Tensor:
-            if one.expert is None:
-                return _slice(one.spec, tensor(one.spec.name).detach(), self.tp_rank, grid.tp)
-            if one.spec.name not in found:
-                found[one.spec.name] = megatron.local_parts(one.spec, tensor(one.spec.name).detach(), rank, grid.ep)
-            return found[one.spec.name][one.expert].contiguous()
-
-        return cut
-
-    def _state(self, key: str) -> Callable[[Member], Tensor]:
-        """Return a function that cuts tensors of the optimizer's state, in fp32. key: of the Snapshot."""
-        cut = self._cutter(lambda name: self.run.snapshot.tensors[f"{key}/{name}"])
-        return lambda one: cut(one).float()
-
-    def plain_state(self, of_experts: bool, own: Sequence[Member]) -> dict[str, Any]:
-        """Return the state of Megatron's plain Adam of these parameters."""
-        snapshot = self.run.snapshot
-        steps, groups = float(snapshot.state["optimizer"]["num_steps"]), []
-        state = {key: self._state(key) for key in ("master", *MOMENTS)}
-        masters: list[list[Tensor]] = []
-        moments: dict[int, dict[str, Tensor]] = {}
-        for group in megatron.param_groups(snapshot, of_experts):
-            decayed = [
-                one for one in own if megatron.is_decayed(one.spec.name, one.spec.shape) == bool(group["wd_mult"])
-            ]
-            if not decayed and not of_experts:  # all ranks have the groups of experts
-                continue
-            indices = list(range(len(moments), len(moments) + len(decayed)))
-            for index, one in zip(indices, decayed, strict=True):
-                moments[index] = {"step": torch.tensor(steps)} | {key: state[key](one) for key in MOMENTS}
-            groups.append({"params": indices, **group})
-            masters.append([state["master"](one) for one in decayed])
-        optimizer: dict[str, Any] = {"state": moments, "param_groups": groups}
-        if snapshot.config.precision.dtype == "fp32":
-            return optimizer
-        return megatron.optimizer_content(snapshot, optimizer) | {"fp32_from_fp16_params": masters}
-
-    def flat_state(self, own: Sequence[Member]) -> dict[Any, Any]:
-        """Return the parameter state of Megatron's distributed optimizer, without overlap of gradients.
-
-        Each buffer is flat: parameters in reverse order, each from a multiple of 64 elements of its bucket on. A tied
-        embedding has a bucket of its own, and all others have one; if the sizes of parameters are multiples of 64, the
-        buffer is the same for any buckets. A rank without such parameters has no buffer.
-        """
-        snapshot, content = self.run.snapshot, {"buckets_coalesced": True}
-        is_tied = self.run.grid.pp > 1 and not snapshot.config.model.untie_embeddings_and_output_weights
-        flats: dict[str, Any] = {}
-        for ours, theirs in KEYS.items():
-            cut, parts = self._state(ours), list[Tensor]()
-            total = bucket_start = 0
-            for one in reversed(own):
-                values = cut(one).flatten()
-                gap = bucket_start + megatron.aligned(total - bucket_start) - total
-                parts += [values.new_zeros(gap), values]
-                total += gap + values.numel()
-                if is_tied and one.spec.name == WORD_EMBEDDING:
-                    bucket_start = total
-            flats |= {theirs: torch.cat(parts) if parts else torch.empty(0), "numel_unpadded": total}
-        dtypes = DTYPES[snapshot.config.precision.dtype], torch.float32  # of the parameters, of their gradients
-        return content | ({0: {dtypes: flats}} if own else {})
-
-
-def _slice(spec: ParamSpec, whole: Tensor, tp_rank: int, tp: int) -> Tensor:
-    """Return a tp rank's slice of a whole tensor, with vocabulary padding added as zeros."""
-    whole = megatron.with_padding(whole, spec.shape[0])
-    return torch.cat([whole[piece.box.slices] for piece in pieces(spec, tp_rank, tp)], spec.slicing.dim or 0)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,10 @@ from megapipe.extras.cli.convert import read as read_source
 from megapipe.extras.convert import megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron_args import MegatronGrid, read_config
 from megapipe.extras.convert.megatron_legacy import read_distributed, read_plain
-from megapipe.extras.convert.pickled import load_pickled
+from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state
 from megapipe.extras.convert.tables import meaning, unpadded
+from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.trace.parameters import model_parameters
 from megapipe.train.state import Schedules, TrainingState
 from tests.extras.convert.test_refusals import folder as hugging_face_folder
@@ -167,22 +170,18 @@ def drawn(model: ModelConfig) -> Snapshot:
 
 
 @pytest.mark.parametrize("transformer_engine", [True, False], ids=["te", "local"])
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (1, 4)], ids=["one", "tp2_pp2", "pp4"])
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_written_for_megatron_reads_back_exactly(
-    tmp_path: Path, name: str, tp: int, pp: int, transformer_engine: bool
+    tmp_path: Path, name: str, tp: int, transformer_engine: bool
 ) -> None:
     snapshot = drawn(MODELS[name])
-    folder = megatron_legacy.write(snapshot, tmp_path / "megatron", MegatronGrid(tp, pp), transformer_engine)
-    assert len(list(folder.glob("mp_rank_*"))) == tp * pp
-    again = megatron_legacy.read(tmp_path / "megatron")
+    folder = megatron_dist.write(snapshot, tmp_path / "megatron", MegatronGrid(tp, 2), transformer_engine)
+    again = megatron_dist.read(tmp_path / "megatron")
     assert differing(again, {name: tensor.detach() for name, tensor in snapshot.tensors.items()}) == []
     assert meaning(again.config.model) == meaning(snapshot.config.model)
-    last = load_pickled(sorted(folder.iterdir())[-1] / "model_optim_rng.pt")
-    head = last["model"].get("output_layer.weight")
-    if pp > 1:
-        assert head is not None and head.shape[0] * tp == 64, "61 tokens padded to a multiple of 8 x tp"
-    assert any("layer_norm_weight" in key for key in last["model"]) == transformer_engine
+    rows_of_vocabulary = read_folder(folder)[0]["embedding.word_embeddings.weight"].shape[0]
+    assert rows_of_vocabulary == 64, "61 tokens padded to a multiple of 8 x tp"
 
 
 def test_hugging_face_to_megatron_and_back_by_command(tmp_path: Path) -> None:
@@ -263,23 +262,33 @@ def test_arguments_of_layers_that_differ_are_read(
     assert {name: [getattr(layer, name) for layer in layers] for name in expected} == expected
 
 
-def _rewrite(path: Path, change: Any) -> None:
-    content = torch.load(path, weights_only=False)
+@pytest.fixture
+def legacy(real: Path, tmp_path: Path) -> Path:
+    """Copy a checkpoint over tp 2 x pp 2, to be changed."""
+    shutil.copytree(real / "llama_tp2_pp2" / "legacy", tmp_path / "megatron")
+    return tmp_path / "megatron" / "iter_0000003"
+
+
+def rewrite(path: Path, change: Any) -> None:
+    content = load_pickled(path)
+    for name, found in [*vars(content["args"]).items()]:
+        if isinstance(found, StandIn):  # a class of Megatron's, which only Megatron can write
+            delattr(content["args"], name)
     change(content)
-    torch.save(content, path)
+    torch.save(content, path.with_name("changed.pt"))  # the tensors are mapped from the other file
+    path.with_name("changed.pt").replace(path)
 
 
-def test_layers_without_attention_or_mlp_are_read_from_a_grid(tmp_path: Path) -> None:
-    plain = drawn(LLAMA_MODEL)
-    folder = megatron_legacy.write(plain, tmp_path / "megatron", MegatronGrid(2, 2))
-    present: dict[str, Any] = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}}
+def test_layers_without_attention_or_mlp_are_read_from_a_grid(legacy: Path) -> None:
+    whole = megatron_legacy.read(legacy, None, VOCAB, weights_only=True)
+    width = whole.config.model.ffn_hidden_size
+    attention, mlp = {"n_heads_in_group": 2}, {"ffn_hidden_size": width}
     blocks = [
-        present,
-        {"attention": {"n_heads_in_group": 2}, "mlp": {"no_op": True}},
-        present,
-        {"attention": {"no_op": True}, "mlp": {"ffn_hidden_size": 24}},
+        {"attention": attention, "ffn": mlp},
+        {"attention": attention, "mlp": {"no_op": True}},
+        {"attention": attention, "ffn": mlp},
+        {"attention": {"no_op": True}, "mlp": mlp},
     ]
-    blocks = [{part: {"ffn_hidden_size": 24} if part == "ffn" else found for part, found in b.items()} for b in blocks]
     lost = {1: (".mlp.", ".pre_mlp_layernorm."), 3: (".self_attention.", ".input_layernorm.")}
 
     def remove(content: dict[str, Any], first: int) -> None:
@@ -288,16 +297,16 @@ def test_layers_without_attention_or_mlp_are_read_from_a_grid(tmp_path: Path) ->
             if any(f"layers.{n - first}{part}" in name for n, parts in lost.items() for part in parts):
                 del content["model"][name]
 
-    for path in folder.glob("mp_rank_*"):
-        pp_rank = int(path.name[-3:])
-        _rewrite(path / "model_optim_rng.pt", lambda content, first=2 * pp_rank: remove(content, first))
-    kept = {
+    expected = {
         name: tensor.detach()
-        for name, tensor in plain.tensors.items()
+        for name, tensor in whole.tensors.items()
         if not any(f"layers.{n}{part}" in name for n, parts in lost.items() for part in parts)
     }
-    assert len(kept) < len(plain.tensors)
-    assert differing(megatron_legacy.read(tmp_path / "megatron"), kept) == []
+    assert len(expected) < len(whole.tensors)
+    for path in legacy.glob("mp_rank_*"):
+        first = 2 * int(path.name[-3:])
+        rewrite(path / "model_optim_rng.pt", partial(remove, first=first))
+    assert differing(megatron_legacy.read(legacy, None, VOCAB, weights_only=True), expected) == []
 
 
 Q = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -309,7 +318,7 @@ HARM: dict[str, tuple[Any, str]] = {
     ),
     "shape": (
         lambda c: c["model"].update({Q: torch.zeros(3, 3)}),
-        r"linear_qkv.weight has shape \[3, 3\], its args require \[32, 16\]",
+        r"linear_qkv.weight has shape \[3, 3\], its args require \[16, 16\]",
     ),
     "layers": (lambda c: setattr(c["args"], "num_layers", 5), "holds 4 layers, its args say num_layers 5"),
     "no_args": (lambda c: c.pop("args"), "holds no args, so the model is unknown"),
@@ -318,31 +327,50 @@ HARM: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), HARM.values(), ids=HARM.keys())
-def test_tensors_without_a_place_are_named(tmp_path: Path, change: Any, message: str) -> None:
-    folder = megatron_legacy.write(drawn(LLAMA_MODEL), tmp_path / "megatron", MegatronGrid(), False)
-    _rewrite(folder / "mp_rank_00" / "model_optim_rng.pt", change)
+def test_tensors_without_a_place_are_named(legacy: Path, change: Any, message: str) -> None:
+    rewrite(legacy / "mp_rank_00_000" / "model_optim_rng.pt", change)
     with pytest.raises(CheckpointError, match=message):
-        megatron_legacy.read(tmp_path / "megatron")
+        megatron_legacy.read(legacy, None, VOCAB, weights_only=True)
 
 
-def test_a_missing_rank_and_a_damaged_file_are_named(tmp_path: Path) -> None:
-    folder = megatron_legacy.write(drawn(LLAMA_MODEL), tmp_path / "megatron", MegatronGrid(2, 2))
-    path = folder / "mp_rank_01_001" / "model_optim_rng.pt"
+def test_a_missing_rank_and_a_damaged_file_are_named(legacy: Path) -> None:
+    path = legacy / "mp_rank_01_001" / "model_optim_rng.pt"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng.pt cannot be read"):
-        megatron_legacy.read(tmp_path / "megatron")
+        megatron_legacy.read(legacy, None, VOCAB)
     path.unlink()
     with pytest.raises(
         CheckpointError, match=r"holds \[2, 1\] tensor-parallel ranks of its stages, expected 2 of each"
     ):
-        megatron_legacy.read(tmp_path / "megatron")
+        megatron_legacy.read(legacy, None, VOCAB)
+
+
+SEPARATE = {"one_bucket": (), "tied_embedding": (WORD_EMBEDDING,), "a_bucket_each": ("all",)}
+
+
+@pytest.mark.parametrize("separate", SEPARATE.values(), ids=SEPARATE)
+def test_flat_buffers_are_read_whatever_their_buckets(separate: tuple[str, ...]) -> None:
+    """A buffer has its parameters in reverse order, each from a multiple of 64 elements of its bucket on."""
+    shapes = {WORD_EMBEDDING: (5, 7), "a.weight": (7, 3), "a.bias": (3,)}
+    weights = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    parts, start = list[torch.Tensor](), 0
+    for name in reversed(weights):
+        end = sum(map(len, parts))
+        start = end if {name, "all"} & {*separate} else start
+        parts += [torch.zeros(-(end - start) % 64), weights[name].float().flatten()]
+    flat = torch.cat(parts)
+    buffers = {"buckets_coalesced": True, 0: {torch.float32: {"param": flat, "exp_avg": 2 * flat, "exp_avg_sq": flat}}}
+    found = read_distributed(Path("f"), {"optimizer": {"param_groups": [{"step": 1}]}}, buffers, [weights])
+    for name, weight in weights.items():
+        assert torch.equal(found.tensors[0]["master"][name], weight.float()), name
+        assert torch.equal(found.tensors[0]["exp_avg"][name], 2 * weight.float()), name
 
 
 @pytest.mark.parametrize(("changes", "message"), ROWS["written"])
 def test_what_megatron_cannot_express_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     grid = MegatronGrid(*changes.pop("grid", (1, 1)))
     with pytest.raises(MegapipeError, match=message):
-        megatron_legacy.write(drawn(dataclasses.replace(LLAMA_MODEL, **changes)), tmp_path / "megatron", grid)
+        megatron_dist.write(drawn(dataclasses.replace(LLAMA_MODEL, **changes)), tmp_path / "megatron", grid)
     assert not any(tmp_path.iterdir())
 
 

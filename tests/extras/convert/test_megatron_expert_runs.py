@@ -5,6 +5,7 @@ The README of the fixtures says what they are.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 import torch
 
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.cli.convert import main
+from megapipe.extras.convert import megatron_dist
 from megapipe.extras.convert.megatron_args import MegatronGrid, read_config, write_args
 from megapipe.extras.convert.snapshot import EXPERT_BIAS
 from megapipe.extras.convert.tables import meaning
 from tests.extras.convert.test_megatron_experts import ARGS
-from tests.extras.convert.test_megatron_runs import FORMS_BACK, read, values
+from tests.extras.convert.test_megatron_runs import read, values
 
 
 @pytest.mark.parametrize(
@@ -47,35 +48,24 @@ def test_all_forms_of_a_run_hold_the_same_weights_and_optimizer_state(
     assert first.state["optimizer"]["num_steps"] == 3
 
 
-def test_a_command_writes_for_ranks_of_ep(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(runs / "sinks_plain"), str(tmp_path / "ours")]) == 0
-    line = f"{tmp_path / 'ours'} {tmp_path / 'theirs'} --to megatron --expert-model-parallel-size 4"
-    assert main([*line.split(), "--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"]) == 0
-    assert "--moe-grouped-gemm --no-load-rng" in capsys.readouterr().out
-    names = sorted(path.name for path in (tmp_path / "theirs" / "iter_0000003").iterdir())
-    assert names == ["mp_rank_00_000", "mp_rank_00_002", "mp_rank_01_001", "mp_rank_01_003"]
-
-
 REFUSED = {
     "ep": (MegatronGrid(1, 1, 3), "--expert-model-parallel-size 3 does not divide the 4 experts"),
     "etp": (MegatronGrid(1, 1, 2, 3), "--expert-tensor-parallel-size 3 does not divide the 8 channels of an expert"),
-    "files": (MegatronGrid(1, 1, 2, 2), "--expert-tensor-parallel-size 2 does not divide the 1 ranks of tp in format"),
 }
 
 
 @pytest.mark.parametrize(("grid", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_grid_that_does_not_fit_is_refused(runs: Path, tmp_path: Path, grid: MegatronGrid, message: str) -> None:
-    write, _ = FORMS_BACK["legacy"]
     with pytest.raises(ConfigError, match=message):
-        write(read(runs / "sinks_plain"), tmp_path / "theirs", grid, False, False)
+        megatron_dist.write(read(runs / "sinks_plain"), tmp_path / "theirs", grid, False)
 
 
 def test_a_flat_buffer_of_another_chain_is_refused(runs: Path, tmp_path: Path) -> None:
-    run, (write, is_distributed) = read(runs / "sinks_plain"), FORMS_BACK["legacy_distributed"]
-    folder = write(run, tmp_path / "theirs", MegatronGrid(1, 1, 2), False, is_distributed)
-    torch.save([{"buckets_coalesced": True}], folder / "mp_rank_00_000" / "distrib_optim.pt")
+    folder = shutil.copytree(runs / "sinks_legacy_distributed", tmp_path / "theirs")
+    path = next(folder.rglob("mp_rank_00_000*/distrib_optim.pt"))
+    torch.save([{"buckets_coalesced": True}], path)
     with pytest.raises(CheckpointError, match="not a list of 2 optimizers' states"):
-        read(tmp_path / "theirs")
+        read(folder)
 
 
 LATENT: dict[str, Any] = {

@@ -147,12 +147,10 @@ def test_a_checkpoint_becomes_a_hugging_face_model(real: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kind", ["torch", "torch_dist"])
-def test_weights_go_to_megatron_and_back_by_command(real: Path, tmp_path: Path, case: str, kind: str) -> None:
+def test_weights_go_to_megatron_and_back_by_command(real: Path, tmp_path: Path, case: str) -> None:
     assert main([str(real / case / "dist"), str(tmp_path / "ours"), "--no-check"]) == 0
-    line = f"{tmp_path / 'ours'} {tmp_path / 'out'} --to megatron --ckpt-format {kind} --expert-model-parallel-size 2"
+    line = f"{tmp_path / 'ours'} {tmp_path / 'out'} --to megatron --expert-model-parallel-size 2"
     assert main([*line.split(), "--tensor-model-parallel-size", "2"]) == 0
-    read = megatron_dist.read if kind == "torch_dist" else megatron_legacy.read
-    again, expected = read(tmp_path / "out").weights, READERS["dist"](real / case / "dist").weights
+    again, expected = (megatron_dist.read(path).weights for path in (tmp_path / "out", real / case / "dist"))
     assert again.keys() == expected.keys()
     assert all(torch.equal(again[name].detach(), tensor.detach()) for name, tensor in expected.items())

@@ -20,11 +20,11 @@ from megapipe.config.model import ModelConfig, PrecisionConfig
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.convert import main
 from megapipe.extras.cli.convert import read as read_source
-from megapipe.extras.convert import megatron, megatron_dist, megatron_legacy
+from megapipe.extras.convert import megatron, megatron_dist
 from megapipe.extras.convert.megatron import in_halves, layer_order
 from megapipe.extras.convert.megatron_args import MegatronGrid
 from megapipe.extras.convert.megatron_dist import Place, lay_out
-from megapipe.extras.convert.pickled import load_pickled, read_folder
+from megapipe.extras.convert.pickled import read_folder
 from megapipe.extras.convert.snapshot import EXPERT_BIAS, Snapshot, read_checkpoint
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.ends import WORD_EMBEDDING
@@ -56,18 +56,12 @@ def test_buckets_hold_the_state_that_megatron_stores_by_name(runs: Path) -> None
     assert buckets.state["training"]["step"] == buckets.state["optimizer"]["num_steps"] == 3
 
 
-# the name of Megatron's run -> the function that writes for it, and whether its optimizer is distributed
-FORMS_BACK: dict[str, tuple[Any, bool]] = {
-    "legacy": (megatron_legacy.write, False),
-    "legacy_distributed": (megatron_legacy.write, True),
-    "plain": (megatron_dist.write, False),
-    "fully_reshardable": (megatron_dist.write, True),
-}
+FORMS_BACK = {"plain": False, "fully_reshardable": True}  # of Megatron's runs -> if their optimizer is distributed
 # a run that is converted and trained here to step 13 -> the forms in which Megatron then continued it
 CONTINUED = {
     "legacy": list(FORMS_BACK),
     "sinks_plain": [f"sinks_{form}" for form in FORMS_BACK],
-    "stages_plain": ["stages_plain", "stages_legacy"],
+    "stages_plain": ["stages_plain"],
     "groups_plain": ["groups_plain"],
 }
 TRAINED = (
@@ -134,23 +128,18 @@ def test_a_run_goes_to_megatron_and_back_with_its_optimizer(
     scaler = {"scale": 1024.0, "good_steps": 7, "overflows_left": 2} if dtype == "fp16" else None
     optimizer = run.state["optimizer"] | ({"loss_scaler": scaler} if scaler else {})
     run = dataclasses.replace(run, config=config, state=run.state | {"optimizer": optimizer, "precision": dtype})
-    write, is_distributed = FORMS_BACK[form]
-    folder = write(run, tmp_path / "theirs", grid, implementation == "transformer_engine", is_distributed)
+    is_fused, is_distributed = implementation == "transformer_engine", FORMS_BACK[form]
+    folder = megatron_dist.write(run, tmp_path / "theirs", grid, is_fused, is_distributed)
     again, expected = read(tmp_path / "theirs"), values(run)
     found = values(again)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     for part in ("training", "optimizer", "schedules"):
         assert again.state[part] == run.state[part]
-    if write is megatron_dist.write:
-        stored, others = read_folder(folder)
-        weights = {name: tensor.dtype for name, tensor in stored.items() if not name.startswith("optimizer.")}
-        args = others["common_state/shard_0_1"].read(with_stand_ins=True)[0]["args"]
-    else:
-        files = [load_pickled(path) for path in folder.rglob("model_optim_rng.pt")]
-        weights = {name: t.dtype for file in files for name, t in file["model"].items() if t is not None}
-        args = files[0]["args"]
-        biases = {kind for name, kind in weights.items() if name.endswith(EXPERT_BIAS)}
-        assert biases == ({torch.float32} if name == "latent_plain" else set())
+    stored, others = read_folder(folder)
+    weights = {name: tensor.dtype for name, tensor in stored.items() if not name.startswith("optimizer.")}
+    args = others["common_state/shard_0_1"].read(with_stand_ins=True)[0]["args"]
+    biases = {kind for name, kind in weights.items() if name.endswith(EXPERT_BIAS)}
+    assert biases == ({torch.float32} if name == "latent_plain" else set())
     assert {str(kind) for name, kind in weights.items() if not name.endswith(EXPERT_BIAS)} == {f"torch.{LONG[dtype]}"}
     assert args.vocab_size == args.padded_vocab_size == 128
     assert args.use_distributed_optimizer == is_distributed
@@ -224,14 +213,8 @@ def test_a_tied_model_whose_sizes_are_not_multiples_of_64_goes_to_megatron_and_b
     }
     tensors = {name: in_memory(tensor) for name, tensor in drawn.items()}
     config = dataclasses.replace(source.config, model=dataclasses.replace(model, make_vocab_size_divisible_by=16))
-    write, is_distributed = FORMS_BACK[form]
-    write(
-        dataclasses.replace(source, config=config, tensors=tensors),
-        tmp_path / "theirs",
-        MegatronGrid(tp, pp),
-        True,
-        is_distributed,
-    )
+    run = dataclasses.replace(source, config=config, tensors=tensors)
+    megatron_dist.write(run, tmp_path / "theirs", MegatronGrid(tp, pp), True, FORMS_BACK[form])
     found = values(read(tmp_path / "theirs", "--drop-vocab-padding"))
     assert found.keys() == drawn.keys() and all(torch.equal(found[name], drawn[name]) for name in found)
 
@@ -240,7 +223,7 @@ def test_optimizer_state_is_asked_for_only_where_there_is_any(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(runs / "plain"), str(tmp_path / "ours"), "--weights-only"]) == 0
-    line = f"{tmp_path / 'ours'} {tmp_path / 'theirs'} --to megatron --ckpt-format torch_dist"
+    line = f"{tmp_path / 'ours'} {tmp_path / 'theirs'} --to megatron"
     assert main([*line.split(), "--use-distributed-optimizer"]) == 2
     assert "has no optimizer state that Megatron could continue" in capsys.readouterr().err
     assert not (tmp_path / "theirs").exists()
