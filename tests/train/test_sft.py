@@ -132,7 +132,7 @@ def test_one_command_trains_a_hugging_face_folder_and_exports_it(folder: Path, t
 
     ends = ends_of(read_checkpoint(tmp_path / "run"))
     comparison = compare(read_checkpoint(tmp_path / "run"), tmp_path / "export", ends)
-    assert comparison.largest_difference <= 1e-5 and comparison.agree and len(comparison.stops) == 20
+    assert comparison.largest_difference <= 1e-5 and comparison.agree and comparison.ends == ({*ends}, {*ends})
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(folder).chat_template
     # the end of an answer and that of a document

@@ -137,8 +137,6 @@ def main(own: argparse.Namespace) -> None:
     for remark in snapshot.remarks:
         print(remark)
     print(f"{own.source} ({source_format}) -> {written}")
-    if own.drop_vocab_padding and own.check is not False:
-        _measure_padding(snapshot, own)
     if is_checked:
         if target_format == OWN:  # read back from disk
             snapshot = read_checkpoint(own.target, snapshot.step)
@@ -191,20 +189,6 @@ def write(target_format: str, snapshot: Snapshot, own: argparse.Namespace) -> st
     return f"{said} (the state of its plain optimizer: {way})"
 
 
-def _measure_padding(snapshot: Snapshot, own: argparse.Namespace) -> None:
-    """Print by how much the loss changes without vocabulary padding, on random tokens."""
-    from megapipe.extras.verify.conversion import loss_of_padding
-
-    own.drop_vocab_padding = False
-    whole, size = read(MEGATRON, own), snapshot.config.model.vocab_size
-    if size is not None and size != whole.config.model.vocab_size:
-        change, num_tokens = loss_of_padding(whole, size)
-        print(
-            f"dropped the padding of the vocabulary, {whole.config.model.vocab_size} rows to {size}: the loss is "
-            f"{change:.3g} lower than Megatron's (measured on {num_tokens} random tokens)"
-        )
-
-
 def _is_checked(asked: bool | None, source_format: str, target_format: str) -> bool:
     """Return True if the models can and shall be compared. Raises ConfigError if --check asks for it in vain."""
     if asked is False:
@@ -223,7 +207,7 @@ def _is_checked(asked: bool | None, source_format: str, target_format: str) -> b
 
 
 def _compare(snapshot: Snapshot, own: argparse.Namespace) -> None:
-    """Compare a model with that of the Hugging Face folder, by transformers: logits, and where an export ends texts."""
+    """Compare a model with that of the Hugging Face folder, by transformers: logits, and the ends of texts."""
     from megapipe.extras.verify.conversion import compare
 
     is_import = (own.source_format or guess(own.source)) == HUGGING_FACE

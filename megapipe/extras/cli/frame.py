@@ -162,17 +162,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if found := INVALID.fullmatch(message):
             flag, kind, value, choices = found.groups()
-            raise ConfigError(
-                f"{flag} {value}: " + (_choose(value, choices) if choices else f"expected {NUMBERS[kind]}")
-            )
+            if not choices:
+                raise ConfigError(f"{flag} {value}: expected {NUMBERS[kind]}")
+            from megapipe.config.fields import nearest  # here, since most commands start without the configuration
+
+            names = [name.strip("' ") for name in choices.split(",")]
+            raise ConfigError(f"{flag} {value}: choose {one_of(names)}{nearest(value, names)}")
         raise ConfigError(f"{message}; see --help")
-
-
-def _choose(value: str, choices: str) -> str:
-    from megapipe.config.fields import nearest  # here, since most commands start without the configuration
-
-    names = [name.strip("' ") for name in choices.split(",")]
-    return f"choose {one_of(names)}{nearest(value, names)}"
 
 
 @dataclass(frozen=True)

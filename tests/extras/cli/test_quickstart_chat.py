@@ -60,5 +60,5 @@ def test_the_whole_way_from_text_to_the_same_answer_in_transformers(
     words = ["--sft", "--corpus", str(text), "--out", str(tmp_path / "out"), "--vocab-size", "500", "--steps", "5"]
     assert quickstart.main([*words, "--ranks", "2", *model.split(), *grid.split()]) == 0
     said = capfd.readouterr().out
-    assert f"> {QUESTION}\n" in said and "20 of 20 texts stop at the same token" in said
+    assert f"> {QUESTION}\n" in said and ", texts end at " in said
     assert "== transformers: answers the same with" in said

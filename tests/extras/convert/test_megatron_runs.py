@@ -259,9 +259,7 @@ def test_interleaved_channels_of_heads_become_two_halves(kinds: str) -> None:
 # ------------------------------------------------------------------------------------------------ the vocabulary
 
 
-def test_padding_rows_are_dropped_only_on_demand(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_padding_rows_are_dropped_only_on_demand(runs: Path) -> None:
     kept = read(runs / "plain")
     dropped = read(runs / "plain", "--drop-vocab-padding")
     weights = read(runs / "plain", "--weights-only")
@@ -270,10 +268,6 @@ def test_padding_rows_are_dropped_only_on_demand(
     whole, cut = values(kept), values(dropped)
     assert all(torch.equal(tensor, whole[name][: tensor.shape[0]]) for name, tensor in cut.items())
     assert whole["exp_avg_sq/output_layer.weight"][101:].abs().min() > 0, "Megatron trains the padding"
-    assert main([str(runs / "plain"), str(tmp_path / "ours"), "--drop-vocab-padding"]) == 0
-    said = capsys.readouterr().out
-    change = float(said.split("the loss is ")[1].split()[0])
-    assert "128 rows to 101" in said and 0.1 < change < 0.4
 
 
 def test_padding_rows_go_to_megatron_and_back(runs: Path, tmp_path: Path) -> None:
