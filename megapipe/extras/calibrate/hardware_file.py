@@ -9,7 +9,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.calibrate.rates import NETWORK, NODE, Found, MeasuredLink, MeasuredRates
 from megapipe.extras.doctor.host import resources
-from megapipe.plan.hardware import GIB, GIGA, NOT_IN_FILES, Hardware, Link, hardware_of, read_hardware
+from megapipe.plan.hardware import GIB, GIGA, NOT_IN_FILES, Hardware, Link, hardware_of
 
 # used if a link was not measured and the device is in no table: gloo within a host, and over 10 Gbit/s Ethernet
 ASSUMED_LINKS = {NODE: Link(1.0 * GIGA, 100e-6), NETWORK: Link(1.0 * GIGA, 100e-6)}
@@ -138,22 +137,6 @@ def refuse_taken(path: Path, force: bool) -> None:
         raise ConfigError(f"--output {path} exists: give another name, or --force to replace it")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"--output {path} cannot be written: {path.parent} does not exist or is not writable")
-
-
-def write(path: Path, text: str, force: bool) -> Hardware:
-    """Write the file whole or not at all, and return what reading it gives. Raises ConfigError."""
-    partial = path.with_name(f".{path.name}.part")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        hardware = read_hardware(partial)
-        refuse_taken(path, force)
-        os.replace(partial, path)
-    except OSError as error:
-        raise ConfigError(f"--output {path} cannot be written: {error.strerror}") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-    return hardware
 
 
 def as_text(hardware: Hardware, machine: Machine, links: Sequence[MeasuredLink]) -> str:

@@ -18,7 +18,7 @@ from megapipe.environment import Environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, switch, write_file
 from megapipe.formatting import grid_text
-from megapipe.plan.hardware import hardware_of
+from megapipe.plan.hardware import hardware_of, read_hardware
 from megapipe.plan.layer_costs import to_json
 from megapipe.plan.world_rules import placement_of, topology_of
 
@@ -180,7 +180,9 @@ def calibrate_machine(own: argparse.Namespace, environment: Environment) -> None
     if is_first:
         machine = hardware_file.machine_of(found, environment)
         measured = hardware_file.hardware_measured(own.name, machine, found.rates, found.links)
-        hardware = hardware_file.write(own.output, hardware_file.to_yaml(measured, machine, found.links), own.force)
+        hardware_file.refuse_taken(own.output, own.force)  # another process may have written it meanwhile
+        write_file(own.output, hardware_file.to_yaml(measured, machine, found.links), "--output")
+        hardware = read_hardware(own.output)
         if own.json:
             print(json.dumps(hardware_file.as_data(hardware, machine, found)))
         else:

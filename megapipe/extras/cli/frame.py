@@ -124,9 +124,9 @@ def each_with(*options: str | Option, needs: str = "", excludes: str = "") -> tu
     return tuple(each if isinstance(each, str) else replace(each, needs=needs, excludes=excludes) for each in options)
 
 
-def switch(name: str, help: str, needs: str = "", excludes: str = "") -> Option:
+def switch(name: str, help: str, excludes: str = "") -> Option:
     """Return an option without a value, for the table of a command."""
-    return option(name, help, needs=needs, excludes=excludes, action="store_true")
+    return option(name, help, excludes=excludes, action="store_true")
 
 
 HARDWARE_OPTIONS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -277,7 +277,6 @@ def compare_all(own: argparse.Namespace) -> int:
     chunks = 2 if own.chunks is None else own.chunks
     sizes = own.ranks, chunks, _microbatches(own), own.group_size, own.memory_limit or (), own.names
     experts = _expert_model(own)
-    rows: Sequence[Measures | ExpertMeasures | Unmeasured]
     rows = compare(_model(own), *sizes, own.slices) if experts is None else compare(experts, *sizes)
     is_sharded = _is_sharded(own)
     print(json.dumps([row_data(row, is_sharded) for row in rows]) if own.json else table_text(rows, is_sharded))

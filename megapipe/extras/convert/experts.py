@@ -182,25 +182,25 @@ def dense_layers(default: int, name: str = FIRST) -> Rule:
 MLP_TYPES, MLP_WORDS = "mlp_layer_types", {"dense": False, "sparse": True}
 
 
-def mlp_types(default_dense: int, first: str = FIRST) -> Rule:
-    """Return the rule of layers with experts by mlp_layer_types. first: a key with the number of dense layers."""
+def mlp_types(default_dense: int) -> Rule:
+    """Return the rule of layers with experts by mlp_layer_types, beside the number of dense layers."""
 
     def read(settings: Settings) -> dict[str, Any]:
-        count, dense = int(settings["num_hidden_layers"]), stated(settings, first, default_dense)
+        count, dense = int(settings["num_hidden_layers"]), stated(settings, FIRST, default_dense)
         types = settings.get(MLP_TYPES) or ["dense"] * dense + ["sparse"] * (count - dense)
         if unknown := sorted(set(types) - MLP_WORDS.keys()):
             raise ConfigError(f"{MLP_TYPES} {unknown[0]!r} cannot be expressed; it can be {', '.join(MLP_WORDS)}")
         if len(types) != count:
             raise ConfigError(f"{MLP_TYPES} has {len(types)} entries, num_hidden_layers is {count}")
         marks = [MLP_WORDS[kind] for kind in types]
-        if settings.get(first) is not None and marks != [layer >= dense for layer in range(count)]:
-            raise ConfigError(f"{MLP_TYPES} and {first} {dense} contradict each other; correct the file")
+        if settings.get(FIRST) is not None and marks != [layer >= dense for layer in range(count)]:
+            raise ConfigError(f"{MLP_TYPES} and {FIRST} {dense} contradict each other; correct the file")
         return expert_layers(marks, MLP_TYPES)
 
     def write(layers: Layers) -> dict[str, Any]:
         return {MLP_TYPES: ["dense" if layer.num_experts is None else "sparse" for layer in layers]}
 
-    return Rule((MLP_TYPES, first), read, write)
+    return Rule((MLP_TYPES, FIRST), read, write)
 
 
 def shared_experts(

@@ -7,14 +7,11 @@ from megapipe.schedule.lifetimes import Held, lifetimes
 from megapipe.schedule.simulate import Timeline
 
 
-def live_curve(timeline: Timeline, rank: int, kept_for_weights: float = 1.0) -> list[tuple[float, float]]:
-    """Return (seconds, chunks live from then on) of a rank: a chunk lives from the start of F to the end of B or W.
-
-    kept_for_weights: the part of it that stays from the end of I to the end of W.
-    """
+def live_curve(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
+    """Return (seconds, chunks live from then on) of a rank: a chunk lives from the start of F to the end of B or W."""
     if not timeline.schedule.has_backward:
         return []
-    weights = {Held.ACTIVATIONS: 1.0, Held.DEFERRED: kept_for_weights}
+    weights = {Held.ACTIVATIONS: 1.0, Held.DEFERRED: 1.0}
     steps: list[tuple[float, int, float]] = []
     row = lifetimes(timeline.schedule.rows[rank])
     for (_, changes), start, end in zip(row, timeline.starts[rank], timeline.ends[rank], strict=True):

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.extras.report.curves import peak_waiting_messages
 from megapipe.formatting import text_table
 from megapipe.schedule.action import SEND_OPS, Op
 from megapipe.schedule.costs import AutoGoal, Costs, Seconds, seconds_of_stages
-from megapipe.schedule.experts import ExpertMeasures
+from megapipe.schedule.experts import ExpertMeasures, ExpertModel
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
@@ -188,25 +188,8 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
     return measures, timeline
 
 
-Measured = TypeVar("Measured", covariant=True)
-
-
-class Measurable(Protocol[Measured]):
-    """A model that `compare` can measure: `Model`, and `schedule.experts.ExpertModel`."""
-
-    @property
-    def kept_for_weights(self) -> float:
-        """The part of the activations that stays from I to W."""
-
-    def costs(self, num_stages: int) -> Costs:
-        """Return the costs of contiguous stages."""
-
-    def measure(self, schedule: Schedule) -> Measured:
-        """Return the measures of a compute-only schedule."""
-
-
 def compare(
-    model: Measurable[Measured],
+    model: Model | ExpertModel,
     num_ranks: int,
     num_chunks: int,
     num_microbatches: int,
@@ -214,13 +197,13 @@ def compare(
     memory_limits: Sequence[float] = (),
     names: Sequence[str] = (),
     num_slices: int = 1,
-) -> list[Measured | Unmeasured]:
+) -> list[Measures | ExpertMeasures | Unmeasured]:
     """Measure all families of the table (or `names`) for the same model, in the order of the table.
 
     num_chunks: for the families that take any number. memory_limits: of zb-auto, in microbatches, one row each
     (default: p and 2 p). num_slices: of each microbatch.
     """
-    rows: list[Measured | Unmeasured] = []
+    rows: list[Measures | ExpertMeasures | Unmeasured] = []
     for name in names or SCHEDULES:
         limits: Sequence[float | None] = (None,)
         if name in SCHEDULES and SCHEDULES[name].is_automatic:

@@ -286,8 +286,8 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         event.wait(self)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
+    def record_event(self) -> Event:
+        event = Event()
         event.record(self)
         return event
 
