@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megapipe.extras.report.schedules import Model, measure
 from megapipe.extras.report.timeline import svg
+from megapipe.schedule.costs import Seconds
 from megapipe.schedule.families import SCHEDULES, build_schedule
 
 RANKS, MICROBATCHES, WIDTH = 4, 8, 1200
@@ -26,7 +27,7 @@ def pictures() -> dict[str, str]:
         chunks = family.chunks or (2 if family.takes_chunks else 1)
         schedule = build_schedule(name, RANKS, chunks, SHORT.get(name, MICROBATCHES))
         # no messages: transfers take no time in these pictures
-        _, timeline = measure(schedule, Model.equal(RANKS, 1.0, 1.0, 1.0), receive_depth=MICROBATCHES)
+        _, timeline = measure(schedule, Model(RANKS, Seconds(1.0, 1.0, 1.0)), receive_depth=MICROBATCHES)
         drawn[f"{name}.svg"] = svg(timeline, WIDTH)
     return drawn
 

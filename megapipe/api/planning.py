@@ -12,7 +12,7 @@ from megapipe.extras.report.schedules import Model
 from megapipe.extras.report.timeline import svg, timeline_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.costs import AutoGoal
+from megapipe.schedule.costs import AutoGoal, Seconds
 from megapipe.schedule.families import build_schedule, schedule_family
 from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Row, Schedule, to_csv
@@ -82,7 +82,7 @@ class PipelineSchedule:
             if not 0 <= value < float("inf"):
                 raise ConfigError(f"{what} {value:g}: expected seconds, at least 0")
         seconds, schedule = tuple(given.values()), self._schedule
-        model = Model.equal(schedule.num_ranks, *seconds, transfer_seconds=transfer, latency_seconds=latency)
+        model = Model(schedule.num_ranks, Seconds(*seconds), transfer_seconds=transfer, latency_seconds=latency)
         return simulate(lower(schedule), model.costs(schedule.num_stages))
 
     def draw(self, columns: int = 160) -> str:
@@ -132,5 +132,5 @@ def make_schedule(
     if memory_limit is not None:
         if not family.is_automatic:
             raise ConfigError(f"schedule {name} has no memory limit to search for; memory_limit is for zb-auto")
-        goal = AutoGoal(Model.equal(max(1, pipeline_size), 1.0, 1.0, 1.0).costs(max(1, pipeline_size)), memory_limit)
+        goal = AutoGoal(Model(max(1, pipeline_size), Seconds(1.0, 1.0, 1.0)).costs(max(1, pipeline_size)), memory_limit)
     return PipelineSchedule(build_schedule(name, pipeline_size, chunks, microbatches, group_size, goal, slices))

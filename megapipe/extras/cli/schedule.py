@@ -25,7 +25,6 @@ from megapipe.extras.report.schedules import (
     in_units,
     lowered,
     measure,
-    read_slices,
     row_data,
     table_text,
 )
@@ -107,14 +106,11 @@ MODEL = (
         option("--forward", default=1.0, at_least=0),
         option("--input-grad", default=1.0, at_least=0),
         option("--weight-grad", default=1.0, at_least=0),
-        option("--costs", "CSV of forward,input_grad,weight_grad: a line per slice of the model, in order", type=Path),
-        option("--rank-speeds", "speed of each rank relative to the given seconds (mixed GPUs)", type=float, nargs="+"),
         excludes="--experts",
     ),
     option("--p2p", "latency of a message: from an action's end to its use on the next rank", default=0.0, at_least=0),
     option("--transfer", "time that a message occupies its channel, before --p2p", default=0.0, at_least=0),
     *each_with(
-        switch("--no-overlap", "a rank is idle while it sends (for --transfer)"),
         option(
             "--pair-share", "time of an overlapped F and B as a part of their sum (DualPipe)", default=1.0, at_least=0
         ),
@@ -163,21 +159,15 @@ PARTS = option(
 
 
 def _model(own: argparse.Namespace) -> Model:
-    speeds = tuple(own.rank_speeds or ())
-    if speeds and (len(speeds) != own.ranks or min(speeds) <= 0):
-        given = " ".join(map(str, speeds))
-        raise ConfigError(f"--rank-speeds {given}: give a number above 0 for each of the {own.ranks} ranks")
-    seconds = Seconds(own.forward, own.input_grad, own.weight_grad)
     return Model(
-        (seconds,) * max(1, own.ranks) if own.costs is None else read_slices(own.costs),
+        own.ranks,
+        Seconds(own.forward, own.input_grad, own.weight_grad),
         transfer_seconds=own.transfer,
         latency_seconds=own.p2p,
         pair_share=own.pair_share,
         optimizer_seconds=own.optimizer,
         activation_bytes=own.activation_bytes,
         kept_for_weights=own.kept_for_weights,
-        overlap=not own.no_overlap,
-        rank_speeds=speeds,
         sharding=_sharding(own),
     )
 

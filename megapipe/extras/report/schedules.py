@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from megapipe.errors import ConfigError, ScheduleError
@@ -38,35 +36,19 @@ class ShardingTimes:
 class Model:
     """A model that can be cut into any number of stages."""
 
-    slices: tuple[Seconds, ...]  # seconds of equally many layers each, in model order
+    num_ranks: int
+    seconds: Seconds  # of all the layers of one rank
     transfer_seconds: float = 0.0  # the time that a message occupies its channel
     latency_seconds: float = 0.0  # from then to its use
     pair_share: float = 1.0  # the time of an overlapped forward and backward relative to their sum
     optimizer_seconds: float = 0.0  # norm, update and gather after the last action
-    activation_bytes: float = 0.0  # of one microbatch in the whole model, divided by the ranks
+    activation_bytes: float = 0.0  # of one microbatch in the layers of one rank
     kept_for_weights: float = 1.0  # the part of it that stays from I to W
-    overlap: bool = True  # messages overlap with the computation; otherwise they block the sender
-    rank_speeds: tuple[float, ...] = ()  # relative speed of each rank, 1: the given seconds
     sharding: ShardingTimes | None = None
 
-    @staticmethod
-    def equal(num_ranks: int, forward: float, input_gradient: float, weight_gradient: float, **rest: Any) -> Model:
-        """Return a model of equal slices, one per rank; seconds are those of all the layers of one rank."""
-        return Model((Seconds(forward, input_gradient, weight_gradient),) * num_ranks, **rest)
-
     def costs(self, num_stages: int) -> Costs:
-        """Return the costs of contiguous stages. Raises ConfigError if uneven slices cannot be divided into them."""
-        count = len(self.slices)
-        if count % num_stages == 0:
-            size = count // num_stages
-            parts = [self.slices[stage * size : (stage + 1) * size] for stage in range(num_stages)]
-            stages = [Seconds(*map(sum, zip(*part, strict=True))) for part in parts]
-        elif len(set(self.slices)) == 1:
-            stages = [Seconds(*(value * count / num_stages for value in self.slices[0]))] * num_stages
-        else:
-            raise ConfigError(
-                f"{count} uneven slices cannot be cut into {num_stages} equal stages: give a multiple of {num_stages}"
-            )
+        """Return the costs of equal stages."""
+        stages = [Seconds(*(value * (self.num_ranks / num_stages) for value in self.seconds))] * num_stages
         seconds = seconds_of_stages(stages, self.transfer_seconds)
         if self.sharding is not None:
             shares = (Op.UNSHARD, self.sharding.gather_seconds), (Op.REDUCE_GRAD, self.sharding.reduce_seconds)
@@ -76,27 +58,11 @@ class Model:
             for f, b in product(range(num_stages), range(num_stages))
             if self.pair_share != 1.0
         }
-        return Costs(seconds, self.latency_seconds, self.overlap, pairs, self.rank_speeds)
+        return Costs(seconds, self.latency_seconds, pair_seconds=pairs)
 
     def measure(self, schedule: Schedule) -> Measures:
         """Return the measures of a compute-only schedule."""
         return measure(schedule, self)[0]
-
-
-def read_slices(path: Path) -> tuple[Seconds, ...]:
-    """Return the seconds of equal parts of a model, in order, from a CSV file. Raises ConfigError, OSError."""
-    columns = ("forward", "input_grad", "weight_grad")
-    heading = f"the heading {','.join(columns)}"
-    slices = []
-    with path.open(newline="", encoding="utf-8") as file:
-        for number, line in enumerate(csv.DictReader(file), 2):
-            try:
-                slices.append(Seconds(*(float(line[column]) for column in columns)))
-            except (KeyError, TypeError, ValueError):
-                raise ConfigError(f"{path}, line {number}: expected three numbers under {heading}") from None
-    if not slices:
-        raise ConfigError(f"{path} holds no costs; expected {heading} and one line per slice of the model")
-    return tuple(slices)
 
 
 @dataclass(frozen=True)

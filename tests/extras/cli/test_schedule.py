@@ -35,26 +35,6 @@ def test_compare_as_json_holds_the_numbers(capsys: pytest.CaptureFixture[str]) -
     assert second["is_synchronous"] is False
 
 
-def test_costs_come_from_a_file_of_slices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "costs.csv"
-    path.write_text("forward,input_grad,weight_grad\n1,1,1\n1,1,1\n1,1,1\n3,1,1\n")
-    assert main(["compare", "1f1b", "zb-v", "-p", "2", "-m", "4", "--costs", str(path), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["work_seconds"] for row in rows] == [4 * 8, 4 * 8]  # zb-v puts the heavy stage on rank 0
-    path.write_text("forward,input_grad,weight_grad\n1,1,x\n")
-    assert main(["compare", "1f1b", "-p", "1", "--costs", str(path)]) == 2
-    assert "line 2" in capsys.readouterr().err
-
-
-def test_ranks_of_unequal_speed_wait_for_the_slow_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "1f1b", "-p", "2", "-m", "8", "--rank-speeds", "1", "0.5", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [rank["work_seconds"] for rank in found["ranks"]] == [24.0, 48.0]
-    assert found["makespan_seconds"] == 48.0 + 3.0  # F, I and W of the first rank fill the pipeline
-    assert main(["simulate", "1f1b", "-p", "2", "--rank-speeds", "1"]) == 2
-    assert "a number above 0 for each of the 2 ranks" in capsys.readouterr().err
-
-
 def test_check_proves_torchs_file_and_names_every_channel(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--csv", str(FIXTURES / "dualpipe-v_p2_m4.csv"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

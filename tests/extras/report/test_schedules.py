@@ -1,6 +1,3 @@
-import pytest
-
-from megapipe.errors import ConfigError
 from megapipe.extras.report.schedules import Measures, Model, Unmeasured, compare, measure
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Seconds
@@ -13,7 +10,7 @@ def by_name(rows):
 
 def test_the_table_of_8_ranks_and_32_microbatches():
     rows = by_name(
-        compare(Model.equal(8, 1.0, 1.0, 1.0), 8, 2, 32, names=[name for name in SCHEDULES if name != "zb-auto"])
+        compare(Model(8, Seconds(1.0, 1.0, 1.0)), 8, 2, 32, names=[name for name in SCHEDULES if name != "zb-auto"])
     )
     shares = {
         name: (round(row.barrier_share, 4), round(row.chained_share, 4), row.peak_microbatches)
@@ -41,7 +38,7 @@ def test_the_table_of_8_ranks_and_32_microbatches():
 
 def test_zb_auto_keeps_its_limit_and_is_no_slower_than_handmade():
     rows = by_name(
-        compare(Model.equal(4, 1.0, 1.2, 0.7, latency_seconds=0.05), 4, 2, 12, names=["zb-h1", "zb-h2", "zb-auto"])
+        compare(Model(4, Seconds(1.0, 1.2, 0.7), latency_seconds=0.05), 4, 2, 12, names=["zb-h1", "zb-h2", "zb-auto"])
     )
     for limit, handmade in ((4, "zb-h1"), (8, "zb-h2")):
         auto = rows[f"zb-auto {limit}"]
@@ -51,7 +48,7 @@ def test_zb_auto_keeps_its_limit_and_is_no_slower_than_handmade():
 
 def test_impossible_schedules_are_in_the_table_with_the_reason():
     rows = by_name(
-        compare(Model.equal(3, 1.0, 1.0, 1.0), 3, 2, 5, names=["1f1b", "dualpipe", "dualpipe-v", "nonsense"])
+        compare(Model(3, Seconds(1.0, 1.0, 1.0)), 3, 2, 5, names=["1f1b", "dualpipe", "dualpipe-v", "nonsense"])
     )
     assert isinstance(rows["1f1b"], Measures)
     assert "use 2 or 4" in rows["dualpipe"].refused
@@ -60,46 +57,16 @@ def test_impossible_schedules_are_in_the_table_with_the_reason():
     assert isinstance(rows["nonsense"], Unmeasured)
 
 
-def test_slices_are_summed_into_stages_or_refused():
-    model = Model(tuple(Seconds(i, 10.0 * i, 100.0 * i) for i in range(1, 5)), transfer_seconds=0.5, pair_share=0.75)
-    costs = model.costs(2)
-    assert [costs.seconds[s, op] for s in (0, 1) for op in (Op.F, Op.I, Op.W, Op.B)] == [
-        3,
-        30,
-        300,
-        330,
-        7,
-        70,
-        700,
-        770,
-    ]
+def test_stages_share_the_layers_of_the_ranks():
+    costs = Model(4, Seconds(2.0, 20.0, 200.0), transfer_seconds=0.5, pair_share=0.75).costs(8)
+    assert [costs.seconds[7, op] for op in (Op.F, Op.I, Op.W, Op.B)] == [1, 10, 100, 110]
     assert costs.seconds[1, Op.SEND_B] == 0.5
-    assert costs.pair_seconds[1, 0] == 0.75 * (7 + 330)
-    with pytest.raises(ConfigError, match="multiple of 3"):
-        model.costs(3)
-    assert Model.equal(4, 1.0, 1.0, 1.0).costs(6).seconds[5, Op.F] == 4 / 6
+    assert costs.pair_seconds[1, 0] == 0.75 * (1 + 110)
 
 
 def test_bytes_and_the_optimizer_enter_the_measures():
-    model = Model.equal(4, 1.0, 1.0, 1.0, activation_bytes=1000.0, optimizer_seconds=2.5)
+    model = Model(4, Seconds(1.0, 1.0, 1.0), activation_bytes=1000.0, optimizer_seconds=2.5)
     measures, _ = measure(build_schedule("interleaved", 4, 2, 8), model)
     assert measures.peak_bytes == 11 * 500
     assert measures.step_seconds == measures.makespan_seconds + 2.5
     assert measure(build_schedule("dualpipe", 4, 1, 8), model)[0].peak_bytes == 5 * 1000
-
-
-def test_step_is_longer_without_overlap_of_messages():
-    schedule = build_schedule("1f1b", 4, 1, 8)
-    beside, alone = (
-        measure(schedule, Model.equal(4, 1.0, 1.0, 1.0, transfer_seconds=0.2, overlap=way))[0] for way in (True, False)
-    )
-    assert alone.makespan_seconds > beside.makespan_seconds > 33
-    searched = compare(
-        Model.equal(2, 1.0, 1.0, 1.0, transfer_seconds=0.2, overlap=False),
-        2,
-        1,
-        4,
-        memory_limits=[2],
-        names=["zb-auto"],
-    )
-    assert isinstance(searched[0], Measures)
