@@ -50,11 +50,6 @@ LIVE_STATE = {
     "World",
     "Environment",
 }
-STATE_WITH_A_REASON = {
-    "changes _work of megapipe.extras.preprocess.preprocess": (
-        "a worker process of multiprocessing has no other place for what its initializer made"
-    ),
-}
 UNPICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
 READS_PICKLES = {  # readers of foreign checkpoints that call nothing (tests/extras/convert/test_crafted_pickles.py)
     "megapipe.extras.convert.pickled",
@@ -433,9 +428,7 @@ def test_no_live_state_in_module_globals() -> None:
     found = [
         violation for module, path in modules().items() for violation in violations_of_state(tree_of(path), module)
     ]
-    excused = {reason for reason in STATE_WITH_A_REASON for violation in found if violation.endswith(reason)}
-    assert not [violation for violation in found if not violation.endswith(tuple(excused))], "\n".join(found)
-    assert excused == set(STATE_WITH_A_REASON), "an excuse that is no longer needed"
+    assert not found, "\n".join(found)
 
 
 def test_received_data_is_never_unpickled_or_executed() -> None:

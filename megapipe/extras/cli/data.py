@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections import Counter
 from itertools import chain
@@ -66,7 +65,7 @@ PREPROCESS_OPTIONS = (
     "output",
     option("--output-prefix", "PREFIX of PREFIX_KEY_document.bin/.idx", required=True),
     switch("--overwrite", "replace existing files, and drop the work of another interrupted run"),
-    option("--workers", "tokenizing threads, or processes where the tokenizer's library has no threads", default=1),
+    option("--workers", "threads of a tokenizer's library that has them", default=1),
     option("--log-interval", "without a terminal: print progress after every N documents (default: never)", type=int),
 )
 REFUSED = {  # Megatron's flags that are not here, and what to do instead
@@ -127,11 +126,8 @@ def preprocess(own: argparse.Namespace) -> None:
     After an error, Ctrl-C or kill -9, the same command continues where the work was last committed. The token files do
     not depend on --workers or interruptions. tools/preprocess_data.py is the same command under Megatron's name.
     """
-    factory = functools.partial(
-        build_tokenizer, own.tokenizer_type, own.tokenizer_model, own.vocab_size, own.vocab_file, own.merge_file
-    )
     corpus, remark = find_corpus(own.input, own.suffixes, own.json_keys, own.input_format, own.document_unit)
-    tokenizer = factory()
+    tokenizer = build_tokenizer(own.tokenizer_type, own.tokenizer_model, own.vocab_size, own.vocab_file, own.merge_file)
     if remark:
         print(remark)
     made = tokenizer_fingerprint(tokenizer, own.tokenizer_model or own.vocab_file)
@@ -156,13 +152,11 @@ def preprocess(own: argparse.Namespace) -> None:
         print(f"going on after {output.counts['documents']:,} documents of an interrupted run ({output.folder})")
     counts = tokenize(
         corpus.records(output.position, own.max_document_bytes),
-        own.output_prefix,
-        factory,
-        keys=own.json_keys,
+        output,
+        tokenizer,
         append_eod=own.append_eod,
         num_workers=own.workers,
         skip_bad=own.skip_bad,
-        output=output,
         progress=Progress(log_interval=own.log_interval),
     )
     print(counts.line() + (f", {counts.empty:,} empty documents left out" if counts.empty else ""))

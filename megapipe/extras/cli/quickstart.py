@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import itertools
 import json
@@ -245,16 +244,15 @@ def prepare(corpus: str | None, out: Path, vocab_size: int, megabytes: float) ->
     sample = [text for text, end in zip(documents, ends, strict=True) if end <= TOKENIZER_CHARACTERS]
     train_tokenizer(sample or documents, tokenizer, vocab_size)
     say("tokenizer", f"{vocab_size:,} tokens (byte-level BPE), {time.monotonic() - began:.1f} s")
-    factory = functools.partial(build_tokenizer, TOKENIZER, str(tokenizer))
-    made = tokenizer_fingerprint(factory(), str(tokenizer))
+    encoder = build_tokenizer(TOKENIZER, str(tokenizer))
+    made = tokenizer_fingerprint(encoder, str(tokenizer))
     target, dtype = str(folder / "tokens"), token_dtype(vocab_size)
     counts = preprocess(
         read_records([folder / "corpus.jsonl"]),
-        target,
-        factory,
+        PartialOutput(target, [TEXT_KEY], dtype, overwrite=True, tokenizer=made),
+        encoder,
         append_eod=True,
         num_workers=min(4, os.cpu_count() or 1),
-        output=PartialOutput(target, [TEXT_KEY], dtype, overwrite=True, tokenizer=made),
         progress=Progress(),
     )
     tokens = sum(counts.tokens.values())

@@ -1,23 +1,16 @@
-"""Text to token files: one process reads documents and writes tokens in order, several threads or processes tokenize.
+"""Text to token files: documents are read and tokens written in order, while other threads tokenize.
 
-A tokenizer with `encode_batch` runs in this process, in the threads of its library; for others, each worker process
-calls a factory for the tokenizer once, so that nothing large is pickled and this package does not depend on the
-tokenizers. Unlike in Megatron, a document without tokens is left out (and counted).
+Unlike in Megatron, a document without tokens is left out (and counted).
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import sys
-import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Protocol, TextIO
@@ -31,10 +24,8 @@ from megapipe.errors import ConfigError, DataError, MegapipeError
 from megapipe.extras.preprocess.partial_output import PartialOutput
 from megapipe.extras.preprocess.text_source import Position, Problem, Record
 
-BATCH_BYTES = 1 << 18  # text per task: large compared with the cost of a message, small compared with a corpus
-THREAD_BATCH_BYTES = 1 << 18  # the same, for each thread of a library that tokenizes a batch in threads
-BATCHES_PER_WORKER = 3  # in flight, so that memory stays bounded however fast the reader is
-BATCHES_IN_THREADS = 3  # while the library encodes one batch, Python parses the next and packs the one before
+BATCH_BYTES = 1 << 18  # text of a batch, for each thread of a library that tokenizes it in threads
+BATCHES_IN_FLIGHT = 3  # while the library encodes one batch, Python parses the next and packs the one before
 COMMIT_BYTES = 1 << 26  # text after which the work is on disk for good
 
 
@@ -42,16 +33,13 @@ class Encoder(Protocol):
     """The part of a tokenizer that preprocessing uses.
 
     A tokenizer whose library has threads also has `encode_batch(texts, num_threads) -> list[list[int]]`, which is
-    called from several threads.
+    called from several threads; `encode` is called from one.
     """
 
     vocab_size: int
     eod: int | None
 
     def encode(self, text: str) -> list[int]: ...
-
-
-EncoderFactory = Callable[[], Encoder]
 
 
 @dataclass
@@ -89,35 +77,30 @@ class Encoded:
 
 def preprocess(
     records: Iterable[Record],
-    prefix: str,
-    encoder_factory: EncoderFactory,
+    output: PartialOutput,
+    encoder: Encoder,
     *,
-    keys: Sequence[str] = ("text",),
     append_eod: bool = False,
     num_workers: int = 1,
     skip_bad: int = 0,
-    output: PartialOutput | None = None,
     progress: Progress | None = None,
 ) -> Counts:
     """Write `PREFIX_KEY_document.bin/.idx` for each key, with one document per record, and return the counts.
 
-    The files get their names once all of them are complete. output: an earlier run's, which the records continue;
-    after an error or Ctrl-C it keeps what was done. Without it, nothing is left, and existing files are replaced.
-    skip_bad: the number of bad records that are left out and reported in PREFIX.skipped.jsonl. Raises DataError for
-    one more or a worker that died, ConfigError for append_eod without such a token.
+    The files get their names once all of them are complete. output: perhaps an earlier run's, which the records
+    continue; after an error or Ctrl-C it keeps what was done. skip_bad: the number of bad records that are left out
+    and reported in PREFIX.skipped.jsonl. Raises DataError for one more, ConfigError for append_eod without such a
+    token.
     """
     set_tokenizer_threads(num_workers)
-    encoder = encoder_factory()  # here too, so that an invalid tokenizer is reported once, not by each worker
-    if output is None:
-        output = PartialOutput(prefix, keys, token_dtype(encoder.vocab_size), overwrite=True)
-    counts = Counts(**output.counts) if output.counts else Counts(tokens=dict.fromkeys(keys, 0))
+    counts = Counts(**output.counts) if output.counts else Counts(tokens=dict.fromkeys(output.keys, 0))
     try:
         if append_eod and encoder.eod is None:
             raise ConfigError("--append-eod: this tokenizer has no end-of-document token")
         if num_workers < 1:
             raise ConfigError(f"--workers {num_workers}: at least one worker is needed")
         if not output.is_read:
-            encoding = _encode_all(records, encoder_factory, encoder, (tuple(keys), append_eod), num_workers)
+            encoding = _encode_all(records, encoder, (output.keys, append_eod), num_workers)
             with closing(encoding):
                 _write_all(encoding, output, counts, skip_bad, progress)
         output.publish()
@@ -129,7 +112,7 @@ def preprocess(
         else:
             output.discard()
         if isinstance(error, OSError):
-            raise DataError(f"cannot write token files {prefix}: {error.strerror}; {kept}") from None
+            raise DataError(f"cannot write token files {output.prefix}: {error.strerror}; {kept}") from None
         if isinstance(error, DataError):
             raise DataError(f"{error}; {kept}") from None
         raise
@@ -196,90 +179,31 @@ def _batches(records: Iterable[Record], batch_bytes: int) -> Iterator[list[Recor
 
 
 def _encode_all(
-    records: Iterable[Record],
-    factory: EncoderFactory,
-    encoder: Encoder,
-    settings: tuple[tuple[str, ...], bool],
-    num_workers: int,
+    records: Iterable[Record], encoder: Encoder, settings: tuple[tuple[str, ...], bool], num_workers: int
 ) -> Generator[Encoded]:
     """Yield tokenized batches in the order of the records, with a bounded number of batches in flight."""
-    if hasattr(encoder, "encode_batch"):
-        threads = ThreadPoolExecutor(BATCHES_IN_THREADS)
-        batches = _batches(records, THREAD_BATCH_BYTES * num_workers)
-        return _in_flight(
-            threads,
-            batches,
-            lambda b: threads.submit(encode_records, b, encoder, *settings, num_workers),
-            BATCHES_IN_THREADS,
-        )
-    # spawn: a fork would inherit locks of the threads that some tokenizers start
-    pool = ProcessPoolExecutor(
-        num_workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(factory, *settings),
-    )
-
-    def submit(batch: list[Record]) -> Future[Encoded]:
-        # Ctrl-C reaches all processes of the terminal. Submitting may start a worker, which inherits the signal
-        # mask: so workers never get SIGINT, and the parent stops them
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            return pool.submit(_encode, batch)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    return _in_flight(pool, _batches(records, BATCH_BYTES), submit, BATCHES_PER_WORKER * num_workers)
-
-
-def _in_flight(
-    pool: Executor, batches: Iterable[list[Record]], submit: Callable[[list[Record]], Future[Encoded]], most: int
-) -> Generator[Encoded]:
-    """Yield the results of the batches in order, with at most so many batches in work."""
+    pool = ThreadPoolExecutor(BATCHES_IN_FLIGHT if hasattr(encoder, "encode_batch") else 1)
     pending: deque[Future[Encoded]] = deque()
-    failure: Exception | None = None
-    reader = iter(batches)
+    failure: MegapipeError | None = None
+    batches = _batches(records, BATCH_BYTES * num_workers)
     try:
         while failure is None:
             try:
-                batch = next(reader, None)
+                batch = next(batches, None)
             except MegapipeError as error:  # of the reader; the documents before it count
                 failure = error
                 break
             if batch is None:
                 break
-            pending.append(submit(batch))
-            if len(pending) >= most:
+            pending.append(pool.submit(encode_records, batch, encoder, *settings, num_workers))
+            if len(pending) >= BATCHES_IN_FLIGHT:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
         if failure is not None:
             raise failure
-    except BrokenProcessPool:
-        raise DataError("a tokenizing worker died, perhaps out of memory: try fewer --workers") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-_work: list[tuple[Encoder, tuple[str, ...], bool]] = []  # in each worker process: (encoder, keys, append_eod)
-
-
-def _start_worker(factory: EncoderFactory, keys: tuple[str, ...], append_eod: bool) -> None:
-    set_tokenizer_threads(1)
-    # the kill -9 of its parent would leave a worker waiting for ever
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
-    _work[:] = [(factory(), keys, append_eod)]
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _encode(batch: list[Record]) -> Encoded:
-    return encode_records(batch, *_work[0])
 
 
 def encode_records(

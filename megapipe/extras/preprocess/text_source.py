@@ -22,6 +22,7 @@ from typing import IO, NamedTuple, cast
 from megapipe.errors import ConfigError, DataError
 from megapipe.extras.preprocess.tables import Cells, DamagedFile, ZstdFile, read_rows
 from megapipe.input_files import MOST_DOCUMENT_BYTES, bounded_lines
+from megapipe.monitor.roster import replace_file
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 COMPRESSED_SUFFIXES = (".gz", ".zst", ".zstd")
@@ -407,12 +408,8 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def write_jsonl(documents: list[str], path: str | Path) -> None:
-    """Write one JSON object per line, {"text": document}, under a temporary name that is then renamed."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
-    with open(partial, "w", encoding="utf-8") as file:
-        for document in documents:
-            file.write(json.dumps({"text": document}, ensure_ascii=False) + "\n")
-    os.replace(partial, target)
+def write_jsonl(documents: list[str], path: Path) -> None:
+    """Write one JSON object per line, {"text": document}, all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents)
+    replace_file(path, "".join(lines).encode())

@@ -36,9 +36,7 @@ def write_inputs(folder: Path, num_files: int = 3) -> list[Path]:
 def run(files: list[Path], prefix: Path, num_workers: int = 1) -> module.Counts:
     output = PartialOutput(str(prefix), KEYS, module.token_dtype(257), {"input": list(map(str, files))})
     records = read_records(files, keys=KEYS, start=output.position)
-    return module.preprocess(
-        records, str(prefix), Batched, keys=KEYS, append_eod=True, num_workers=num_workers, output=output
-    )
+    return module.preprocess(records, output, Batched(), append_eod=True, num_workers=num_workers)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -47,7 +45,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def small_steps(monkeypatch):
-    monkeypatch.setattr(module, "THREAD_BATCH_BYTES", 100)
+    monkeypatch.setattr(module, "BATCH_BYTES", 100)
     monkeypatch.setattr(module, "COMMIT_BYTES", 500)
 
 

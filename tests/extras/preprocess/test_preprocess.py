@@ -38,13 +38,8 @@ def documents(prefix: Path) -> list[list[int]]:
     return [file.read(s).tolist() for s in range(len(file))]
 
 
-def dying_tokenizer():
-    return DyingTokenizer()
-
-
-class DyingTokenizer(ByteTokenizer):
-    def encode(self, text):
-        os._exit(9)
+def fresh(path: Path, *keys: str) -> PartialOutput:
+    return PartialOutput(str(path / "c"), keys or ("text",), np.dtype("<u2"))
 
 
 class Batched(ByteTokenizer):
@@ -54,14 +49,12 @@ class Batched(ByteTokenizer):
         return [self.encode(text) for text in texts]
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Batched], ids=["processes", "threads"])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Batched()], ids=["texts", "batches"])
 def test_two_workers_keep_the_order_of_documents_and_each_key_its_file(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BATCH_BYTES", 100)  # many batches
-    monkeypatch.setattr(module, "THREAD_BATCH_BYTES", 100)
     records = [json_record(i, text="x" * (i % 7), title=str(i)) for i in range(200)]
-    counts = preprocess(
-        iter(records), str(tmp_path / "c"), tokenizer, keys=("text", "title"), append_eod=True, num_workers=2
-    )
+    output = fresh(tmp_path, "text", "title")
+    counts = preprocess(iter(records), output, tokenizer, append_eod=True, num_workers=2)
     assert documents(tmp_path / "c_title_document") == [[*str(i).encode(), 256] for i in range(200)]
     assert documents(tmp_path / "c_text_document") == [[*b"x" * (i % 7), 256] for i in range(200) if i % 7]
     assert IndexedFile(tmp_path / "c_text_document").dtype == "u2"
@@ -71,10 +64,9 @@ def test_two_workers_keep_the_order_of_documents_and_each_key_its_file(tokenizer
     assert len(list(tmp_path.iterdir())) == 4
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Batched], ids=["processes", "threads"])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Batched()], ids=["texts", "batches"])
 def test_reader_is_never_far_ahead_of_the_workers(tokenizer, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_BYTES", 1)  # one record per batch
-    monkeypatch.setattr(module, "THREAD_BATCH_BYTES", 1)
+    monkeypatch.setattr(module, "BATCH_BYTES", 1)
     read = []
 
     def records():
@@ -82,37 +74,28 @@ def test_reader_is_never_far_ahead_of_the_workers(tokenizer, monkeypatch):
             read.append(i)
             yield json_record(i, text="abc")
 
-    encoded = module._encode_all(records(), tokenizer, tokenizer(), (("text",), False), 2)
+    encoded = module._encode_all(records(), tokenizer, (("text",), False), 2)
     for written in range(10):
-        next(encoded)
-        assert len(read) <= written + 2 * module.BATCHES_PER_WORKER + 1
+        next(encoded)  # a record in each batch
+        assert len(read) <= written + module.BATCHES_IN_FLIGHT + 1
     encoded.close()
 
 
 def test_bad_record_stops_with_its_place_and_leaves_no_file(tmp_path):
     records = [*(json_record(i, text="abc") for i in range(1, 5)), Record("c.jsonl", 5, b'{"text"', True, byte=60)]
     with pytest.raises(DataError, match=r"c\.jsonl line 5, byte 67: not JSON"):
-        preprocess(records, str(tmp_path / "c"), ByteTokenizer)
+        preprocess(records, fresh(tmp_path), ByteTokenizer())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dead_worker_is_an_error_and_no_hang(tmp_path):
-    with pytest.raises(DataError, match="a tokenizing worker died"):
-        preprocess([json_record(1, text="abc")], str(tmp_path / "c"), dying_tokenizer)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer, Batched], ids=["processes", "threads"])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), Batched()], ids=["texts", "batches"])
 def test_an_unreadable_file_is_an_error_after_the_documents_before_it(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BATCH_BYTES", 1)
-    monkeypatch.setattr(module, "THREAD_BATCH_BYTES", 1)
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n' * 9)
     (tmp_path / "b.jsonl").mkdir()
     output = PartialOutput(str(tmp_path / "c"), ["text"], np.dtype("<u2"), {})
     with pytest.raises(DataError, match=r"b\.jsonl: Is a directory"):
-        preprocess(
-            read_records([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), str(tmp_path / "c"), tokenizer, output=output
-        )
+        preprocess(read_records([tmp_path / "a.jsonl", tmp_path / "b.jsonl"]), output, tokenizer)
     progress = json.loads((tmp_path / "c.partial" / "progress.json").read_text())
     assert (progress["position"], progress["counts"]["documents"]) == ([0, 9 * 15, 9], 9)
 
@@ -125,11 +108,11 @@ def test_a_token_outside_of_the_vocabulary_keeps_only_what_was_before_it(text, t
         def encode(self, text):
             return [token - (150 if text == "b" else 0) for token in super().encode(text)]
 
-    monkeypatch.setattr(module, "THREAD_BATCH_BYTES", 1)
+    monkeypatch.setattr(module, "BATCH_BYTES", 1)
     records = [json_record(i, text=text if i == 3 else "a")._replace(end=Position(0, 0, i)) for i in range(1, 9)]
     output = PartialOutput(str(tmp_path / "c"), ["text"], np.dtype("<u2"), {})
     with pytest.raises(DataError, match=f"line 3, byte 0: token {token} is outside of the vocabulary of 120"):
-        preprocess(records, str(tmp_path / "c"), Wrong, output=output)
+        preprocess(records, output, Wrong())
     assert json.loads((tmp_path / "c.partial" / "progress.json").read_text())["position"] == [0, 0, 2]
 
 
@@ -168,7 +151,7 @@ def test_a_batch_in_the_threads_of_the_library_gives_the_tokens_of_each_text(kin
 
 def test_input_without_text_is_an_error(tmp_path):
     with pytest.raises(DataError, match="no document with text in it"):
-        preprocess([], str(tmp_path / "c"), ByteTokenizer)
+        preprocess([], fresh(tmp_path), ByteTokenizer())
 
 
 def test_text_that_the_tokenizer_refuses_is_a_bad_record():
@@ -183,7 +166,7 @@ def test_end_of_document_needs_such_a_token(tmp_path):
         eod = None  # type: ignore[assignment]
 
     with pytest.raises(ConfigError, match="--append-eod"):
-        preprocess([], str(tmp_path / "c"), Without, append_eod=True)
+        preprocess([], fresh(tmp_path), Without(), append_eod=True)
 
 
 def test_progress_is_a_line_on_a_terminal_and_quiet_elsewhere():
@@ -262,33 +245,6 @@ def test_wrong_flags_end_with_one_message_and_no_traceback(words, code, message,
     assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
 
 
-def test_workers_end_with_a_killed_parent(tmp_path):
-    os.mkfifo(tmp_path / "c.jsonl")
-    words = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "out"), "--workers", "1"]
-    tool = subprocess.Popen(
-        [*TOOL, *words, "--tokenizer-type", "ByteTokenizer"], env=ENVIRONMENT, stderr=subprocess.DEVNULL
-    )
-    with open(tmp_path / "c.jsonl", "w") as pipe:
-        pipe.write((json.dumps({"text": "x" * 1000}) + "\n") * 9000)
-        pipe.flush()  # more than is in flight, so that a worker has returned tokens
-        children = Path(f"/proc/{tool.pid}/task/{tool.pid}/children")
-        workers = [int(process) for process in children.read_text().split() if b"spawn_main" in command_of(process)]
-        tool.kill()
-        tool.wait()
-    assert workers
-    limit = time.monotonic() + 30
-    while any(b"spawn_main" in command_of(process) for process in workers) and time.monotonic() < limit:
-        time.sleep(0.05)
-    assert not [process for process in workers if b"spawn_main" in command_of(process)]
-
-
-def command_of(process) -> bytes:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
 def test_ctrl_c_in_the_middle_leaves_no_file(tmp_path):
     os.mkfifo(tmp_path / "c.jsonl")  # an endless input, so that the signal always arrives during processing
     words = [
@@ -314,7 +270,7 @@ def test_ctrl_c_in_the_middle_leaves_no_file(tmp_path):
         while not (begun := list(tmp_path.glob("*.partial/text.bin"))) and time.monotonic() < limit:
             time.sleep(0.02)
         assert begun
-        os.killpg(tool.pid, signal.SIGINT)  # Ctrl-C in a terminal signals the parent and the workers
+        os.killpg(tool.pid, signal.SIGINT)
         stdout, stderr = tool.communicate(timeout=30)
     assert tool.returncode == 130
     assert "c.jsonl can be read only once" in stderr
