@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 from bench_processes import join
@@ -88,18 +87,13 @@ class MegapipeJob(Job):
     def turn(self, steps: int) -> Measured:
         """Wait at a barrier, then time some steps."""
         barrier(self.runtime.groups.world)
-        if self.tracer is not None:
-            self.tracer.events.clear()
-        return _timed(lambda: self.step()[0], steps, self._stage_times)
-
-    def _stage_times(self, steps: int) -> dict[str, Any]:
         if self.tracer is None:
-            return {}
+            return timed(lambda: self.step()[0], steps)
+        self.tracer.events.clear()
+        measured = timed(lambda: self.step()[0], steps)
+        stages = {key: sum(found) / len(found) for key, found in action_seconds(self.tracer).items()}
         rows = sum(event.end_ns - event.start_ns for event in self.tracer.of_kind("row")) / 1e9
-        return {
-            "stage_seconds": {key: sum(found) / len(found) for key, found in action_seconds(self.tracer).items()},
-            "row_seconds": rows / steps,
-        }
+        return replace(measured, stage_seconds=stages, row_seconds=rows / steps)
 
 
 class PlainJob(Peer):
@@ -115,14 +109,15 @@ class PlainJob(Peer):
         return float(self.gradients()), self.update()
 
     def turn(self, steps: int) -> Measured:
-        return _timed(lambda: self.step()[0], steps, lambda _: {})
+        return timed(lambda: self.step()[0], steps)
 
 
-def _timed(step: Callable[[], float], steps: int, details: Callable[[int], dict[str, Any]]) -> Measured:
+def timed(step: Callable[[], float], steps: int) -> Measured:
+    """Time some steps, each of which returns its loss."""
     cpu, begin = time.process_time(), time.perf_counter()
     losses = tuple(step() for _ in range(steps))
     end, cpu = time.perf_counter(), time.process_time() - cpu
-    return Measured(begin, end, cpu, losses, **details(steps))
+    return Measured(begin, end, cpu, losses)
 
 
 def simulated_seconds(plan: RunPlan, stage_seconds: dict[tuple[int, str], float]) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_cpu import Turn, ratios, take_turns
-from bench_job import Grid, Measured, make_plan, serve
+from bench_job import Grid, make_plan, serve, timed
 from bench_processes import BenchError, Ranks, exit_code, machine_text, make_parser
 from bench_table import Quartiles
 from card_bench.contenders import CLIP, LR, WEIGHT_DECAY, draw_rows
@@ -146,10 +145,7 @@ def serve_megatron(orders: Connection, rank: int, tp: int, port: int, folder: st
     orders.send(None)
     while steps := orders.recv():
         dist.barrier()
-        cpu, begin = time.process_time(), time.perf_counter()
-        losses = tuple(step() for _ in range(steps))
-        end, cpu = time.perf_counter(), time.process_time() - cpu
-        orders.send(Measured(begin, end, cpu, losses))
+        orders.send(timed(step, steps))
     os._exit(0)  # gloo may abort at interpreter exit
 
 
