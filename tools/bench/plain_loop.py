@@ -2,16 +2,19 @@
 
 nn.Linear, scaled_dot_product_attention, F.cross_entropy, tied embeddings; nothing of megapipe. Activations are
 [b, s, h]. `card_bench.contenders.Peer` trains it. Imported by tools/bench/bench_cpu.py, which also checks that it
-computes what megapipe computes.
+computes what megapipe computes; bench_schedules.py makes stages of its blocks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Linear = Callable[[int, int], nn.Module]  # of inputs and outputs, with a bias
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,10 @@ class Shape:
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, hidden: int, heads: int, linear: Linear) -> None:
         super().__init__()
-        self.heads = shape.heads
-        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
-        self.proj = nn.Linear(shape.hidden, shape.hidden)
+        self.heads = heads
+        self.qkv, self.proj = linear(hidden, 3 * hidden), linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
@@ -48,12 +50,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, hidden: int, heads: int, linear: Linear = nn.Linear) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(shape.hidden), nn.LayerNorm(shape.hidden)
-        self.attention = Attention(shape)
-        self.fc1 = nn.Linear(shape.hidden, 4 * shape.hidden)
-        self.fc2 = nn.Linear(4 * shape.hidden, shape.hidden)
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.attention = Attention(hidden, heads, linear)
+        self.fc1, self.fc2 = linear(hidden, 4 * hidden), linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -67,7 +68,7 @@ class PlainGPT(nn.Module):
         super().__init__()
         self.words = nn.Embedding(shape.vocab, shape.hidden)
         self.positions = nn.Embedding(shape.seq, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape.hidden, shape.heads) for _ in range(shape.layers))
         self.final_norm = nn.LayerNorm(shape.hidden)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:

@@ -3,8 +3,11 @@ schedule splits."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
+from plain_loop import Block
 from torch import Tensor, nn
 
 from megapipe.comm.groups import Group
@@ -15,27 +18,6 @@ from schedule_bench.cases import RealCase
 
 def _linear(inputs: int, outputs: int, queue: WeightQueue) -> ColumnParallelLinear:
     return ColumnParallelLinear(inputs, outputs, bias=True, tp=Group.alone("tp"), sequence_parallel=False, queue=queue)
-
-
-class _Block(nn.Module):
-    """A block [b, s, h] -> [b, s, h]: attention and MLP after norms."""
-
-    def __init__(self, hidden: int, heads: int, queue: WeightQueue) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.proj = _linear(hidden, 3 * hidden, queue), _linear(hidden, hidden, queue)
-        self.fc1, self.fc2 = _linear(hidden, 4 * hidden, queue), _linear(4 * hidden, hidden, queue)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, hidden = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, -1).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).split(hidden, dim=-1)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, hidden)
-        x = x + self.proj(mixed)
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x))))
 
 
 class TransformerStage(nn.Module):
@@ -50,7 +32,8 @@ class TransformerStage(nn.Module):
             raise ValueError(f"{case.layers} layers cannot be split evenly over {num_stages} stages")
         share = case.layers // num_stages
         self.embedding = nn.Embedding(case.vocab, case.hidden) if stage == 0 else None
-        self.blocks = nn.Sequential(*(_Block(case.hidden, case.heads, queue) for _ in range(share)))
+        linear = partial(_linear, queue=queue)
+        self.blocks = nn.Sequential(*(Block(case.hidden, case.heads, linear) for _ in range(share)))
         self.head = _linear(case.hidden, case.vocab, queue) if stage == num_stages - 1 else None
         for number, block in enumerate(self.blocks):
             _draw(block, 1 + stage * share + number)
