@@ -38,9 +38,6 @@ def test_a_quick_run_measures_every_contender_and_fills_the_page(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     emulated, v_shape, real, *experts = json.loads(figures.read_text())["cases"]
     assert list(emulated["contenders"]) == ["megapipe", "torch", "floor"]
-    assert [found["peak"] for found in emulated["contenders"].values()] == [[2, 1]] * 3  # 1F1B keeps p - r microbatches
-    assert {found["delayed"] for found in emulated["contenders"].values()} == {0}
-    assert v_shape["contenders"]["megapipe"]["delayed"] == v_shape["contenders"]["floor"]["delayed"] > 0
     for found in (*emulated["contenders"].values(), *v_shape["contenders"].values()):
         assert len(found["steps"]) == 2
         assert all(step["cpu_seconds"] > 0 for step in found["steps"])
@@ -60,17 +57,10 @@ def test_a_quick_run_measures_every_contender_and_fills_the_page(tmp_path: Path)
 
 SPANS = """
 from schedule_bench.devices import Span
-from schedule_bench.figures import count_delayed, mean_durations, peak_live, replay_seconds
+from schedule_bench.figures import mean_durations, replay_seconds
 from megapipe.schedule.families import build_schedule
 
 ms = 1_000_000
-# one stage: F0 F1, B0 (W then I), then I1, something between, W1
-row = [(0, "F", 0), (0, "F", 1), (0, "W", 0), (0, "I", 0), (0, "I", 1), (0, "F", 2), (0, "W", 1)]
-print(
-    peak_live([Span(*what, i * ms, (i + 1) * ms) for i, what in enumerate(row)]),
-    count_delayed([Span(*what, 0, 1) for what in row]),
-)
-
 # two ranks, one microbatch: F 1 ms, a wait, F, a pause, B 2 ms, a wait, B
 def spans(stage, *parts):
     return [Span(stage, op, 0, int(start * ms), int(end * ms)) for op, start, end in parts]
@@ -82,11 +72,10 @@ print(round(replay_seconds(build_schedule("1f1b", 2, 1, 1), mean_durations(ranks
 """
 
 
-def test_peaks_delays_and_replay_of_a_hand_written_row() -> None:
+def test_the_replay_of_a_hand_written_row() -> None:
     done = run("-c", SPANS)
     assert done.returncode == 0, done.stderr
-    # F2 runs while microbatch 1 waits for its W; one of three weight gradients is late
-    assert done.stdout.splitlines() == ["2 1", "6000"]
+    assert done.stdout == "6000\n"
 
 
 def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:

@@ -45,8 +45,6 @@ class Figures:
 
     steps: tuple[StepFigures, ...]
     actions: int
-    peak: tuple[int, ...]  # by rank: microbatches of a stage live at once, from the start of F to the end of I and W
-    delayed: int  # weight gradients that were not computed right after their input gradient
 
     @property
     def loss(self) -> float:
@@ -108,32 +106,3 @@ def replay_seconds(schedule: Schedule, seconds: dict[tuple[int, Op], float]) -> 
 def count_actions(schedule: Schedule) -> list[int]:
     """Return the number of F, B, I and W of each rank."""
     return [sum(action.op in COMPUTE_OPS for action in row) for row in schedule.rows]
-
-
-def peak_live(spans: Spans) -> int:
-    """Return the most microbatches of a stage that were live at once on one rank, counted from its actions."""
-    left: dict[tuple[int, int], set[str]] = {}
-    most = 0
-    for stage, op, microbatch, _, _ in spans:
-        if op == "F":
-            left[stage, microbatch] = {"I", "W"}
-            most = max(most, len(left))
-        else:
-            rest = left[stage, microbatch]
-            rest.remove(op)
-            if not rest:
-                del left[stage, microbatch]
-    return most
-
-
-def count_delayed(spans: Spans) -> int:
-    """Return the number of weight gradients of one rank that came later than right after their input gradient."""
-    delayed, seen = 0, set()
-    last: tuple[int, int] | None = None  # stage and microbatch of the I that ended last
-    for stage, op, microbatch, _, _ in spans:
-        key = stage, microbatch
-        delayed += op == "W" and key in seen and key != last
-        last = key if op == "I" else None
-        if op == "I":
-            seen.add(key)
-    return delayed

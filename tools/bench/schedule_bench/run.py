@@ -15,9 +15,7 @@ from schedule_bench.figures import (
     Figures,
     StepFigures,
     count_actions,
-    count_delayed,
     mean_durations,
-    peak_live,
     replay_seconds,
 )
 
@@ -74,10 +72,7 @@ def _emulated_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]]) -
         end = max(span.end_ns for rank in ranks for span in rank.spans)
         replay = replay_seconds(schedule, mean_durations(rank.spans for rank in ranks))
         steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks)))
-    last = by_step[-1]
-    actions = count_actions(schedule)
-    delayed = sum(count_delayed(rank.spans) for rank in last)
-    return Figures(tuple(steps), max(actions), tuple(peak_live(rank.spans) for rank in last), delayed)
+    return Figures(tuple(steps), max(count_actions(schedule)))
 
 
 def _real_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]], simulated: float) -> Figures:
@@ -88,8 +83,7 @@ def _real_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]], simul
         replay = replay_seconds(schedule, seconds) if seconds else simulated
         end = max(rank.end_ns for rank in ranks)
         steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks)))
-    actions = count_actions(schedule)
-    return Figures(tuple(steps), max(actions), (), 0)
+    return Figures(tuple(steps), max(count_actions(schedule)))
 
 
 def run_cases(
