@@ -7,8 +7,8 @@
     python tools/bench/card.py --list                              what there is, with seconds on an H100
 
 Contenders take turns; figures are medians of synchronized clocks, warm-up left out. A measurement that fails is
-recorded and does not stop the others; --seconds ends all of them. Exits with 1 if a measurement failed or was left out,
-with --check also if a bar was missed that is no goal.
+recorded and does not stop the others. Exits with 1 if one failed, with --check also if a bar was missed that is not a
+goal.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try the tool")
     parser.add_argument("--shape", choices=tuple(SHAPES), help="of layer-*, by default 8b-8k; the bars are set for 8B")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
-    parser.add_argument("--seconds", type=float, metavar="N", help="a limit for all parts together (default: none)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every measurement")
     parser.add_argument("--list", action="store_true", help="print the parts with their seconds on an H100")
     return parser
@@ -79,8 +78,6 @@ def refusal(arguments: argparse.Namespace) -> str | None:
         return f"unknown part {', '.join(unknown)}; the parts are {', '.join(PARTS)}, or {ALL}"
     if not arguments.names:
         return f"no part was named; the parts are {', '.join(PARTS)}, or {ALL}"
-    if arguments.seconds is not None and not arguments.seconds > 0:
-        return f"--seconds {arguments.seconds:g}: give a number above 0"
     if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
         return f"--json {arguments.json}: {arguments.json.resolve().parent} is no folder"
     if arguments.check and arguments.device == "cpu":
@@ -102,10 +99,10 @@ def main(argv: Sequence[str]) -> int:
     # as in a run; before anything is allocated on the GPU
     set_for_libraries(PYTORCH_ALLOC_CONF="expandable_segments:True")
     names = list(PARTS) if ALL in arguments.names else list(dict.fromkeys(arguments.names))
-    report = Report(arguments.device, arguments.seconds or 86400.0, arguments.json, arguments.shape)
+    report = Report(arguments.device, arguments.json, arguments.shape)
     # twins try the paths, and compile nothing
     stance = torch.compiler.set_stance("default" if report.on_gpu else "force_eager")
-    with stance, report.time_limit():
+    with stance:
         for name in names:
             report.run(name, PARTS[name].measure)
     report.save()

@@ -102,7 +102,7 @@ def ring(report: Report) -> None:
     alone = [*MEGAPIPE, "pretrain", *run.split()]
     both = [*MEGAPIPE, "launch", *ranks.split(), "pretrain", *run.split()]
     both += "--context-parallel-size 2 --cp-comm-type p2p".split()
-    one, two = (steps_of(words, report.left) for words in (alone, both))
+    one, two = (steps_of(words) for words in (alone, both))
     pairs = list(zip([step["loss"] for step in one], [step["loss"] for step in two], strict=True))
     difference = max(abs(ours / theirs - 1) for theirs, ours in pairs)
     report.figure("largest difference of a loss", difference, "relative")

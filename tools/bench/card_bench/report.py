@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import platform
-import signal
 import sys
 import time
 import traceback
@@ -22,14 +21,7 @@ from bench_table import as_markdown
 from megapipe.extras.doctor.host import resources
 from megapipe.plan.hardware import Hardware, hardware_named, hardware_of
 
-NO_TIME = "not run: no time left of --seconds"
 GOAL = " (goal)"  # at the end of a bar's name
-
-
-class OutOfTime(Exception):
-    """The time of --seconds is over; recorded by the innermost measurement, and ends all of them."""
-
-    is_recorded = False
 
 
 @dataclass(frozen=True)
@@ -52,12 +44,11 @@ class Report:
     shape: the sizes of layers, a name of `jobs.SHAPES`.
     """
 
-    def __init__(self, device: str, seconds: float, file: Path | None = None, shape: str | None = None) -> None:
+    def __init__(self, device: str, file: Path | None = None, shape: str | None = None) -> None:
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self.on_gpu = device == "cuda"
         self.shape = shape or ("8b-8k" if self.on_gpu else "tiny")
-        self.deadline = time.monotonic() + seconds
-        self._seconds, self._file, self._part = seconds, file, ""
+        self._file, self._part = file, ""
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else ""
         self.hardware: Hardware | None = hardware_of(name) if self.on_gpu else hardware_named("h100")
         self.figures: dict[str, float] = {}
@@ -80,11 +71,6 @@ class Report:
     def total_memory(self) -> int:
         """Bytes of the GPU."""
         return int(torch.cuda.get_device_properties(self.device).total_memory)
-
-    @property
-    def left(self) -> float:
-        """Seconds until the time limit."""
-        return self.deadline - time.monotonic()
 
     def figure(
         self,
@@ -117,30 +103,23 @@ class Report:
     def run(self, name: str, measure: Callable[[Report], None]) -> None:
         """Run a part: its figures have this name before theirs, and what it raises is recorded."""
         self._part = name
-        print(f"card: {name}, {self.left:.0f} s left", file=sys.stderr, flush=True)
+        print(f"card: {name}", file=sys.stderr, flush=True)
         began = time.monotonic()
-        with suppress(OutOfTime):
-            with self.attempt():
-                measure(self)
-            self.figures[f"{name}.seconds"] = time.monotonic() - began
-            torch._dynamo.reset()  # another part would be compiled for dynamic sizes, which is slower
-            self.save()
+        with self.attempt():
+            measure(self)
+        self.figures[f"{name}.seconds"] = time.monotonic() - began
+        torch._dynamo.reset()  # another part would be compiled for dynamic sizes, which is slower
+        self.save()
 
     @contextmanager
     def attempt(self, name: str = "") -> Iterator[None]:
-        """Run a measurement. What it raises is recorded and does not stop the others, except OutOfTime.
+        """Run a measurement. What it raises is recorded and does not stop the others.
 
         Afterwards tensors that only cycles keep are freed, and what there is so far is saved.
         """
         key = f"{self._part}.{name}" if name else self._part
         try:
-            if self.left <= 0:
-                raise OutOfTime(NO_TIME)
             yield
-        except OutOfTime as error:
-            if not error.is_recorded:
-                self.failed[key], error.is_recorded = str(error), True
-            raise
         except Exception as error:  # of any kind: of a library, a driver, a compiler
             traceback.print_exc()
             self.failed[key] = f"{type(error).__name__}: {str(error).strip()[:600]}"
@@ -150,21 +129,6 @@ class Report:
                 with suppress(RuntimeError):  # a driver that has failed raises again
                     torch.cuda.empty_cache()
             self.save()
-
-    @contextmanager
-    def time_limit(self) -> Iterator[None]:
-        """Raise OutOfTime in what runs when the time is over."""
-
-        def over(*_: object) -> None:
-            raise OutOfTime(f"ended after --seconds {self._seconds:g}")
-
-        before = signal.signal(signal.SIGALRM, over)
-        signal.setitimer(signal.ITIMER_REAL, max(self.left, 1e-3))
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -49,7 +49,7 @@ def _train(report: Report, name: str) -> None:
     plan = plan_of(report, flags)
     run = f"{LLAMA} --bf16 {STEPS} {flags} --device {report.device.type} --train-iters {WARM_UPS + COUNTED} {LOGGED}"
     words = [*MEGAPIPE, "pretrain", *run.split()]
-    steps = steps_of(words, report.left)
+    steps = steps_of(words)
     seconds = statistics.median(step["step_seconds"] for step in steps[WARM_UPS:])
     tokens = plan.batch.full * plan.config.model.seq_length
     estimate, peer = predicted(report, plan), LLMQ[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -75,11 +74,10 @@ def take_turns(
     rates: Mapping[str, Callable[[], float]] = MappingProxyType({}),
     rounds: int = 8,
 ) -> Measured:
-    """Time the steps of all contenders, and call `rates`, in every round; fewer rounds if the time runs out.
+    """Time the steps of all contenders, and call `rates`, in every round.
 
     flops: of forward and backward of a step.
     """
-    device, until = report.device, report.deadline - 0.2 * report.left
     rounds, warm_ups = (rounds, 3) if report.on_gpu else (2, 1)
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
     found: dict[str, list[float]] = {name: [] for name in rates}
@@ -88,11 +86,11 @@ def take_turns(
             contender.gradients()
             contender.update()
     for number in range(rounds):
-        if number and time.monotonic() > until:
-            break
         for name, rate in rates.items():
             found[name].append(rate())
         for name in contenders if number % 2 == 0 else reversed(list(contenders)):
             contender = contenders[name]
-            turns[name].append(Turn(seconds_of(contender.gradients, device), seconds_of(contender.update, device)))
+            turns[name].append(
+                Turn(seconds_of(contender.gradients, report.device), seconds_of(contender.update, report.device))
+            )
     return Measured(turns, found, flops)
