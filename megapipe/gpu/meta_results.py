@@ -34,27 +34,54 @@ IN_PLACE = {  # besides pointwise functions
 
 def meta_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the result of a function if all of its tensors are on the meta device; None where it has to be run."""
+    make = _maker(func)
+    return None if make is None else make(args, kwargs)
+
+
+Maker = Callable[[Sequence[Any], Mapping[str, Any]], Tensor | None]
+
+
+@cache
+def _maker(func: Any) -> Maker | None:
+    """Return what makes the results of a function from its arguments; None for a function that is run."""
     if func in OTHERS:
-        return OTHERS[func](*args, **kwargs)
+        other = OTHERS[func]
+        return lambda args, kwargs: other(*args, **kwargs)
     if func in IN_PLACE:
-        return args[0] if args[0].is_meta else None  # type: ignore[no-any-return]
-    if not _is_like_operands(func):
+        return lambda args, kwargs: args[0] if args[0].is_meta else None
+    if torch.Tag.pointwise not in func.tags and func not in LIKE_OPERANDS:
         return None
-    operands = [each for each in args if isinstance(each, Tensor)]
-    if not operands or not all(each.is_meta for each in operands):
+    is_mutable, is_contiguous = func._schema.is_mutable, func in LIKE_OPERANDS
+
+    def make(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        operands = [each for each in args if isinstance(each, Tensor)]
+        if not operands or not all(each.is_meta for each in operands):
+            return None
+        if is_mutable:  # in place, or out=
+            return kwargs.get("out", operands[0])
+        if kwargs.keys() - OPTIONS:
+            return None
+        if is_contiguous and not all(each.is_contiguous() for each in operands):
+            return None
+        return _like_operands(operands, kwargs.get("dtype") or _result_dtype(func, *map(_kind, args), **kwargs))
+
+    return make
+
+
+def _like_operands(operands: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor | None:
+    """Return the result of a pointwise function; None where its dtype or its strides take torch to know."""
+    if dtype is None:
         return None
-    if func._schema.is_mutable:  # in place, or out=
-        return kwargs.get("out", operands[0])  # type: ignore[no-any-return]
-    if kwargs.keys() - OPTIONS:
-        return None
-    if func in LIKE_OPERANDS and not all(each.is_contiguous() for each in operands):
-        return None
-    shape = np.broadcast_shapes(*(each.shape for each in operands))  # torch's own imports sympy
+    first, *others = operands
+    shape: Sequence[int] = first.shape
+    if any(each.shape != shape for each in others):
+        shape = np.broadcast_shapes(*(each.shape for each in operands))  # torch's own imports sympy
+    if first.shape == shape and first.is_contiguous():
+        return first.new_empty(shape, dtype=dtype)
     order = _order_in_memory(operands, shape)
-    dtype = kwargs.get("dtype") or _result_dtype(func, *map(_kind, args), **kwargs)
-    if order is None or dtype is None:
+    if order is None:
         return None
-    result = operands[0].new_empty([shape[dim] for dim in order], dtype=dtype)
+    result = first.new_empty([shape[dim] for dim in order], dtype=dtype)
     places = [order.index(dim) for dim in range(len(shape))]
     return result if order == sorted(order) else result.permute(places)
 
@@ -70,11 +97,6 @@ class MetaResults(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = meta_result(func, args, kwargs or {})
         return func(*args, **(kwargs or {})) if result is None else result
-
-
-@cache
-def _is_like_operands(func: Any) -> bool:
-    return torch.Tag.pointwise in func.tags or func in LIKE_OPERANDS
 
 
 def _order_in_memory(operands: Sequence[Tensor], shape: Sequence[int]) -> list[int] | None:
@@ -150,9 +172,18 @@ def _arange(*limits: float, dtype: torch.dtype | None = None, device: Any = None
     return torch.empty(math.ceil((end - start) / step), dtype=dtype, device=device)
 
 
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the rows of a tensor that one tensor of numbers names."""
+    rows = indices[0]
+    if not x.is_meta or not x.is_contiguous() or len(indices) > 1 or rows is None or rows.dtype != torch.int64:
+        return None
+    return x.new_empty((*rows.shape, *x.shape[1:]))
+
+
 OTHERS: dict[Any, Callable[..., Tensor | None]] = {
     aten.mm.default: _product,
     aten.addmm.default: lambda bias, x, y, **factors: _product(x, y),
+    aten.mm.out: lambda x, y, out: out if out.is_meta else None,
     aten.mv.default: lambda x, y: x.new_empty(x.shape[0]) if x.is_meta else None,
     aten.all.default: lambda x: x.new_empty((), dtype=torch.bool) if x.is_meta and x.dtype != torch.uint8 else None,
     aten.amax.default: _reduced,
@@ -165,6 +196,8 @@ OTHERS: dict[Any, Callable[..., Tensor | None]] = {
     aten.cat.default: _cat,
     aten.empty_like.default: _empty_like,
     aten.gather.default: lambda x, dim, index, **options: x.new_empty(index.shape) if x.is_meta else None,
+    aten.index.Tensor: _index,
+    aten.scatter_add.default: lambda x, dim, index, added: _empty_like(x),
     aten._softmax_backward_data.default: lambda grad, output, dim, dtype: _empty_like(output, dtype=dtype),
     aten.stack.default: lambda tensors, dim=0: _cat([each.unsqueeze(dim) for each in tensors], dim),
 }

@@ -105,7 +105,8 @@ class LiveBytes(MetaResults):
         self._rise()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._measure()
+        if self._resized:
+            self._measure()
         result = super().__torch_dispatch__(func, types, args, kwargs)
         results = result if isinstance(result, tuple | list) else (result,)
         for each in results:
@@ -125,17 +126,19 @@ class LiveBytes(MetaResults):
         if self.now > self.peak:
             self._rise()
 
-    def _see(self, tensor: Tensor) -> None:
+    def _see(self, tensor: Tensor) -> bool:
+        """Count the storage of a tensor. Return True for a new one."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live or self._is_paused:
-            return
+            return False
         size = storage.nbytes()
         self._keep(storage, size, self.label)
         self.by_label[self.label] += size
         self.now += size
         if self.now > self.peak:
             self._rise()
+        return True
 
     def _keep(self, storage: torch.UntypedStorage, size: int, label: str) -> None:
         key = storage._cdata

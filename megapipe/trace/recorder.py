@@ -274,17 +274,18 @@ class Recorder(LiveBytes):
 
     def _is_weight(self, tensor: Tensor) -> bool:
         """Return True for a weight, and for a copy of one."""
-        return self.label_of(tensor) in WEIGHTS or tensor.untyped_storage()._cdata in self._copies
+        address = tensor.untyped_storage()._cdata
+        return address in self._copies or (address in self._live and self._live[address][2] in WEIGHTS)
 
-    def _see(self, tensor: Tensor) -> None:
-        key = tensor.untyped_storage()._cdata
-        is_new = key not in self._live
-        super()._see(tensor)
+    def _see(self, tensor: Tensor) -> bool:
+        is_new = super()._see(tensor)
         if is_new:
-            self._copies.discard(key)
-            self._made[key] = next(self._numbers), self._element, tensor.element_size()
+            address = tensor.untyped_storage()._cdata
+            self._copies.discard(address)
+            self._made[address] = next(self._numbers), self._element, tensor.element_size()
             self._levels.append(self.level)
             self.replayed.append(self.by_label[AGAIN])
+        return is_new
 
 
 class _FirstGroup(RowGroups):

@@ -159,9 +159,8 @@ class DeviceBytes(LiveBytes):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def _see(self, tensor: Tensor) -> None:
-        if tensor.is_cuda:
-            super()._see(tensor)
+    def _see(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda and super()._see(tensor)
 
 
 def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str, Any], plant: str = "") -> Seen:

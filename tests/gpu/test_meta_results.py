@@ -110,6 +110,8 @@ MADE: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.sum.dim_IntList, (X, [1], True), {}),
     (aten.gather.default, (X, 1, X[:, :2].long()), {}),
     (aten.gather.default, (X, 1, X[:, :2].long()), {"sparse_grad": True}),
+    (aten.index.Tensor, (X, [X[:, :2].long()]), {}),
+    (aten.scatter_add.default, (X, 1, X[:, :2].long(), X), {}),
     (aten.cumsum.default, (X.int(), 1), {"dtype": torch.int32}),
     (aten.cumsum.default, (X.int(), 0), {}),
     (aten._softmax_backward_data.default, (X, X, -1, torch.float32), {}),
@@ -135,6 +137,7 @@ def test_what_is_in_place_is_its_operand() -> None:
     assert meta_result(aten.addmm_.default, (X, X, torch.empty(3, 3, device="meta")), {}) is X
     assert meta_result(aten.scatter_add_.default, (X, 1, X[:, :1].long(), X), {}) is X
     assert meta_result(aten.mul.out, (X, X), {"out": out}) is out
+    assert meta_result(aten.mm.out, (X, Y), {"out": out}) is out
 
 
 def test_tensors_with_values_are_computed() -> None:
@@ -147,5 +150,6 @@ def test_tensors_with_values_are_computed() -> None:
         assert meta_result(func, args, {}) is None
     assert meta_result(aten.arange.default, (3,), {"device": "cpu"}) is None
     assert meta_result(aten.clone.default, (X.t(),), {"memory_format": torch.contiguous_format}) is None
+    assert meta_result(aten.index.Tensor, (X, [X[:, 0] > 0]), {}) is None
     assert meta_result(aten.sort.default, (X,), {}) is None
     assert meta_result(aten.sum.dim_IntList, (X.long(), [0]), {}) is None
