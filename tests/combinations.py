@@ -33,7 +33,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import step_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.train.step import train_step
+from megapipe.train.stream import train_step
 from tests.extras.dry_run.grids import read_for
 from tests.features import LIBRARY, ON_GPU, ROUNDED, Feature
 from tests.harness import RankFailure, RankPool

@@ -17,6 +17,7 @@ from megapipe.schedule.costs import Seconds
 from megapipe.schedule.families import SCHEDULES, build_schedule
 
 RANKS, MICROBATCHES, WIDTH = 4, 8, 1200
+STREAM = 3, 5  # steps, and microbatches of each, of schedules that do not drain
 SHORT = {"naive": 2}  # microbatches: more would add nothing new
 
 
@@ -25,7 +26,8 @@ def pictures() -> dict[str, str]:
     drawn = {}
     for name, family in SCHEDULES.items():
         chunks = family.chunks or (2 if family.takes_chunks else 1)
-        schedule = build_schedule(name, RANKS, chunks, SHORT.get(name, MICROBATCHES))
+        steps, count = (1, SHORT.get(name, MICROBATCHES)) if family.is_synchronous else STREAM
+        schedule = build_schedule(name, RANKS, chunks, count, num_steps=steps)
         # no messages: transfers take no time in these pictures
         _, timeline = measure(schedule, Model(RANKS, Seconds(1.0, 1.0, 1.0)), receive_depth=MICROBATCHES)
         drawn[f"{name}.svg"] = svg(timeline, WIDTH)

@@ -193,7 +193,9 @@ def _buffers(
         layouts,
         device,
         parameter_dtype(plan.config.precision.dtype),
-        parameter_dtype(plan.state_dtypes(pp_rank).gradient) if trains else None,
+        parameter_dtype(plan.state_dtypes.gradient) if trains else None,
         plan.num_weight_versions(pp_rank) if trains else 1,
         *sharings,
+        is_apart=plan.accumulates_apart,
+        changes_in_flight=trains and not plan.is_synchronous,
     )

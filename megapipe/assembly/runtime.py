@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,16 +30,14 @@ from megapipe.model.stage import GPTStage
 from megapipe.monitor.heartbeat import PATIENCE, Heartbeat
 from megapipe.monitor.process import return_large_blocks
 from megapipe.optimizer.optimizer import Optimizer
-from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.deliveries import deliveries_for
-from megapipe.pipeline.engine import Around, Before, Context, Engine, Handler, Step
+from megapipe.pipeline.engine import Around, Before, Context, Engine, Handler, Step, StreamEngine
 from megapipe.pipeline.graphs import CapturedStage, CudaRecorder, RankGraphs, StageGraphs
 from megapipe.pipeline.offload import Offload
 from megapipe.pipeline.parts import part_runners
 from megapipe.pipeline.stage import LossFunction, Stage, StageRunner
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.action import BACKWARD_OPS, COMPUTE_OPS, Action, Op
-from megapipe.schedule.lifetimes import WeightVersions
+from megapipe.schedule.action import BACKWARD_OPS, Action, Op
 from megapipe.schedule.parts import Parts, exchange_digest
 from megapipe.schedule.schedule import Schedule
 from megapipe.sharding.boxes import Box
@@ -213,54 +211,11 @@ class InferenceRuntime:
                 yield is_first, TensorBox(f"{key}/{name}", shape, Box((0,) * len(shape), shape), values)
 
 
-class RowUpdates:
-    """Weights that change while a row runs (PipeDream, arXiv:1806.03377; PipeDream-2BW, arXiv:2006.09503).
+class Updates(NamedTuple):
+    """What updates weights while a row runs (`train.stream`)."""
 
-    An update sums the gradients of this rank's one stage over its replicas, averages them over the microbatches of the
-    update and applies them to the master weights of this rank's shards; the new weights become the newest version.
-    Other stages update at their own times, so nothing here communicates with them.
-    """
-
-    def __init__(self, runtime: TrainingRuntime) -> None:
-        (self._buffers,) = runtime.buffers.values()
-        self._stores, self._optimizer = runtime.stores, runtime.optimizer
-        self._num_replicas = runtime.groups.dp.size
-        self._versions = WeightVersions((), (0,), ())
-        self._rates = Rates(0.0, 0.0)
-        self._first = self._num_done = 0
-
-    def begin(self, versions: WeightVersions, rates: Rates) -> None:
-        """Prepare for a row, whose version 0 is the newest one now. The rates hold for all of its updates."""
-        self._versions, self._rates = versions, rates
-        self._first, self._num_done = self._buffers.newest, 0
-        self._stores.begin_step(versions.group_sizes[0])
-
-    def around(self, action: Action) -> Context | None:
-        """Return a context that installs the version of a computation's microbatch."""
-        number = action.microbatch
-        if action.op not in COMPUTE_OPS or number is None:
-            return None
-        return partial(Before, lambda: self._buffers.install(self._place_of(self._versions.version_of[number])))
-
-    def update(self, action: Action) -> None:
-        """Run one optimizer step of this rank (UPDATE), with the gradients since the last one. Afterwards the gradient
-        buffers hold the average that it applied.
-        """
-        sizes = self._versions.group_sizes
-        self._stores.finish_gradients()
-        denominator = sizes[self._num_done] * self._num_replicas
-        self._num_done += 1
-        self._buffers.newest = self._place_of(self._num_done)
-        self._optimizer.update(1.0 / denominator, self._rates)
-        if self._num_done < len(sizes):
-            self._stores.begin_step(sizes[self._num_done])
-
-    def finish(self) -> None:
-        """Install the newest version after a row: evaluation, saving and the next row start from it."""
-        self._buffers.install(self._buffers.newest)
-
-    def _place_of(self, version: int) -> int:
-        return (self._first + self._versions.buffer_of[version]) % self._buffers.num_versions
+    around: Callable[[Action], Context | None]  # a computation: installs its version of the weights
+    handlers: Mapping[Op, Handler]
 
 
 class TrainingRuntime(InferenceRuntime):
@@ -297,10 +252,7 @@ class TrainingRuntime(InferenceRuntime):
             for router in module.routers().values():
                 router.loss_scale = lambda: self.optimizer.loss_scale
         self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
-        self.updates = None if plan.is_synchronous else RowUpdates(self)
         self.handlers[Op.REDUCE_GRAD] = self._reduce
-        if self.updates is not None:
-            self.handlers[Op.UPDATE] = self.updates.update
         self.graphs = None if plan.config.gpu.cuda_graph_impl == "none" else self._build_graphs(recorder)
         self.marks = marks
         self.offload: Offload | None = None  # moves activations to the host and back; the stages run layers through it
@@ -337,11 +289,24 @@ class TrainingRuntime(InferenceRuntime):
             moves = plan.row_moves(num_microbatches, pp_rank)
             begin, clear = partial(self.offload.begin, moves), self.offload.clear
             around.append(Around.computing(self.offload.computing, begin, clear))
-        if self.updates is not None:
-            around.append(Around(self.updates.around))
         around += self.around(schedule)
         heartbeat = self.groups.world.heartbeat
         return Engine(schedule, pp_rank, runners, self.channels, handlers, around, self.tracer, heartbeat, streams)
+
+    def stream_engine(self, num_microbatches: int, updates: Updates) -> StreamEngine:
+        """Return a new engine of this rank's row of an asynchronous schedule, for steps of this many microbatches."""
+        stream = self.plan.stream(num_microbatches)
+        around = [*self._marked(stream.alone.text), Around(updates.around)]
+        return StreamEngine(
+            stream,
+            self.coordinates.pp_rank,
+            self.runners,
+            self.channels,
+            updates.handlers,
+            around,
+            self.tracer,
+            self.groups.world.heartbeat,
+        )
 
     def _part_engine(self, parts: Parts, num_microbatches: int) -> Engine:
         """Build the engine of this rank's row of parts. A collective over ep, which compares the rows."""

@@ -47,6 +47,13 @@ ATTENTION_OPTIONS = (
 )
 
 
+# where the pipeline of an asynchronous schedule drains, which changes later weights (Config.drain_intervals)
+DRAINS = (
+    *"checkpoint.save_interval training.eval_interval training.eval_iters training.exit_interval".split(),
+    "training.check_weight_hash_across_dp_replicas_interval",
+)
+
+
 @dataclass(frozen=True)
 class ConfigChanges:
     """The differences from the run that saved a checkpoint. lines: both values, by class. unknown: fields of the
@@ -163,11 +170,18 @@ def _change(key: str, saved: Config, own: Config) -> Iterator[str]:
         return  # the data were tokenized elsewhere
     if key == "data.sft_overlong" and "refuse" in (before, now):
         return  # where a run was not refused, nothing was too long
+    if key in DRAINS and (_is_synchronous(own) or (key == "training.eval_iters" and bool(before) == bool(now))):
+        return
     if key == "parallel.pipeline_schedule":
         asynchronous = {name for name in SCHEDULES if not SCHEDULES[name].is_synchronous}
         before, now = (name if name in asynchronous else "synchronous" for name in (before, now))
     if before != now:
         yield change_text(field.main_flag, before, now)
+
+
+def _is_synchronous(config: Config) -> bool:
+    name = config.parallel.pipeline_schedule
+    return name not in SCHEDULES or SCHEDULES[name].is_synchronous
 
 
 def over_microbatches(config: Config) -> bool:

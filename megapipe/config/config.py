@@ -40,6 +40,18 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)
 
+    @property
+    def drain_intervals(self) -> dict[str, int]:
+        """The flags after whose numbers of steps the pipeline of an asynchronous schedule drains."""
+        copies = self.training.check_weight_hash_across_dp_replicas_interval
+        intervals = {
+            "--eval-interval": self.training.eval_interval if self.training.eval_iters else None,
+            "--save-interval": self.checkpoint.save_interval,
+            "--exit-interval": self.training.exit_interval,
+            "--check-weight-hash-across-dp-replicas-interval": copies,
+        }
+        return {flag: steps for flag, steps in intervals.items() if steps}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedModelConfig(ModelConfig):

@@ -125,16 +125,15 @@ class ParallelConfig:
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = count(
         None,
-        "interleaving: consecutive microbatches of a chunk before the next chunk's turn; pipedream-2bw: "
-        "microbatches of one update",
+        "interleaving: consecutive microbatches of a chunk before the next chunk's turn",
         "microbatches",
         derived="pp, where the schedule has groups",
     )
     pipeline_schedule: str = option(
         "auto",
         "order of forwards and backwards (`megapipe schedule --help`, docs/schedules.md); auto: "
-        "interleaved with more than one chunk, else 1f1b; asynchronous ones update weights while microbatches are "
-        "in flight, so that results differ from those of a single process",
+        "interleaved with more than one chunk, else 1f1b; asynchronous ones never drain and update weights while "
+        "microbatches are in flight, so that results differ from those of a single process",
     )
     pipe_sp_splits: int = count(
         1,

@@ -24,7 +24,8 @@ class StageBuffers:
 
     layouts: positions of the parameters (sharding.buffers). grad_dtype: of the main gradients, None for inference.
     trained: the buffers with gradients.
-    num_versions: of the parameters; all versions share one main gradient. sharing, expert_sharing: who holds the same
+    num_versions: of the parameters; all versions share one main gradient. is_apart, changes_in_flight: see
+    `Store`. sharing, expert_sharing: who holds the same
     dense parameters and experts; parameter() and main_grad() return empty memory while only shards are kept.
     `listener`, if set, is called with a parameter's name whenever the gradient of one microbatch has been added to it.
     """
@@ -38,10 +39,13 @@ class StageBuffers:
         num_versions: int = 1,
         sharing: Sharing = ALONE,
         expert_sharing: Sharing = ALONE,
+        is_apart: bool = False,
+        changes_in_flight: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.num_versions = num_versions
-        options = (self.device, param_dtype, grad_dtype, num_versions)
+        self.changes_in_flight = changes_in_flight
+        options = (self.device, param_dtype, grad_dtype, num_versions, is_apart, changes_in_flight)
         self.buffers = tuple(
             Store(layout, expert_sharing if layout.is_expert else sharing, *options) for layout in layouts
         )
@@ -60,7 +64,7 @@ class StageBuffers:
             place = slice(slot.start, slot.stop)
             self._parameters[name] = tuple(version[place].view(slot.shape) for version in buffer.versions)
             if grad_dtype is not None and buffer.layout.trainable:
-                self._main_grads[name] = buffer.gradients[place].view(slot.shape)
+                self._main_grads[name] = buffer.accumulated[place].view(slot.shape)
         for buffer in self.buffers:
             buffer.free_shared()
 
@@ -87,7 +91,7 @@ class StageBuffers:
         return self._parameters[name][self.newest if version is None else version]
 
     def main_grad(self, name: str) -> Tensor:
-        """Return the main gradient of a trainable parameter in its local shape, a view of the flat buffer."""
+        """Return the main gradient of a trainable parameter, to which backwards add: its local shape, a view."""
         return self._main_grads[name]
 
     def fill(self, draw: Draw) -> None:

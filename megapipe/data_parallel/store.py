@@ -73,7 +73,9 @@ class Store:
     versions: [layout.numel] in the parameters' dtype, one for each version of the weights that is needed at the same
     time: a single one, unless the schedule is asynchronous. newest: index of the version that was updated last.
     gradients: [layout.numel], fp32 (fp64 in fp64 runs), none of frozen parameters. Padding between slots is zero and
-    stays zero.
+    stays zero. accumulated: where backwards add to them, the same memory unless is_apart: then `close` moves the
+    gradients of a step, so that those of the next one can be added up while these are reduced and used.
+    changes_in_flight: parameters are updated between the forward and the backward of microbatches.
     parameter_shards, gradient_shards: [layout.numel / layout.num_shards], this rank's shards of all buckets, where
     these are what is kept; None elsewhere. The memory of the whole tensors is then allocated and freed as they are
     needed: at first it exists, because torch makes no views of a tensor without memory.
@@ -92,6 +94,8 @@ class Store:
         param_dtype: torch.dtype,
         grad_dtype: torch.dtype | None,
         num_versions: int = 1,
+        is_apart: bool = False,
+        changes_in_flight: bool = False,
     ) -> None:
         if layout.num_shards != sharing.shards.size:
             raise ValueError(f"a buffer ({layout.kind}) has {layout.num_shards} shards for {sharing.shards.size} ranks")
@@ -115,6 +119,10 @@ class Store:
             self._gradients = torch.empty(layout.numel, dtype=grad_dtype, device=device)
         elif grad_dtype is not None:
             self._gradients = _aligned_zeros(layout.numel, grad_dtype, device)
+        self.is_apart, self.changes_in_flight = is_apart and grad_dtype is not None, changes_in_flight
+        self._accumulated = self._gradients
+        if is_apart and grad_dtype is not None:
+            self._accumulated = _aligned_zeros(layout.numel, grad_dtype, device)
         self.starts_early = self.in_bf16 = False
         self.gathering: dict[int, Work] = {}
         self.reducing: list[tuple[Work, Tensor, Tensor]] = []
@@ -135,14 +143,21 @@ class Store:
         return self._gradients
 
     @property
+    def accumulated(self) -> Tensor:
+        assert self._accumulated is not None
+        return self._accumulated
+
+    @property
     def kept_parameters(self) -> tuple[Tensor, ...]:
         """The parameters that exist at any time: all versions, or this rank's shards."""
         return self.versions if self.parameter_shards is None else (self.parameter_shards,)
 
     @property
-    def kept_gradients(self) -> Tensor:
-        """The gradients that exist at any time: all, or this rank's shards."""
-        return self.gradients if self.gradient_shards is None else self.gradient_shards
+    def kept_gradients(self) -> tuple[Tensor, ...]:
+        """The gradients that exist at any time: all, also those of the next step, or this rank's shards."""
+        if self.gradient_shards is not None:
+            return (self.gradient_shards,)
+        return (self.gradients, self.accumulated) if self.is_apart else (self.gradients,)
 
     def free_shared(self) -> None:
         """Free the whole tensors of which shards are kept, once there are views of them."""
@@ -231,8 +246,15 @@ class Store:
         if self.level >= 2:
             free(self.gradients)
             self._num_launched = len(self.layout.buckets)
-        self.kept_gradients.zero_()
+        for gradients in self.kept_gradients:
+            gradients.zero_()
         self._missing = dict.fromkeys(self._place, num_microbatches) if self.starts_early else {}
+
+    def close(self) -> None:
+        """Take the gradients that were added up apart as those of a step, and begin those of the next one at zero."""
+        self.gradients.copy_(self.accumulated)
+        self.accumulated.zero_()
+        self._num_launched = 0
 
     def accumulate(self) -> None:
         """Provide the memory of whole gradients, zero at first, where it was freed."""

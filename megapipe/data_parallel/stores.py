@@ -98,7 +98,7 @@ class Stores:
             for store in buffers.buffers:
                 store.in_bf16 = reduce_in_bf16
                 is_early = buffers.listener is not None and store.layout.kind in ("plain", "expert")
-                store.starts_early = is_early and store.level < 2
+                store.starts_early = is_early and store.level < 2 and not store.is_apart
 
     # Weights
 
@@ -200,6 +200,12 @@ class Stores:
         self._reduced = []
         for store in self._trained:
             store.begin_step(num_microbatches)
+
+    def close(self, stage: int) -> None:
+        """Start the reductions of a step whose gradients were added up apart, while the next step begins."""
+        for store in self._own[stage]:
+            store.close()
+        self.reduce(stage)
 
     def accumulate(self, stage: int) -> None:
         """Provide the memory of a stage's whole gradients; called before each part of its backwards."""

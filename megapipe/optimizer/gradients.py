@@ -49,11 +49,22 @@ def count_zeros(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def sums_over_world(values: Sequence[Tensor], world: Group, beside: Tensor | None = None) -> list[float]:
-    """Sum fp64 scalars over the world in one message. beside: [n] fp64, further numbers to sum, which follow them."""
+def sums_over_world(
+    values: Sequence[Tensor], world: Group, beside: Tensor | None = None, side: torch.cuda.Stream | None = None
+) -> HostCopy:
+    """Start to sum fp64 scalars over the world in one message.
+
+    beside: [n] fp64, further numbers, which follow them. side: a CUDA stream that waits for the message in place of the
+    current one.
+    """
     summed = torch.stack(list(values))
     summed = summed if beside is None else torch.cat([summed, beside])
-    return HostCopy(summed, all_reduce(summed, world, async_op=True)).values()
+    if side is None:
+        return HostCopy(summed, all_reduce(summed, world, async_op=True))
+    side.wait_stream(torch.cuda.current_stream(summed.device))
+    summed.record_stream(side)
+    with torch.cuda.stream(side):
+        return HostCopy(summed, all_reduce(summed, world, async_op=True))
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.comm.collectives import all_reduce
 from megapipe.comm.groups import ProcessGroups
 from megapipe.config.model import PrecisionConfig
 from megapipe.config.training import OPTIMIZERS, OptimizerConfig
 from megapipe.data_parallel.copies import raw_bytes
 from megapipe.data_parallel.stores import Stores
+from megapipe.gpu.streams import HostCopy
 from megapipe.optimizer.gradients import LossScaler, clip_coefficient, count_zeros, sum_of_squares, sums_over_world
 from megapipe.optimizer.muon import Muon
 from megapipe.optimizer.registered import RegisteredRule
@@ -36,6 +38,21 @@ class StepReport:
     loss_scale: float  # of this step's losses
     num_zeros: int | None  # elements of the gradient that are exactly zero; None unless requested
     beside: tuple[float, ...] = ()  # sums of the numbers that were given beside those of the gradients
+
+
+@dataclass(frozen=True)
+class GradientSums:
+    """Sums over the model that are on their way: squares of the raw gradients, zeros if counted, numbers beside."""
+
+    copy: HostCopy
+    counts_zeros: bool
+
+    @cached_property
+    def values(self) -> tuple[float, int | None, list[float]]:
+        """The norm of the raw gradients, the number of zeros among them, and the sums beside, which are waited for."""
+        square, *others = self.copy.values()
+        num_zeros = int(others.pop(0)) if self.counts_zeros else None
+        return math.sqrt(square), num_zeros, others
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,7 @@ class Optimizer:
         self._clip_grad, self._on_host = config.clip_grad, config.optimizer_cpu_offload
         stages = stores.stages
         self._groups, self._stores, self._device = groups, stores, next(iter(stages.values())).device
-        dtypes = state_dtypes(config, precision, max(buffers.num_versions for buffers in stages.values()))
+        dtypes = state_dtypes(config, precision, any(buffers.changes_in_flight for buffers in stages.values()))
         self.shards = [
             Shard(stage, store, bucket, dtypes.moments(bucket.has_matrices), self._on_host, dtypes.narrow)
             for stage, buffers in stages.items()
@@ -96,7 +113,6 @@ class Optimizer:
             self.rule = Muon(config, self.shards, groups, self._device)
         else:
             self.rule = UpdateRule(config, self.shards, library)
-        self._raw_factor = 1.0  # of the last update, where gradients keep their raw sums
 
     @property
     def loss_scale(self) -> float:
@@ -120,31 +136,58 @@ class Optimizer:
         the sums of `beside`; the loss scale is divided out here. beside: [n] fp64, numbers to sum over the world in the
         message of the norm.
         """
+        sums = self.start_sums(count_zero_gradients, beside)
+        return self.finish_step(sums, gradient_factor, rates, self.scaler.scale)
+
+    @torch.no_grad()
+    def start_sums(
+        self, count_zero_gradients: bool, beside: Tensor | None, side: torch.cuda.Stream | None = None
+    ) -> GradientSums:
+        """Run the first half of `step`: start to sum what decides on the update, in one message.
+
+        side: the CUDA stream that waits for it; None: the current one.
+        """
+        merged = (shard.gradient[low:high] for shard in self.shards for low, high in shard.merged_ranges)
+        values = [sum_of_squares(merged, self._device)]
+        if count_zero_gradients:
+            exact = (shard.gradient[low:high] for shard in self.shards for low, high in shard.exact_ranges)
+            values.append(count_zeros(exact, self._device))
+        return GradientSums(sums_over_world(values, self._groups.world, beside, side), count_zero_gradients)
+
+    @torch.no_grad()
+    def finish_step(
+        self,
+        sums: GradientSums,
+        gradient_factor: float | Callable[[Sequence[float]], float],
+        rates: Rates,
+        loss_scale: float,
+    ) -> StepReport:
+        """Run the second half of `step`. loss_scale: of the losses of these gradients."""
         self._stores.finish_weights()
-        raw_norm, num_zeros, others = self._sum_gradients(count_zero_gradients, beside)
-        factor = (gradient_factor(others) if callable(gradient_factor) else gradient_factor) / self.scaler.scale
+        raw_norm, num_zeros, others = sums.values
+        factor = (gradient_factor(others) if callable(gradient_factor) else gradient_factor) / loss_scale
         norm = factor * raw_norm
         coefficient, skipped = clip_coefficient(norm, self._clip_grad), not math.isfinite(norm)
-        report = StepReport(norm, coefficient, skipped, self.scaler.scale, num_zeros, tuple(others))
         if not skipped:
             self._update(factor * coefficient, rates)
         self.scaler.update(skipped)
-        return report
+        return StepReport(norm, coefficient, skipped, loss_scale, num_zeros, tuple(others))
 
     @torch.no_grad()
-    def update(self, gradient_factor: float, rates: Rates) -> None:
-        """Update the newest version of the parameters on this rank alone, without norm, clipping or a check for NaN.
+    def update_stage(self, factor: float, rates: Rates) -> None:
+        """Update the newest version of the parameters of this rank's stage, for asynchronous schedules whose stages
+        update at different times: without a check for NaN, and clipped by the norm of the stage alone.
 
-        For asynchronous schedules, whose ranks update at different times. Arguments and gradients as in `step`.
+        factor: of the raw sums of gradients, for their averages. A collective of the ranks that hold the stage.
         """
         self._stores.finish_weights()
-        self._update(gradient_factor / self.scaler.scale, rates)
-
-    @torch.no_grad()
-    def last_update(self, count_zero_gradients: bool, beside: Tensor) -> StepReport:
-        """Return the report of the gradients that the last `update` left; called by all ranks. beside: as in `step`."""
-        raw_norm, num_zeros, others = self._sum_gradients(count_zero_gradients, beside)
-        return StepReport(self._raw_factor * raw_norm, 1.0, False, self.scaler.scale, num_zeros, tuple(others))
+        if self._clip_grad > 0:
+            merged = (shard.gradient[low:high] for shard in self.shards for low, high in shard.merged_ranges)
+            square = sum_of_squares(merged, self._device)
+            for group in (self._groups.tp, self._groups.replicas):
+                all_reduce(square, group)
+            factor *= clip_coefficient(factor * math.sqrt(square.item()), self._clip_grad)
+        self._update(factor, rates)
 
     @torch.no_grad()
     def masters_to_parameters(self) -> None:
@@ -174,7 +217,7 @@ class Optimizer:
     def parameters_norm(self) -> float:
         """Return the global norm of the master weights, without vocabulary padding."""
         owned = (shard.master[low:high] for shard in self.shards for low, high in shard.exact_ranges)
-        return math.sqrt(sums_over_world([sum_of_squares(owned, self._device)], self._groups.world)[0])
+        return math.sqrt(sums_over_world([sum_of_squares(owned, self._device)], self._groups.world).values()[0])
 
     @torch.no_grad()
     def nonfinite_gradients(self) -> list[str]:
@@ -230,19 +273,6 @@ class Optimizer:
         self.rule.set_num_steps(int(state["num_steps"]))
         self.scaler.load_state(state["loss_scaler"])
 
-    def _sum_gradients(
-        self, count_zero_gradients: bool, beside: Tensor | None
-    ) -> tuple[float, int | None, list[float]]:
-        """Return the norm of all raw gradients of the model, the number of zeros among them, and the sums beside."""
-        merged = (shard.gradient[low:high] for shard in self.shards for low, high in shard.merged_ranges)
-        values = [sum_of_squares(merged, self._device)]
-        if count_zero_gradients:
-            exact = (shard.gradient[low:high] for shard in self.shards for low, high in shard.exact_ranges)
-            values.append(count_zeros(exact, self._device))
-        square, *others = sums_over_world(values, self._groups.world, beside)
-        num_zeros = int(others.pop(0)) if count_zero_gradients else None
-        return math.sqrt(square), num_zeros, others
-
     def _update(self, factor: float, rates: Rates) -> None:
         if self._on_host:
             for shard in self.shards:
@@ -252,7 +282,6 @@ class Optimizer:
                 torch.cuda.current_stream(self._device).synchronize()
         self.rule.step(factor, rates)
         if isinstance(self.rule, CompiledAdam):  # it has written the parameters
-            self._raw_factor = factor
             self._stores.start_gather()
         else:
             self.masters_to_parameters()

@@ -40,7 +40,7 @@ class Shard:
 
     parameter, gradient: [stop - start], views of the buffer or of its shards; parameter is the newest version.
     states: master weights and moments by name, each in at least fp32 but for the moments in `narrow`.
-    master: the memory of parameter, if there is one version of at least fp32; else a copy.
+    master: the memory of parameter, if that has at least fp32 and does not change in flight; else a copy.
     updated_from: the gradient that the update rule uses, on the device of master.
     on_host: master, moments and updated_from are in host memory.
     is_copy: another stage owns these parameters (the tied embedding at the head), so norms leave them out.
@@ -66,7 +66,7 @@ class Shard:
         self.gradient = store.own_gradients(bucket)
         self.narrow = narrow
         wide = torch.promote_types(self.parameter.dtype, torch.promote_types(self.gradient.dtype, torch.float32))
-        self.has_own_master = on_host or self.parameter.dtype != wide or len(store.versions) > 1
+        self.has_own_master = on_host or self.parameter.dtype != wide or store.changes_in_flight
         self.updated_from = self._zeros(self.gradient.dtype) if on_host else self.gradient
         self._host_parameter = self._zeros(self.parameter.dtype).copy_(self.parameter) if on_host else None
         master = self._zeros(wide).copy_(self.parameter) if self.has_own_master else self.parameter
@@ -109,7 +109,8 @@ class Shard:
 
     def write_parameter(self) -> None:
         """Copy master to parameter, in its dtype. A copy from the host is not waited for."""
-        self._rounded_parameter.copy_(self.master)
+        # .data: autograd may not notice that weights change which it keeps for a backward (asynchronous schedules)
+        self._rounded_parameter.data.copy_(self.master)
         if self._host_parameter is not None:
             self.parameter.copy_(self._host_parameter, non_blocking=True)
 

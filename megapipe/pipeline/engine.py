@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from megapipe.schedule.action import COMPUTE_OPS, Action, Op
 from megapipe.schedule.lower import without_pairs
 from megapipe.schedule.parts import Parts
 from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.stream import Stream
 
 Key = tuple[int, int]  # (stage, microbatch)
 
@@ -177,6 +178,7 @@ class Engine:
         }
         of_stages = self.row if parts is None else parts.stage_row(self.row)
         self._acts = tuple(map(self._bind, self.row, of_stages))
+        self._drains = True  # nothing is in flight after the row
 
     def _bind(self, action: Action, of_stage: Action) -> Bound:
         """Look up all that is known of an action before the run. of_stage: what it is to its stage."""
@@ -210,7 +212,7 @@ class Engine:
                         tracer.event(word.decode(), "action", start, tracer.now(self._stream_of(action)))
             if self._deliveries is not None:
                 self._deliveries.finish()
-            for channel in self._channels.values():
+            for channel in self._channels.values() if self._drains else ():
                 channel.drain()
         except BaseException:
             self._clear()
@@ -334,6 +336,68 @@ class Engine:
             return tensors
 
         return inputs
+
+
+class StreamEngine(Engine):
+    """The runner of this rank's row of a stream, which goes on from step to step until it is drained.
+
+    Arguments: those of `Engine`. Actions carry the numbers of microbatches in the stream modulo those of two steps.
+    """
+
+    def __init__(self, stream: Stream, pp_rank: int, *arguments: Any) -> None:
+        super().__init__(stream.alone, pp_rank, *arguments)
+        self._stream, self._pp_rank, self._size = stream, pp_rank, stream.alone.num_microbatches
+        self._parts_of_steps: dict[tuple[bool, int, bool], tuple[Bound, ...]] = {}
+        self._payloads = _TwoSteps(self._size)
+        self._flowing: Run | None = None  # between two steps of a stream
+        self._num_begun = 0  # steps of the stream
+
+    def advance(self, step: Step, following: Sequence[Any] | None) -> None:
+        """Run this rank's part of one more step, in a new stream if the last one has drained.
+
+        following: the payloads of the step after it, whose first forwards are run, too; None drains the pipeline.
+        Errors as in `run`; the stream has then ended.
+        """
+        number, self._drains = self._num_begun, following is None
+        self._acts = self._part(number, self._drains)
+        self._payloads.halves[number % 2] = step.microbatches
+        self._payloads.halves[1 - number % 2] = () if following is None else following
+        self.run(step)
+        self._num_begun = number + 1
+        if following is None:
+            self._flowing, self._num_begun = None, 0
+
+    def _begin(self, step: Step) -> Run:
+        if self._flowing is None:
+            self._flowing = super()._begin(step)
+            self._flowing.step = replace(step, microbatches=self._payloads)
+        return self._flowing
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._flowing, self._num_begun = None, 0
+
+    def _part(self, number: int, drains: bool) -> tuple[Bound, ...]:
+        key = number == 0, number % 2, drains
+        if key not in self._parts_of_steps:
+            row = self._stream.row(self._pp_rank, number, drains)
+            self._parts_of_steps[key] = tuple(self._bind(action, action) for action in row)
+        return self._parts_of_steps[key]
+
+
+class _TwoSteps(Sequence[Any]):
+    """The payloads of two steps in turn, by their numbers in a stream modulo those of two steps."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.halves: list[Sequence[Any]] = [(), ()]
+
+    def __len__(self) -> int:
+        return 2 * self._size
+
+    def __getitem__(self, number: Any) -> Any:
+        step, microbatch = divmod(number, self._size)
+        return self.halves[step][microbatch]
 
 
 def _contents(tensors: tuple[MessageSpec, ...], kind: str) -> tuple[MessageSpec, ...]:

@@ -240,7 +240,7 @@ def _step_peak(
 def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
     """Return the bytes of weights, gradients, masters and moments of this rank's shard, and 8-bit copies."""
     stages, num_versions = plan.placement.stages_of(pp_rank), plan.num_weight_versions(pp_rank)
-    element, dtypes = plan.shape.element, plan.state_dtypes(pp_rank)
+    element, dtypes = plan.shape.element, plan.state_dtypes
     elements, shard = plan.elements_by_kind(stages).total(), plan.shard_elements(stages)
     weights = gradients = elements
     gathers = plan.sharding is not None and plan.sharding.gathers
@@ -256,7 +256,8 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
         copies = sum(fp8_weight_bytes(plan.model, plan.shape, layers) for layers in held)
     return {
         "weights": num_versions * (weights * element + slack) + frozen * element,
-        "gradients": gradients * dtypes.gradient_bytes + BUFFER_ALIGNMENT_BYTES * len(plan.trained_buffers(stages)),
+        "gradients": (1 + plan.accumulates_apart)
+        * (gradients * dtypes.gradient_bytes + BUFFER_ALIGNMENT_BYTES * len(plan.trained_buffers(stages))),
         "optimizer": sum(count * dtypes.state_bytes(kind) for kind, count in shard.items()),
         "fp8 weights": copies,
     }
@@ -266,14 +267,14 @@ def _host_copies(plan: RunPlan, pp_rank: int) -> int:
     """Return the bytes in host memory besides the optimizer's state: copies of this rank's shard of gradients and
     weights, and master weights where fp32 weights on the device are their own.
     """
-    dtypes, element = plan.state_dtypes(pp_rank), plan.shape.element
+    dtypes, element = plan.state_dtypes, plan.shape.element
     num_elements = sum(plan.shard_elements(plan.placement.stages_of(pp_rank)).values())
     return num_elements * (dtypes.gradient_bytes + element + (0 if MASTER in dtypes.states else element))
 
 
 def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
     """Return the bytes of the largest chunk that an update, or the norm of the gradients, makes on the device."""
-    stages, dtypes = plan.placement.stages_of(pp_rank), plan.state_dtypes(pp_rank)
+    stages, dtypes = plan.placement.stages_of(pp_rank), plan.state_dtypes
     elements = plan.shard_elements(stages)
     of_norm = 4 * min(NORM_CHUNK, sum(elements.values())) if dtypes.gradient_bytes < 4 else 0
     if elements[True]:

@@ -145,15 +145,12 @@ def _headline(plan: RunPlan) -> Iterator[str]:
     cp = f"{t.cp} ({' '.join(dict.fromkeys(parallel.cp_comm_type))})" if t.cp > 1 else 1
     yield f"plan: {ranks} = {grid_text(t.tp, t.pp, t.dp, cp, plan.num_chunks)}, schedule {name}"
     if not plan.is_synchronous:
-        count = plan.batch.num_microbatches
-        updates = len(plan.weight_versions(count, 0).group_sizes)
         held = [plan.num_weight_versions(pp_rank) for pp_rank in range(t.pp)]
+        drains = [f"every {steps} steps ({flag})" for flag, steps in plan.config.drain_intervals.items()]
         versions = count_text(held[0], "version") if len(set(held)) == 1 else f"{max(held)} to {min(held)} versions"
-        alike = "; with a single update a step trains as 1f1b does: raise --global-batch-size" if updates == 1 else ""
         yield (
-            f"           NOT synchronous: {count_text(updates, 'update')} in a step of "
-            f"{count_text(count, 'microbatch')}, every stage at its own time, {versions} of the weights on a rank; one "
-            f"process would train something else{alike}"
+            f"           NOT synchronous: the pipeline does not drain between steps, {versions} of the weights on a "
+            f"rank; one process would train something else. Drains: {', '.join(drains) or 'at the end'}"
         )
     has_groups = model.num_query_groups != model.num_attention_heads
     groups = f", {model.num_query_groups} key/value heads" if has_groups else ""

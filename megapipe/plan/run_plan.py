@@ -25,16 +25,14 @@ from megapipe.plan.recompute_choice import layer_recompute
 from megapipe.registry import BUILT_IN
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs
-from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_forward_only, build_schedule
+from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_forward_only, build_schedule, build_stream
 from megapipe.schedule.lifetimes import (
     Moves,
     Slots,
     StageGroups,
-    WeightVersions,
     assign_slots,
     num_slots,
     plan_moves,
-    weight_versions,
 )
 from megapipe.schedule.lower import lower
 from megapipe.schedule.partition import Partition, StageLayers
@@ -43,6 +41,7 @@ from megapipe.schedule.placement import Placement, v_shape
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.sharding import ShardingPolicy, carry, joined_units, shard, split_stages
 from megapipe.schedule.simulate import unhindered_send_depth
+from megapipe.schedule.stream import Stream, WeightVersions, weight_versions
 from megapipe.schedule.validate import validate
 from megapipe.sharding.buffers import BufferKind, BufferLayout, layout_buffers
 from megapipe.sharding.sequence import SequenceSlice
@@ -274,9 +273,10 @@ class RunPlan:
                 total[is_apart] += (bucket.stop - bucket.start) // layout.num_shards
         return total
 
-    def state_dtypes(self, pp_rank: int) -> StateDtypes:
-        """Return the dtypes of main gradients, masters and moments on a rank."""
-        return state_dtypes(self.config.optimizer, self.config.precision, self.num_weight_versions(pp_rank))
+    @property
+    def state_dtypes(self) -> StateDtypes:
+        """The dtypes of main gradients, masters and moments."""
+        return state_dtypes(self.config.optimizer, self.config.precision, changes_in_flight=not self.is_synchronous)
 
     @cached_property
     def stage_costs(self) -> Costs:
@@ -315,8 +315,14 @@ class RunPlan:
         return self.config.parallel.pipeline_rank_speeds or (1.0,) * self.topology.pp
 
     def schedule(self, num_microbatches: int) -> Schedule:
-        """Return the lowered training schedule of a step with this many microbatches."""
+        """Return the lowered training schedule of a step with this many microbatches; of an asynchronous schedule that
+        of a step which fills and drains the pipeline, see `stream`.
+        """
         return self._training(num_microbatches).schedule
+
+    def stream(self, num_microbatches: int) -> Stream:
+        """Return the stream of an asynchronous schedule, with this many microbatches in each step."""
+        return _stream(self.schedule_name, self.topology.pp, num_microbatches, self._receive_depth)
 
     @cached_property
     def parts(self) -> Parts | None:
@@ -344,18 +350,21 @@ class RunPlan:
         return SCHEDULES[self.schedule_name].splits_backward
 
     def weight_versions(self, num_microbatches: int, pp_rank: int) -> WeightVersions:
-        """Return the version of the weights that each microbatch uses on this rank of an asynchronous schedule."""
-        rule = SCHEDULES[self.schedule_name].versions
-        assert rule is not None, f"{self.schedule_name} has one version of the weights"
-        # without groups each microbatch is a group
-        group = self.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
-        return weight_versions(self.schedule(num_microbatches), pp_rank, rule, group)
+        """Return the versions of the weights that a rank uses in the stream of an asynchronous schedule."""
+        versions = SCHEDULES[self.schedule_name].versions
+        assert versions is not None, f"{self.schedule_name} has one version of the weights"
+        return weight_versions(self.stream(num_microbatches).stretch, pp_rank, versions)
 
     def num_weight_versions(self, pp_rank: int) -> int:
         """Return the versions of its weights that a rank holds at once, for any number of microbatches of the run."""
         if self.is_synchronous:
             return 1
-        return 1 + max(max(self.weight_versions(count, pp_rank).buffer_of) for count in self.decisive_counts)
+        return max(self.weight_versions(count, pp_rank).num_held for count in self.decisive_counts)
+
+    @property
+    def accumulates_apart(self) -> bool:
+        """True if the gradients of a step are added up while those of the step before wait for their update."""
+        return SCHEDULES[self.schedule_name].is_delayed
 
     def slots(self, num_microbatches: int, pp_rank: int) -> Slots:
         """Return the slot of each (stage, microbatch) of this rank: static buffers of CUDA graphs from F to B or W."""
@@ -385,7 +394,11 @@ class RunPlan:
         steps = [forward_only, *map(self._training, self.decisive_counts)]
         if self.parts is not None:
             steps += map(self._in_parts, self.decisive_counts)
-        return 1 + max(step.send_depth for step in steps)
+        depths = [step.send_depth for step in steps]
+        if not self.is_synchronous:
+            for stream in map(self.stream, self.decisive_counts):
+                depths += [unhindered_send_depth(stream.stretch), *stream.send_depth.values()]
+        return 1 + max(depths)
 
     @cached_property
     def decisive_counts(self) -> Mapping[int, int]:
@@ -494,6 +507,11 @@ def _training_schedule(
         schedule = shard(replace(schedule, reading_in_w=reading_in_w), policy)
     validate(schedule)
     return LoweredSchedule(schedule)
+
+
+@lru_cache(maxsize=SCHEDULES_CACHED)
+def _stream(name: str, pp: int, num_microbatches: int, receive_depth: int) -> Stream:
+    return build_stream(name, pp, num_microbatches, receive_depth)
 
 
 @lru_cache(maxsize=SCHEDULES_CACHED)

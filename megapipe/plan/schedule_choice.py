@@ -39,53 +39,53 @@ BY_HAND: dict[str, Any] = {  # options that give the layers of a rank, or their 
 def check_schedule(config: Config) -> None:
     """Raise ConfigError if --pipeline-schedule is unknown or lacks what the configuration needs (a line for each rule).
 
-    Each stage of an asynchronous schedule updates its weights while microbatches are in flight, so no option may need
-    all ranks at the same moment.
+    Weights of an asynchronous schedule change while microbatches are in flight. Where updates are not delayed, each
+    stage makes them at its own time, so that no option may need all ranks at the same moment.
     """
     name = _known_name(config.parallel)
     if name == AUTO or SCHEDULES[name].is_synchronous:
         return
-    updates, optimizer, precision = f"--pipeline-schedule {name} updates", config.optimizer, config.precision
+    updates, precision = f"--pipeline-schedule {name} updates", config.precision
     # (True if the option is given, the reason and the way out)
-    rules = (
-        (
-            optimizer.clip_grad > 0,
-            f"{updates} each stage at its own time, so that the norm of all gradients, which --clip-grad "
-            f"{optimizer.clip_grad:g} limits, never exists; give --clip-grad 0",
-        ),
-        (
-            precision.dtype == "fp16" and precision.loss_scale is None,
-            f"{updates} each stage at its own time and cannot skip an update because another stage overflowed; use "
-            "--bf16, or a fixed --loss-scale with --fp16",
-        ),
-        (
-            config.training.calculate_per_token_loss,
-            f"{updates} each stage at its own time, before the tokens of the batch, by which "
-            "--calculate-per-token-loss divides, are counted; leave that out: each microbatch then has the same weight"
-            if not config.data.sft
-            else f"{updates} each stage at its own time, before the trained tokens, by which --sft divides, are "
-            "counted; choose a synchronous schedule",
-        ),
-        (
-            not config.model.untie_embeddings_and_output_weights and config.parallel.pipeline_model_parallel_size > 1,
-            f"{updates} each stage at its own time, but the tied embedding is on the first and the last stage and has "
-            "one gradient; give --untie-embeddings-and-output-weights",
-        ),
-        (
-            config.model.mtp_num_layers is not None,
-            f"--mtp-num-layers does not work with --pipeline-schedule {name}: the embedding is on the first and the "
-            f"last stage, but {updates} each stage at its own time; use 1f1b",
-        ),
-        (
-            precision.fp8_format is not None,
-            f"--fp8-format casts the weights once a step, but {updates} them within the step; use 1f1b",
-        ),
-        (
-            config.gpu.cuda_graph_impl != "none",
-            f"--cuda-graph-impl {config.gpu.cuda_graph_impl} repeats in every step what was recorded in one, but "
-            f"--pipeline-schedule {name} computes with several versions of the weights in turn; use 1f1b",
-        ),
-    )
+    rules: list[tuple[bool, str]] = []
+    versions = SCHEDULES[name].versions
+    if versions is not None and not versions.is_stashed:
+        rules.append(
+            (
+                config.recompute.recompute_granularity is not None,
+                f"--recompute-granularity {config.recompute.recompute_granularity}: with --pipeline-schedule {name} a "
+                "backward may meet newer weights than its forward, with which activations would come out differently; "
+                "leave it out, or use pipedream-2bw",
+            )
+        )
+    if not SCHEDULES[name].is_delayed:
+        rules += [
+            (
+                precision.dtype == "fp16" and precision.loss_scale is None,
+                f"{updates} each stage at its own time and cannot skip an update because another stage overflowed; use "
+                "--bf16, a fixed --loss-scale with --fp16, or pipedream-2bw",
+            ),
+            (
+                config.training.calculate_per_token_loss,
+                f"{updates} each stage at its own time, before the tokens of the batch, by which "
+                "--calculate-per-token-loss divides, are counted; leave that out, so that each microbatch has the same "
+                "weight, or use pipedream-2bw"
+                if not config.data.sft
+                else f"{updates} each stage at its own time, before the trained tokens, by which --sft divides, are "
+                "counted; use pipedream-2bw, or a synchronous schedule",
+            ),
+            (
+                not config.model.untie_embeddings_and_output_weights
+                and config.parallel.pipeline_model_parallel_size > 1,
+                f"{updates} each stage at its own time, but the tied embedding is on the first and the last stage and "
+                "has one gradient; give --untie-embeddings-and-output-weights, or use pipedream-2bw",
+            ),
+            (
+                config.model.mtp_num_layers is not None,
+                f"--mtp-num-layers does not work with --pipeline-schedule {name}: the embedding is on the first and "
+                f"the last stage, but {updates} each stage at its own time; use pipedream-2bw",
+            ),
+        ]
     Problems([message for is_given, message in rules if is_given]).raise_all()
 
 
@@ -135,8 +135,8 @@ def group_size(parallel: ParallelConfig, name: str) -> int | None:
     if not SCHEDULES[name].takes_group_size:
         if group is not None:
             raise ConfigError(
-                f"{flag} {group} belongs to interleaving and pipedream-2bw, but schedule {name} has no groups; leave "
-                f"it out or give {CHUNKS_FLAG}"
+                f"{flag} {group} belongs to interleaving, but schedule {name} has no groups; leave it out or give "
+                f"{CHUNKS_FLAG}"
             )
         return None
     if group is not None and group < pp:

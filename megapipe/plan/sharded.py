@@ -63,7 +63,7 @@ class RowBytes:
         self.trained = {
             stage: [buffer for buffer in used if self.layouts[buffer].trainable] for stage, used in self.used.items()
         }
-        self.element, self.gradient = plan.shape.element, plan.state_dtypes(pp_rank).gradient_bytes
+        self.element, self.gradient = plan.shape.element, plan.state_dtypes.gradient_bytes
         self.overlaps = plan.config.parallel.overlap_grad_reduce
         self.in_bf16 = plan.config.parallel.grad_reduce_in_bf16 and self.gradient > BF16_BYTES
         self.users: Counter[Buffer] = Counter()  # gathered stages that use a buffer

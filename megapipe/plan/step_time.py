@@ -35,13 +35,18 @@ from megapipe.plan.traffic import KINDS, gather_bytes, instance_bytes, reduction
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.simulate import Bubble, Timeline, simulate
+from megapipe.schedule.stream import steady
 from megapipe.sharding.state_dtypes import MASTER, StateDtypes
 
 HALVES = {Op.F: ("forward",), Op.B: ("inputs", "weights"), Op.I: ("inputs",), Op.W: ("weights",)}
 
 
 def expected_bubble(plan: RunPlan, num_microbatches: int) -> Bubble:
-    """Return the mean over ranks of the simulated step; its seconds have a scale only where layers were measured."""
+    """Return the mean over ranks of the simulated step, in a stream of one in its middle; its seconds have a scale only
+    where layers were measured.
+    """
+    if not plan.is_synchronous:
+        return steady(plan.stream(num_microbatches).stretch, plan.stage_costs).bubble
     timeline = simulate(plan.schedule(num_microbatches), plan.stage_costs)
     work = timeline.work_seconds
     mean = sum(work) / len(work)
@@ -100,6 +105,9 @@ def predict_step(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...
     timeline = simulate(schedule, costs)
     work = timeline.work_seconds
     span, reduce = computed_and_reduced(plan, hardware, timeline)
+    num_updates = 1
+    if not plan.is_synchronous:
+        span, reduce, num_updates = _in_stream(plan, hardware, costs)
     parts = _parts(timeline, max(range(len(work)), key=work.__getitem__), stages)
     parts["bubble"] = span - sum(parts.values())
     if plan.parts is not None and hides:
@@ -121,11 +129,12 @@ def predict_step(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...
     updated = max(optimizer_bytes(plan, rank, is_compiled) for rank in range(plan.topology.pp))
     cast = max(_weight_cast_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
     muon = max(_muon_seconds(plan, hardware, rank) for rank in range(plan.topology.pp))
-    parts["optimizer"] = updated / hardware.memory_bytes_per_second + cast + muon
+    parts["optimizer"] = num_updates * (updated / hardware.memory_bytes_per_second + cast + muon)
     if plan.sharding is not None and plan.sharding.gathers:
         parts["gather"] = waits
     else:
-        parts["gather"] = max(_exposed_gather(plan, hardware, stages_of_rank, stages) for stages_of_rank in held)
+        gathered = max(_exposed_gather(plan, hardware, stages_of_rank, stages) for stages_of_rank in held)
+        parts["gather"] = num_updates * gathered
     flops, tokens = step_flops(model, sequences, causal=True), sequences * model.seq_length
     peak, world_size = hardware.peak(plan.config.precision.dtype), plan.topology.world_size
     return StepTime(sum(parts.values()), parts, tokens, flops, world_size, peak, timeline)
@@ -143,7 +152,7 @@ def most_exchanged(timeline: Timeline, stages: tuple[OpSeconds, ...]) -> float:
 
 def optimizer_bytes(plan: RunPlan, pp_rank: int, is_compiled: bool) -> int:
     """Return the bytes that a rank moves once a step: zeroed gradients, the norm and the update."""
-    stages, dtypes, element = plan.placement.stages_of(pp_rank), plan.state_dtypes(pp_rank), plan.shape.element
+    stages, dtypes, element = plan.placement.stages_of(pp_rank), plan.state_dtypes, plan.shape.element
     of_shard = sum(
         count * update_bytes(dtypes, element, is_compiled, of_matrix)
         for of_matrix, count in plan.shard_elements(stages).items()
@@ -277,6 +286,21 @@ def computed_and_reduced(plan: RunPlan, hardware: Hardware, timeline: Timeline) 
             free = last + sum(reduction_seconds(plan, hardware, stage) for stage in plan.placement.stages_of(rank))
         computed, reduced = max(computed, last), max(reduced, free)
     return computed, max(0.0, reduced - computed)
+
+
+def _in_stream(plan: RunPlan, hardware: Hardware, costs: Costs) -> tuple[float, float, int]:
+    """Return the seconds that a rank of a stream computes or waits in a step, those that reductions add, and the
+    number of its updates.
+
+    A delayed update has half a step for the reduction of its gradients; the other half is for their norm.
+    """
+    stream = plan.stream(plan.batch.num_microbatches)
+    span, num_updates = (
+        steady(stream.stretch, costs).seconds,
+        sum(action.op is Op.UPDATE for action in stream.alone.rows[0]),
+    )
+    reduce = max(reduction_seconds(plan, hardware, stage) for stage in range(plan.placement.num_stages))
+    return span, max(0.0, reduce - span / 2) if plan.accumulates_apart else num_updates * reduce, num_updates
 
 
 def collective_seconds(plan: RunPlan, hardware: Hardware) -> dict[tuple[int, Op], float]:

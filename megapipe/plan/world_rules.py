@@ -253,6 +253,9 @@ def _chosen_if(is_chosen: Callable[[str], bool]) -> Option:
 SCHEDULES_CHOSEN: dict[str, Option] = {
     "two passes at a time": _chosen_if(lambda name: Op.OVERLAP in _small_schedule(name).ops),
     "updates between microbatches": _chosen_if(lambda name: not SCHEDULES[name].is_synchronous),
+    "updates of a stage alone": _chosen_if(
+        lambda name: not (SCHEDULES[name].is_synchronous or SCHEDULES[name].is_delayed)
+    ),
     "no order of slices": _chosen_if(lambda name: not SCHEDULES[name].takes_slices),
 }
 REFUSED_BY_SCHEDULES = (
@@ -271,10 +274,17 @@ REFUSED_BY_SCHEDULES = (
         "use zb-v",
     ),
     Refusal(
-        "updates between microbatches",
-        ("experts", "sharded gradients alone"),
+        "updates of a stage alone",
+        ("experts",),
         NOT_BUILT,
-        "it updates weights while microbatches are in flight",
+        "their loads and losses are those of a whole step",
+        "use pipedream-2bw, or a synchronous schedule, such as 1f1b",
+    ),
+    Refusal(
+        "updates between microbatches",
+        ("sharded gradients alone", "fp8", "CUDA graphs", "activation offload", "pipeline profile"),
+        NOT_BUILT,
+        "it updates weights while microbatches are in flight, and does not drain between steps",
         "use a synchronous schedule, such as 1f1b",
     ),
     Refusal(

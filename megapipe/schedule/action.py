@@ -30,8 +30,11 @@ class Op(enum.Enum):
     RESHARD = "RESHARD"  # free the gathered weights of the stage
     # the next two actions, the F of this stage and microbatch and a backward, run side by side (DualPipe)
     OVERLAP = "OVERLAP"
-    # asynchronous schedules: one optimizer step with the gradients since the last one, up to this microbatch's
+    # asynchronous schedules: one optimizer step with the gradients since the last one, up to this microbatch's; where
+    # it comes later than these, REDUCE_GRAD has started to sum them over the replicas, and NORM, when this is done,
+    # their squares over the model
     UPDATE = "UPDATE"
+    NORM = "NORM"
 
     __hash__ = object.__hash__  # faster than Enum's own hash, a Python call; members are singletons
 

@@ -96,6 +96,12 @@ class Shape(NamedTuple):
     group_size: int
     goal: AutoGoal | None = None  # for the automatic scheduler
     num_slices: int = 1
+    num_steps: int = 1  # that the microbatches make up; several only of asynchronous schedules
+
+    @property
+    def step_size(self) -> int:
+        """Microbatches of a step."""
+        return self.num_microbatches // self.num_steps
 
     @property
     def forward_order(self) -> list[int]:

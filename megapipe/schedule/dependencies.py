@@ -51,6 +51,7 @@ NEEDS: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.RESHARD: (),
     Op.OVERLAP: (),  # its two halves, which follow, have the inputs and outputs
     Op.UPDATE: ((ValueKind.WGRAD, 0),),
+    Op.NORM: ((ValueKind.WGRAD, 0),),
 }
 MAKES: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.F: ((ValueKind.ACT, 0),),
@@ -66,6 +67,7 @@ MAKES: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.RESHARD: (),
     Op.OVERLAP: (),
     Op.UPDATE: (),
+    Op.NORM: (),
 }
 
 # What a slice needs of another one of its microbatch, on its own stage: (kind of value, step to that slice). A forward

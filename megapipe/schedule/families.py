@@ -18,10 +18,10 @@ from megapipe.schedule.generate import split_backward as split
 from megapipe.schedule.generate import v_shape as on_v
 from megapipe.schedule.generate import whole_backward as whole
 from megapipe.schedule.generate.automatic import automatic
-from megapipe.schedule.lifetimes import VersionRule, one_group_stale, stashed
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import Placement, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Row, Schedule, gc_paused
+from megapipe.schedule.stream import STRETCH, Stream, Versions, common_depth, newest, newest_at_entry, one_step_old
 from megapipe.schedule.validate import validate
 
 
@@ -44,7 +44,7 @@ class ScheduleFamily:
     # run). Raises ConfigError for other limits.
     counts: Callable[[int, int], tuple[str, tuple[int, ...]]] | None = None
     takes_slices: bool = False  # microbatches may be cut into slices along the sequence
-    versions: VersionRule | None = None  # the weights that a microbatch uses where they change within the schedule
+    versions: Versions | None = None  # the weights that a microbatch uses where they change within the schedule
 
     @property
     def takes_group_size(self) -> bool:
@@ -55,6 +55,11 @@ class ScheduleFamily:
     def is_synchronous(self) -> bool:
         """True if the schedule computes what a single process would."""
         return self.versions is None
+
+    @property
+    def is_delayed(self) -> bool:
+        """True if an update comes a step after its gradients, once their norm is known over the whole model."""
+        return self.versions is not None and self.versions.is_delayed
 
     def num_chunks(self, asked: int) -> int:
         """Return the chunks per rank if `asked` are wanted of families that take any number."""
@@ -67,6 +72,12 @@ class ScheduleFamily:
     def is_mirrored(self, num_ranks: int) -> bool:
         """Return True if opposite pp_ranks hold the same stages."""
         return self.placement is not None and self.placement(num_ranks).is_mirrored
+
+
+def _fills_pipeline(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:
+    """Return why a step is too short for a stream: a rank would run ahead by more than a step."""
+    problem = "needs a microbatch in a step for each pipeline rank" if num_microbatches < num_ranks else ""
+    return problem, (num_ranks,) if problem else ()
 
 
 _Split = partial(ScheduleFamily, splits_backward=True)
@@ -129,15 +140,30 @@ _FAMILIES = (
     ScheduleFamily(
         "pipedream",
         whole.pipedream,
-        "NOT synchronous: 1F1B that updates after every microbatch, with stashed weights",
-        versions=stashed,
+        "NOT synchronous: 1F1B that never drains and updates after every microbatch, with stashed weights",
+        counts=_fills_pipeline,
+        versions=Versions(newest),
+    ),
+    ScheduleFamily(
+        "pipedream-vertical-sync",
+        whole.pipedream,
+        "NOT synchronous: pipedream whose microbatches use one version of the weights on all stages",
+        counts=_fills_pipeline,
+        versions=Versions(newest_at_entry),
     ),
     ScheduleFamily(
         "pipedream-2bw",
         whole.pipedream_2bw,
-        "NOT synchronous: 1F1B that updates after every group, with two weight versions, one step stale",
-        group_rule="the weights of the group before would not be there yet",
-        versions=one_group_stale,
+        "NOT synchronous: 1F1B that never drains, with two versions of the weights, gradients one step old",
+        counts=_fills_pipeline,
+        versions=Versions(one_step_old, is_delayed=True),
+    ),
+    ScheduleFamily(
+        "paci",
+        whole.paci,
+        "NOT synchronous: 1F1B that never drains, with one version; a backward may meet weights one update newer",
+        counts=_fills_pipeline,
+        versions=Versions(newest, is_stashed=False),
     ),
 )
 SCHEDULES = Registry("schedule", "--pipeline-schedule", {family.name: family for family in _FAMILIES})
@@ -168,21 +194,23 @@ def build_schedule(
     group_size: int | None = None,
     goal: AutoGoal | None = None,
     num_slices: int = 1,
+    num_steps: int = 1,
 ) -> Schedule:
     """Return the compute-only schedule `name`, validated.
 
     group_size: microbatches that run through one chunk before the next (default and least: num_ranks). num_microbatches
     or more gives breadth-first with pipelined chunk changes, values between give Llama 3's mix (arXiv:2407.21783).
     goal: times and memory limit for the automatic scheduler. num_slices: of each microbatch, along its sequence; groups
-    are then of slices. Raises ConfigError if the family cannot run this shape,
-    with the nearest one that works.
+    are then of slices. num_steps: of num_microbatches each, in a stretch of a stream. Raises ConfigError if the family
+    cannot run this shape, with the nearest one that works.
     """
     family = schedule_family(name)
     group = num_ranks if group_size is None else group_size
     shape = Shape(num_ranks, num_chunks, num_microbatches, group, goal, num_slices)
     _check_shape(family, shape, has_groups=group_size is not None)
-    placement = family.place(num_ranks, num_chunks)
-    schedule = Schedule(name, placement, num_microbatches, family.generate(shape), num_slices)
+    placement, total = family.place(num_ranks, num_chunks), num_microbatches * num_steps
+    rows = family.generate(shape._replace(num_microbatches=total, num_steps=num_steps))
+    schedule = Schedule(name, placement, total, rows, num_slices, num_steps=num_steps)
     validate(schedule)
     return schedule
 
@@ -202,6 +230,18 @@ def build_lowered(
     schedule = lower(planned, receive_depth)
     validate(schedule)
     return schedule
+
+
+def build_stream(name: str, num_ranks: int, num_microbatches: int, receive_depth: int = 2) -> Stream:
+    """Return the stream of an asynchronous schedule with this many microbatches in each step, proven.
+
+    Raises ConfigError if the family cannot run them, ScheduleError if it is no stream.
+    """
+    alone, stretch = (build_schedule(name, num_ranks, 1, num_microbatches, num_steps=steps) for steps in (1, STRETCH))
+    depth = min(receive_depth, common_depth(stretch))
+    alone = lower(alone, depth)
+    validate(alone)
+    return Stream(lower(stretch, depth), alone)
 
 
 def build_forward_only(
@@ -228,7 +268,7 @@ def build_forward_only(
 
 def _check_shape(family: ScheduleFamily, shape: Shape, has_groups: bool) -> None:
     name, group_rule = f"schedule {family.name}", family.group_rule
-    num_ranks, num_chunks, num_microbatches, group_size, _, num_slices = shape
+    num_ranks, num_chunks, num_microbatches, group_size, _, num_slices, _ = shape
     units = ("pipeline ranks", "chunks per rank", "microbatches", "slices")
     for what, count in zip(units, (num_ranks, num_chunks, num_microbatches, num_slices), strict=True):
         if count < 1:

@@ -1,18 +1,17 @@
 """The lifetimes of activations and messages on a rank: the only walk that knows what each action creates and frees.
 
-Peaks, memory curves, CUDA-graph slots, weight versions, offloading and memory estimates fold over `lifetimes`.
+Peaks, memory curves, CUDA-graph slots, offloading and memory estimates fold over `lifetimes`.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from megapipe.errors import ScheduleError
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
@@ -210,67 +209,6 @@ def num_slots(slots: Slots) -> Counter[int]:
     for (stage, _), slot in slots.items():
         counts[stage] = max(counts[stage], slot + 1)
     return counts
-
-
-# Weight versions of asynchronous schedules.
-#
-# Version t of a stage is the result of its t-th update; version 0 is the one that the schedule starts with. The
-# backward of a microbatch uses the version of its forward. A schedule drains, so all ranks end with the same number of
-# updates and need only the newest version afterwards.
-
-# (microbatch, group size, newest version at its forward) -> version it uses
-VersionRule = Callable[[int, int, int], int]
-
-
-def stashed(microbatch: int, group_size: int, newest: int) -> int:
-    """Return the newest version (PipeDream's weight stashing); in 1F1B max(0, microbatch - (p - 1 - rank))."""
-    return newest
-
-
-def one_group_stale(microbatch: int, group_size: int, newest: int) -> int:
-    """Return the version before the previous group's update, the same on every rank (PipeDream-2BW)."""
-    return max(0, microbatch // group_size - 1)
-
-
-@dataclass(frozen=True)
-class WeightVersions:
-    """The weight versions of one rank's stage during a run of its row."""
-
-    version_of: tuple[int, ...]  # microbatch -> version of its forward and backward
-    # version -> buffer; version 0 is in buffer 0. There are 1 + max(buffer_of): the most versions needed at once, those
-    # of microbatches in flight or still to come, and the newest.
-    buffer_of: tuple[int, ...]
-    group_sizes: tuple[int, ...]  # the number of microbatches whose gradients each update takes
-
-
-def weight_versions(schedule: Schedule, pp_rank: int, rule: VersionRule, group_size: int) -> WeightVersions:
-    """Assign versions and buffers on a rank that holds one stage; an update writes into a buffer no longer needed.
-
-    Raises ScheduleError if a forward runs before the version that it uses.
-    """
-    version_of, newest = [0] * schedule.num_microbatches, 0
-    for stage, op, microbatch in schedule.rows[pp_rank]:
-        newest += op is Op.UPDATE
-        if op is Op.F:
-            version = version_of[microbatch] = rule(microbatch, group_size, newest)  # type: ignore[index,arg-type]
-            if version > newest:
-                raise ScheduleError(
-                    f"schedule {schedule}: {stage}F{microbatch} on rank {pp_rank} uses weight version {version}, the "
-                    f"newest is {newest}"
-                )
-    users = Counter(version_of)  # version -> microbatches that still need it, those to come included
-    buffer_of, group_sizes = [0], []
-    pending = 0  # gradients since the last update
-    for (stage, op, microbatch), changes in lifetimes(schedule.rows[pp_rank]):
-        if (Held.MICROBATCH, stage) in changes.frees:
-            users[version_of[microbatch]] -= 1  # type: ignore[index]
-            pending += 1
-        elif op is Op.UPDATE:
-            taken = {buffer for version, buffer in enumerate(buffer_of) if users[version]}
-            buffer_of.append(next(buffer for buffer in range(len(taken) + 1) if buffer not in taken))
-            group_sizes.append(pending)
-            pending = 0
-    return WeightVersions(tuple(version_of), tuple(buffer_of), tuple(group_sizes))
 
 
 # The plan of activation offloading: when each layer's activations leave the device and return.

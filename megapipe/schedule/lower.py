@@ -33,8 +33,8 @@ def lower(schedule: Schedule, receive_depth: int = 2) -> Schedule:
       messages are used in the order they were made. Otherwise a receive is posted no later than those made after it, so
       that every route stays first-in first-out: all messages of one kind from one rank to another.
     - The two halves of an overlapped pair stay together: receives are posted before the pair, sends follow it.
-    - REDUCE_GRAD follows the last B or W of each stage. Schedules with UPDATE get none: an UPDATE includes the
-      reduction.
+    - REDUCE_GRAD follows the last B or W of each stage. An UPDATE includes the reduction of its gradients, unless other
+      computations come between: then REDUCE_GRAD follows the gradients at once, and NORM comes halfway to the UPDATE.
     """
     if receive_depth < 0:
         raise ConfigError(
@@ -151,7 +151,16 @@ def _plan_reductions(schedule: Schedule, rank: int) -> dict[int, list[Action]]:
     although each rank completes them in its own order. A rank takes part even if it ran no microbatch of the stage.
     """
     plan: dict[int, list[Action]] = {}
-    if not schedule.has_backward or not schedule.is_synchronous:
+    if not schedule.has_backward:
+        return plan
+    if not schedule.is_synchronous:
+        completed = {
+            (stage, m): index for index, (stage, op, m) in enumerate(schedule.rows[rank]) if op in COMPLETES_OPS
+        }
+        for index, (stage, op, microbatch) in enumerate(schedule.rows[rank]):
+            if op is Op.UPDATE and index > (done := completed[stage, microbatch]) + 1:
+                plan.setdefault(done, []).append(Action(stage, Op.REDUCE_GRAD, microbatch))
+                plan.setdefault((done + index) // 2, []).append(Action(stage, Op.NORM, microbatch))
         return plan
     completed_at = {stage: index for index, (stage, op, _) in enumerate(schedule.rows[rank]) if op in COMPLETES_OPS}
     not_before = 0

@@ -347,7 +347,7 @@ class ScheduleWalk:
         self.starts[rank][slot] = self.ends[rank][slot] = clock
         if op is Op.UPDATE:
             self.ends[rank][slot] = self.clocks[rank] = clock + seconds / self._rank_speeds[rank]
-        elif op is not Op.RESHARD:
+        elif op not in (Op.RESHARD, Op.NORM):  # these take no time here
             self._collect(rank, action, slot)
         return 1
 

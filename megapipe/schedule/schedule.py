@@ -39,6 +39,8 @@ class Schedule:
     scheduled like a microbatch: on a stage, its forward follows those of the slices before it, whose keys and values
     it reads, and its backward those of the slices after it, which add to the gradients of its keys and values.
     reading_in_w: stages whose W reads weights too, to compute again what was not kept: a chunked loss, a norm.
+    num_steps: training steps that the microbatches make up, in their order and of equal sizes: a stretch of a stream
+    (schedule.stream).
     """
 
     name: str
@@ -47,6 +49,7 @@ class Schedule:
     rows: tuple[Row, ...]
     num_slices: int = 1
     reading_in_w: frozenset[int] = frozenset()
+    num_steps: int = 1
 
     def __post_init__(self) -> None:
         if len(self.rows) != self.placement.num_ranks:
@@ -61,6 +64,11 @@ class Schedule:
     @property
     def num_stages(self) -> int:
         return self.placement.num_stages
+
+    @property
+    def step_size(self) -> int:
+        """Microbatches of a step."""
+        return self.num_microbatches // self.num_steps
 
     @property
     def num_units(self) -> int:
@@ -111,6 +119,7 @@ class Schedule:
         slices = f" of {self.num_slices} slices" if self.num_slices > 1 else ""
         counts = {"rank": self.num_ranks, "stage": self.num_stages, "microbatch": self.num_microbatches}
         size = ", ".join(count_text(count, noun) for noun, count in counts.items())
+        size += f" of {self.num_steps} steps" if self.num_steps > 1 else ""
         return f"{self.name} ({size}{slices})"
 
 

@@ -59,8 +59,11 @@ class StateDtypes:
         return bool(self.narrow) or self.gradient_bytes < 4
 
 
-def state_dtypes(optimizer: OptimizerConfig, precision: PrecisionConfig, num_versions: int = 1) -> StateDtypes:
-    """Return the dtypes of a rank that holds num_versions of its weights at once (asynchronous schedules).
+def state_dtypes(
+    optimizer: OptimizerConfig, precision: PrecisionConfig, changes_in_flight: bool = False
+) -> StateDtypes:
+    """Return the dtypes of a rank. changes_in_flight: its weights are updated while microbatches are in flight
+    (asynchronous schedules), so that they are copies of their masters.
 
     Everything has at least fp32, but for gradients and moments that --use-precision-aware-optimizer narrows.
     """
@@ -71,6 +74,6 @@ def state_dtypes(optimizer: OptimizerConfig, precision: PrecisionConfig, num_ver
     if optimizer.use_precision_aware_optimizer:
         gradient = optimizer.main_grads_dtype
         states = of_matrix = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
-    if precision.dtype != wide or num_versions > 1:
+    if precision.dtype != wide or changes_in_flight:
         states, of_matrix = {MASTER: wide, **states}, {MASTER: wide, **of_matrix}
     return StateDtypes(gradient, states, of_matrix, kind.temporaries * ELEMENT_BYTES[wide])

@@ -146,6 +146,11 @@ class Decision:
     save_ready: bool = False  # the asynchronous save can proceed without waiting for any rank
     health: StepHealth = StepHealth.FINE
 
+    def joined(self, later: Decision) -> Decision:
+        """Return what follows this step and a later one."""
+        reason, due = self.stop_reason or later.stop_reason, self.save_due or later.save_due
+        return Decision(reason, due, later.save_ready, max(self.health, later.health))
+
 
 class SpikeWatch:
     """A detector of spikes from plain numbers, the same on all ranks.
@@ -222,10 +227,11 @@ class Guard:
         if training.spike_rollback is not None and loader is not None:
             self._spikes = SpikeWatch(training)
             self._spikes.load_state(state.spikes)
-        self._spike = ""  # why the last step is one
+        self._spike = ""  # why a step since the last recovery is one
         self._nonfinite: tuple[StepBatch, StepResult, Sums] | None = None  # the last step, if it is to be explained
         self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None
-        self._asks_ahead = self._side is not None and self._spikes is None
+        # ranks of a stream are not at the same step, and do not wait for one another
+        self._asks_ahead = (self._side is not None or not runtime.plan.is_synchronous) and self._spikes is None
         self._asked: HostCopy | None = None  # after the last step; on GPUs
         self._has_saved = False  # since then: what it says of saves is out of date
 
@@ -238,17 +244,19 @@ class Guard:
         is_overflow = update.skipped and math.isfinite(result.loss) and is_searching
         is_finite = math.isfinite(result.loss) and math.isfinite(update.grad_norm)
         if sums is not None and not (is_overflow or is_finite):
-            self._nonfinite = batch, result, sums
+            self._nonfinite = self._nonfinite or (batch, result, sums)
             return StepHealth.NONFINITE
-        self._spike = "" if self._spikes is None else self._spikes.see(result.loss, update.grad_norm)
-        return StepHealth.SPIKE if self._spike and self._runtime.groups.world.rank == 0 else StepHealth.FINE
+        spike = "" if self._spikes is None else self._spikes.see(result.loss, update.grad_norm)
+        self._spike = self._spike or spike
+        return StepHealth.SPIKE if spike and self._runtime.groups.world.rank == 0 else StepHealth.FINE
 
     def decide(self, health: StepHealth) -> Decision:
         """Agree with all ranks on what follows the last step, by one all-reduce of what any rank's clock, signals, disk
         and numbers say.
 
-        On GPUs the host does not wait for that: what was asked after one step is followed after the next. A loss or
-        norm that is not finite needs no agreement, as all ranks have the same; spikes, which rank 0 judges, do.
+        On GPUs and in a stream the host does not wait for that: what was asked after one step is followed after the
+        next. A loss or norm that is not finite needs no agreement, as all ranks have the same; spikes, which rank 0
+        judges, do.
         """
         config, saving = self._runtime.plan.config, self._saving
         limit, minutes = config.training.exit_duration_in_mins, config.checkpoint.save_interval_minutes
@@ -303,19 +311,20 @@ class Guard:
         is not asked for, or not possible and the numbers are not finite.
         """
         runtime, loader = self._runtime, self._loader
-        why, first_bad, error = self._spike, self._state.step, None
+        why, first_bad, error = self._spike, self._state.step, None  # in a stream, steps may have followed the bad one
+        self._spike = ""
         if self._spikes is not None:
             first_bad -= max(0, self._spikes.num_spiking - 1)
         if self._nonfinite is not None:
             (batch, result, sums), self._nonfinite = self._nonfinite, None
             # first, as it reads the gradients, which repeating the step overwrites
             why = describe_nonfinite(runtime, sums, batch.microbatches, result.loss, result.update)
-            if runtime.updates is None and result.update.skipped and loader is not None:  # no weights have changed
+            if runtime.plan.is_synchronous and result.update.skipped and loader is not None:  # no weights have changed
                 again = read_microbatches(runtime, loader, batch.first_sample, len(batch.microbatches), batch.step - 1)
                 with runtime.heartbeat.phase("searching", PATIENCE):
                     objective = LossAverage.of(runtime.plan).objective(lambda: runtime.optimizer.loss_scale)
                     why += f"; {repeat_step(runtime, again, objective)}"
-            error = TrainingError(f"step {self._state.step}: {why}. {WAY_OUT}")
+            error = TrainingError(f"step {batch.step}: {why}. {WAY_OUT}")
         if self._spikes is None or loader is None:
             raise error or TrainingError(why)
         # rank 0 decides, as the last bits of a norm may differ

@@ -28,7 +28,8 @@ from megapipe.train.metrics import EvaluationMetrics, Observer, StepMetrics, Ste
 from megapipe.train.profiling import Profiling
 from megapipe.train.saving import Saving
 from megapipe.train.state import Schedules, TrainingState
-from megapipe.train.step import StepBatch, StepResult, read_microbatches, train_step
+from megapipe.train.step import StepBatch, StepResult, read_microbatches
+from megapipe.train.stream import train_step
 
 FORWARD_SHARE = 1 / 3  # of a step's time, of which the backward takes two thirds: until one evaluation is measured
 
@@ -67,6 +68,7 @@ class Training:
         self._guard = Guard(runtime, state, data.train, saving, journal, stop, observer)
         self._files = DataCheck(runtime, data.files, journal.say)
         self._stop = stop
+        self._measured: dict[str, Any] | None = None  # time and memory of the steps since the last line
         self._losses: dict[str, float] = {}  # the last one of 'train', 'validation' and 'test'
         splits = {"validation": data.valid, "test": data.test}
         self._clock = EvaluationClock(
@@ -104,14 +106,23 @@ class Training:
         if state.step < train_iters and (stopped := self._guard.stop_signal()) is not None:
             self._saving.saved_step = first  # nothing was trained since
             return Ending(stopped, early=True)
+        following: StepBatch | None = None
+        decided = Decision()
         while state.step < train_iters:
-            batch = self._next_batch()
+            batch = following or self._next_batch()
+            following = self._following(batch, decided)
+            self._profiling.before(batch.step)
             # the first step compiles kernels and makes connections, and may take long
             with self.runtime.heartbeat.phase("", PATIENCE) if batch.step == first + 1 else nullcontext():
-                result = self._step.run(batch.microbatches, batch.rates)  # forward-backward, reduce, update
-                self._profiling.after(batch.step, len(batch.microbatches))
-                decision = self._finish_step(batch, result)  # judge, log, agree
+                finished = self._step.advance(batch, following)  # forward-backward, reduce, update
+                self._profiling.after(batch.step, len(batch.microbatches), batch.num_samples)
+                self._measured = None
+                for each in finished:
+                    decided = decided.joined(self._finish_step(*each))  # judge, log, agree
             self._collect_garbage(self._is_due(self._training.manual_gc_interval))
+            if following is not None:  # what was decided waits until the pipeline has drained
+                continue
+            decision, decided = decided, Decision()
             if self._is_due(self._guard.copies.interval) and decision.health is StepHealth.FINE:
                 self._guard.copies.compare(state.step)
             is_spike = decision.health is StepHealth.SPIKE and decision.stop_reason is None
@@ -131,11 +142,27 @@ class Training:
                 self._profiling.restart()
         return Ending(f"all {train_iters} steps done")
 
-    def _next_batch(self) -> StepBatch:
-        """Begin the next step: its samples, which are read when the engine asks for them, and its rates."""
+    def _following(self, batch: StepBatch, decided: Decision) -> StepBatch | None:
+        """Return the step that begins before a step has ended, None if the pipeline drains first.
+
+        decided: after the steps of this stream.
+        """
+        plan, is_asked = self.runtime.plan, decided.stop_reason or decided.save_due or decided.health != StepHealth.FINE
+        if plan.is_synchronous or is_asked or batch.step == self._training.train_iters:
+            return None
+        if any(batch.step % interval == 0 for interval in self._config.drain_intervals.values()):
+            return None
+        following = self._next_batch(batch)
+        return following if len(following.microbatches) == len(batch.microbatches) else None
+
+    def _next_batch(self, after: StepBatch | None = None) -> StepBatch:
+        """Return the next step, or the one after another: its samples, which are read when the engine asks for them,
+        and its rates.
+        """
         assert self.data.train is not None and self._schedules is not None
         step, consumed = self.state.step + 1, self.state.consumed_samples
-        self._profiling.before(step)
+        if after is not None:
+            step, consumed = after.step + 1, after.first_sample + after.num_samples
         count = self.runtime.plan.batch.num_microbatches_at(consumed)
         microbatches = read_microbatches(self.runtime, self.data.train, consumed, count, step - 1)
         rates, num_samples = self._schedules.rates(consumed), self.runtime.plan.batch.size_at(consumed)
@@ -149,7 +176,6 @@ class Training:
         if health is StepHealth.NONFINITE:
             return guard.decide(health)
         state.skipped_steps += result.update.skipped
-        self._profiling.count(count, batch.num_samples)
         if self._is_due(self._config.logging.log_interval) or state.step == self._training.train_iters:
             self._files.look()
             self._journal.write(self._metrics(batch, result))
@@ -165,7 +191,8 @@ class Training:
 
     def _metrics(self, batch: StepBatch, result: StepResult) -> StepMetrics:
         state, update, train_iters = self.state, result.update, self._training.train_iters
-        measured = self._profiling.take(train_iters - state.step)
+        measured = self._measured or self._profiling.take(train_iters - state.step)
+        self._measured = dict(measured)  # of the steps that end together where a pipeline drains
         measured["seconds_left"] += self._clock.seconds_left(state.step, measured["step_seconds"])
         norm = self.runtime.optimizer.parameters_norm() if self._config.logging.log_params_norm else None
         return StepMetrics(

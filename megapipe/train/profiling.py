@@ -54,10 +54,13 @@ class Profiling:
         self._trace.before(step - 1)
         self._pipeline.before(step - 1)
 
-    def after(self, step: int, num_microbatches: int) -> None:
+    def after(self, step: int, num_microbatches: int, num_samples: int) -> None:
         """Note that a step has run. Called before its line in the log, which clears the tracer."""
         self._pipeline.after(step - 1, num_microbatches)
         self._trace.after(step - 1)
+        self._num_microbatches = num_microbatches
+        self._samples += num_samples
+        self._num_steps += 1
 
     def restart(self) -> None:
         """Restart the measurement: the time since the last step is not counted."""
@@ -65,12 +68,6 @@ class Profiling:
         self._since = time.perf_counter()
         if self._runtime.tracer is not None:
             self._runtime.tracer.events.clear()
-
-    def count(self, num_microbatches: int, num_samples: int) -> None:
-        """Count a step whose result is known."""
-        self._num_microbatches = num_microbatches
-        self._samples += num_samples
-        self._num_steps += 1
 
     def take(self, steps_left: int) -> dict[str, Any]:
         """Return the fields of StepMetrics about time and memory since the last call, and restart. A collective."""

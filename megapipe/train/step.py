@@ -204,14 +204,21 @@ class TrainStep:
         self.expert_loads = ExpertLoads(runtime)
         self._count_zero_gradients = runtime.plan.config.logging.log_num_zeros_in_grad
 
-    def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
+    def run(self, microbatches: Microbatches, rates: Rates) -> StepResult:
         """Run one whole step. Raises nothing for a NaN: `update.skipped` and the loss show it."""
         pending, optimizer = self.gradients(microbatches), self.runtime.optimizer
         with self._timers.phase("optimizer"):
             # loss and norm in one message and one copy: the host waits for the device once per step
             update = optimizer.step(pending.gradient_factor, rates, self._count_zero_gradients, pending.totals)
-            self.expert_loads.finish_step(update.skipped)
+            self.expert_loads.finish_step(update.skipped, self.expert_loads.take(), self.expert_loads.biases)
         return StepResult(*pending.of(update.beside), update)
+
+    def advance(self, batch: StepBatch, following: StepBatch | None) -> list[tuple[StepBatch, StepResult]]:
+        """Run one more step of a stream; return the steps whose results are known now, in order.
+
+        following: the step after it, if the stream goes on; read by asynchronous schedules alone (`train.stream`).
+        """
+        return [(batch, self.run(batch.microbatches, batch.rates))]
 
     def gradients(self, microbatches: Sequence[Microbatch]) -> PendingLoss:
         """Run forward and backward and leave the reduced raw gradients in the buffers."""
@@ -241,34 +248,6 @@ class TrainStep:
         return runtime.step(microbatches, self._average.objective(lambda: runtime.optimizer.loss_scale), trains=True)
 
 
-class AsynchronousStep(TrainStep):
-    """A step of a schedule that updates weights while microbatches are in flight. NOT synchronous training.
-
-    All microbatches run through one row that fills, updates on the way and drains: several updates of every stage. The
-    loss is the average over the step's microbatches, each under the weights it met. The gradient norm is that of each
-    stage's last update: during the row no rank knows those of the others. Nothing is clipped or skipped.
-    """
-
-    def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
-        """Run one row. Raises nothing for a NaN: the norm and the loss show it."""
-        runtime, count = self.runtime, len(microbatches)
-        updates = runtime.updates
-        assert updates is not None, "a synchronous schedule has no updates in its row"
-        versions = runtime.plan.weight_versions(count, runtime.coordinates.pp_rank)
-        updates.begin(versions, rates)
-        with self._timers.phase("forward-backward"):
-            reports = runtime.engine(count).run(self._engine_step(microbatches))
-        updates.finish()
-        pending = self._average.pending(reports, runtime.groups, runtime.device, count)
-        update = runtime.optimizer.last_update(self._count_zero_gradients, pending.totals)
-        return StepResult(*pending.of(update.beside), update)
-
-
-def train_step(runtime: TrainingRuntime, timers: Timers | None = None) -> TrainStep:
-    """Build the kind of step that the plan asks for."""
-    return (TrainStep if runtime.updates is None else AsynchronousStep)(runtime, timers)
-
-
 @dataclass(frozen=True)
 class ExpertReport:
     """The routers' choices in one step, over the global batch. Lists are by layer with experts."""
@@ -284,6 +263,9 @@ class ExpertReport:
         return [max(load) for load in self.load]
 
 
+Routed = tuple[Tensor, Tensor, dict[str, Tensor]]  # by a router in a step: loads, dropped rows, losses
+
+
 class ExpertLoads:
     """The loads of the experts in this rank's layers over a global batch, and the routers' biases.
 
@@ -295,29 +277,37 @@ class ExpertLoads:
     def __init__(self, runtime: TrainingRuntime) -> None:
         found = {layer: router for module in runtime.stages.values() for layer, router in module.routers().items()}
         self.layers = tuple(sorted(found))
-        self._routers = [found[layer] for layer in self.layers]
+        self.routers = [found[layer] for layer in self.layers]
         self._groups = (runtime.groups.tp, runtime.groups.replicas)  # whose ranks route other tokens
         model = runtime.plan.config.model
         self._updates = model.moe_router_enable_expert_bias
         self._rate = model.moe_router_bias_update_rate
         self._runtime = runtime
-        self._kept: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []  # of the last step: loads, dropped, losses
+        self._kept: list[Routed] = []  # of the last step
 
     def clear(self) -> None:
         """Forget the loads of forwards that belong to no step."""
-        for router in self._routers:
+        for router in self.routers:
             router.clear()
 
-    def finish_step(self, skipped: bool) -> None:
-        """Take the loads of the step's forwards, and update the biases unless the step is skipped."""
-        self._kept = [router.take() for router in self._routers]
-        if skipped or not self._updates or not self._routers:
+    @property
+    def biases(self) -> list[Tensor]:
+        """The routers' biases, [experts] each."""
+        return [router.expert_bias for router in self.routers if router.expert_bias is not None]
+
+    def take(self) -> list[Routed]:
+        """Return what the routers have done since the last call."""
+        return [router.take() for router in self.routers]
+
+    def finish_step(self, skipped: bool, taken: list[Routed], biases: list[Tensor]) -> None:
+        """Update biases unless the step is skipped. taken: of the step's forwards."""
+        self._kept = taken
+        if skipped or not self._updates or not self.routers:
             return
         loads = torch.stack([loads for loads, _, _ in self._kept])  # [layers, experts]
         for group in self._groups:
             all_reduce(loads, group)
         excess = loads * loads.shape[1] - loads.sum(1, keepdim=True)  # exact: int64
-        biases = [router.expert_bias for router in self._routers if router.expert_bias is not None]
         for bias, sign in zip(biases, excess.sign().to(torch.float32), strict=True):
             bias.sub_(sign, alpha=self._rate)
 

@@ -21,7 +21,7 @@ from megapipe.model.dispatch import Routes
 from megapipe.model.microbatch import Microbatch
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.traffic import step_bytes
-from megapipe.train.step import train_step
+from megapipe.train.stream import train_step
 from tests.assembly.plans import EXPERTS, LATENT, SP2, ZERO1, grids, make_plan
 from tests.harness import RankPool
 from tests.model.grids import with_ahead

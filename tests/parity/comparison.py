@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 
 import numpy as np
 import torch
@@ -23,14 +24,16 @@ from tests.parity.options import Grid, world_of
 STEPS = 3
 
 
-def assert_equals_reference(pool: RankPool, grid: Grid, without_loss: tuple[int, ...] = (), steps: int = STEPS) -> None:
-    """Train a grid and the reference for up to three steps. Raises AssertionError with all differences and the grid.
+def assert_equals_reference(
+    pool: RankPool, grid: Grid, without_loss: tuple[int, ...] = (), steps: int = STEPS, drains: tuple[int, ...] = ()
+) -> None:
+    """Train a grid and the reference. Raises AssertionError with all differences and the grid.
 
-    without_loss: microbatches of each global batch in which no token counts.
+    without_loss: microbatches of each global batch in which no token counts. drains: see `compare_with_oracle`.
     """
     print(grid)
     try:
-        wrong = pool.run(differences, grid, without_loss, steps)[0]
+        wrong = pool.run(differences, grid, without_loss, steps, drains)[0]
     except RankFailure as failure:
         wrong = [failure.report]
     if wrong:
@@ -39,16 +42,18 @@ def assert_equals_reference(pool: RankPool, grid: Grid, without_loss: tuple[int,
         )
 
 
-def differences(rank: int, world_size: int, grid: Grid, without_loss: tuple[int, ...], steps: int) -> list[str]:
+def differences(
+    rank: int, world_size: int, grid: Grid, without_loss: tuple[int, ...], steps: int, drains: tuple[int, ...] = ()
+) -> list[str]:
     """Return a line for each loss, gradient norm, gradient and weight that differs; run by all ranks, the same on
     each."""
     assert world_size == world_of(grid)
     plan = resolve(configuration(grid), world_size)
     rates = [
         Rates(lr, grid["weight_decay"] * decay, grid["decoupled_lr"])
-        for lr, decay in ((0.02, 1), (0.01, 2), (0.015, 1))
+        for lr, decay in islice(cycle(((0.02, 1), (0.01, 2), (0.015, 1))), steps)
     ]
-    return plan_differences(rank, plan, rates[:steps], without_loss)
+    return plan_differences(rank, plan, rates, without_loss, drains=drains)
 
 
 def plan_differences(
@@ -57,19 +62,20 @@ def plan_differences(
     rates: Sequence[Rates],
     without_loss: tuple[int, ...] = (),
     change: Callable[[Batch], Batch] = lambda batch: batch,
+    drains: tuple[int, ...] = (),
 ) -> list[str]:
     """Return the differences of one plan's run, a step for each of the rates; called by all ranks.
 
     change: of each random batch.
     """
     groups = build_process_groups(plan.topology, rank, "gloo", 60)
-    batches = random_batches(plan.config, plan.topology.dp, microbatch_counts(plan)[: len(rates)], seed=1)
+    batches = random_batches(plan.config, plan.topology.dp, microbatch_counts(plan, len(rates)), seed=1)
     batches = [
         [_masked(part) if number in without_loss else change(part) for number, part in enumerate(batch)]
         for batch in batches
     ]
     slices = drawn_slices(plan.config.training.seed, torch.float64)
-    compared = compare_with_oracle(plan, groups, torch.device("cpu"), slices, batches, rates, FP64)
+    compared = compare_with_oracle(plan, groups, torch.device("cpu"), slices, batches, rates, FP64, drains)
     return [line for step in compared for line in _lines(step)]
 
 
@@ -77,11 +83,11 @@ def _masked(batch: Batch) -> Batch:
     return dataclasses.replace(batch, loss_mask=np.zeros(batch.tokens.shape, dtype=np.float32))
 
 
-def microbatch_counts(plan: RunPlan) -> list[int]:
+def microbatch_counts(plan: RunPlan, steps: int = STEPS) -> list[int]:
     """Return the number of microbatches of a dp rank in each step."""
     counts: list[int] = []
     consumed = 0
-    for _ in range(STEPS):
+    for _ in range(steps):
         counts.append(plan.batch.num_microbatches_at(consumed))
         consumed += plan.batch.size_at(consumed)
     return counts

@@ -83,8 +83,9 @@ def configuration(grid: Grid, dtype: str = "fp64") -> Config:
     num_layers, cut = _cut(grid["cut"], grid["pp"], grid["chunks"])
     heads = 6 if grid["tp"] == 3 else 4
     unit = grid["micro_batch_size"] * grid["dp"]
-    if grid["microbatches"] == "1, 2, 3":  # in the three steps
-        batch: dict[str, Any] = {"global_batch_size": 3 * unit, "rampup_batch_size": (unit, unit, 2 * unit)}
+    if isinstance(grid["microbatches"], str):  # in the first three steps, such as "1, 2, 3"
+        first = int(grid["microbatches"].split(",")[0]) * unit
+        batch: dict[str, Any] = {"global_batch_size": first + 2 * unit, "rampup_batch_size": (first, unit, 2 * first)}
     else:
         batch = {"global_batch_size": grid["microbatches"] * unit}
     # in grids of larger microbatches, two layers of each stage are offloaded

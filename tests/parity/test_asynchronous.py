@@ -1,4 +1,4 @@
-"""Asynchronous schedules equal their emulation in one process, stale weights included, in fp64."""
+"""Streams of asynchronous schedules equal their emulation in one process, in fp64, over six steps and two drains."""
 
 from __future__ import annotations
 
@@ -14,32 +14,40 @@ from tests.parity.options import Grid, plain_grid, world_of
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
-def pipedream(schedule: str = "pipedream", **changes: Any) -> Grid:
-    return plain_grid(**{"schedule": schedule, "tied": False, "microbatches": 5} | changes)
+def stream(schedule: str, **changes: Any) -> Grid:
+    return plain_grid(**{"schedule": schedule, "pp": 2, "microbatches": 3} | changes)
 
 
-def twice_buffered(**changes: Any) -> Grid:
-    return pipedream("pipedream-2bw", pp=changes.pop("pp", 2), **changes)
+def alone(schedule: str, **changes: Any) -> Grid:
+    """Return a schedule whose stages update at their own times, and share no weights."""
+    return stream(schedule, **{"tied": False} | changes)
 
 
 GRIDS = {
-    "pipedream_p2_sgd": pipedream(pp=2, optimizer="sgd without momentum", microbatches="1, 2, 3"),
-    "pipedream_p4_adam": pipedream(pp=4, microbatches=9),
-    "pipedream_p2_dp2_momentum_zero": pipedream(pp=2, dp=2, optimizer="sgd", bucket="one parameter", **SHARDED),
-    "pipedream_p2_tp2_recompute": pipedream(
-        pp=2, tp=2, sequence_parallel=True, recompute="uniform 1", hidden_dropout=0.2, weight_decay=0.1,
+    "2bw_p2_momentum_tied": stream("pipedream-2bw", optimizer="sgd", documents="all", clip_grad=0.5),
+    "2bw_p4_sgd": stream("pipedream-2bw", pp=4, optimizer="sgd without momentum", microbatches=4),
+    "2bw_p2_dp2_adam": stream("pipedream-2bw", dp=2, bucket="some parameters", overlap_grad_reduce=True),
+    "2bw_p2_tp2_dp2_zero": stream(
+        "pipedream-2bw", tp=2, dp=2, use_distributed_optimizer=True, recompute="core_attn layernorm mlp", clip_grad=0.5
+    ),
+    "2bw_p4_ramp_per_token": stream("pipedream-2bw", pp=4, microbatches="4, 5, 6", calculate_per_token_loss=True),
+    "2bw_one_rank": stream("pipedream-2bw", pp=1, clip_grad=0.5),
+    "pipedream_p2_sgd": alone("pipedream", optimizer="sgd without momentum", microbatches="2, 3, 4", clip_grad=0.5),
+    "pipedream_p4_adam": alone("pipedream", pp=4, microbatches=5),
+    "pipedream_p2_dp2_momentum_zero": alone(
+        "pipedream", dp=2, optimizer="sgd", bucket="one parameter", clip_grad=0.5, **SHARDED
+    ),
+    "pipedream_p2_tp2_recompute": alone(
+        "pipedream", tp=2, sequence_parallel=True, recompute="uniform 1", hidden_dropout=0.2, weight_decay=0.1,
         decoupled_lr=5e-3, kv_heads="one",
     ),
-    "2bw_p2_momentum": twice_buffered(optimizer="sgd", documents="all"),
-    "2bw_p4_sgd": twice_buffered(pp=4, optimizer="sgd without momentum", microbatches=14),
-    "2bw_p2_dp2_adam": twice_buffered(dp=2, bucket="some parameters", overlap_grad_reduce=True),
-    "2bw_p2_tp2_adam_zero": twice_buffered(
-        tp=2, dp=2, use_distributed_optimizer=True, recompute="core_attn layernorm mlp", microbatch_group="pp + 1"
-    ),
-    "pipedream_one_rank": pipedream(tied=True),
+    "vertical_sync_p4": alone("pipedream-vertical-sync", pp=4, microbatches=4),
+    "paci_p4_clipped": alone("paci", pp=4, microbatches=4, clip_grad=0.5),
+    "paci_p2_dp2_zero": alone("paci", dp=2, **SHARDED),
+    "pipedream_one_rank": stream("pipedream", pp=1),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_grid_equals_emulation(name: str, rank_pools: Callable[[int], RankPool]) -> None:
-    assert_equals_reference(rank_pools(world_of(GRIDS[name])), GRIDS[name])
+    assert_equals_reference(rank_pools(world_of(GRIDS[name])), GRIDS[name], steps=6, drains=(2,))

@@ -293,7 +293,7 @@ def test_training_state_has_the_bytes_of_its_dtypes(
     sharded = {"dtype": dtype, "use_distributed_optimizer": True} | changes
     plan = resolve(small_config(**sharded), 2)
     elements, slack = plan.num_elements([0]), 64 * len(plan.buffers(0, 0))
-    dtypes = plan.state_dtypes(0)
+    dtypes = plan.state_dtypes
     items = rank_memory(plan, 0).items
     assert items["gradients"] == elements * gradient + slack
     assert items["optimizer"] == elements // 2 * state

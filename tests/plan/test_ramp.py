@@ -13,9 +13,10 @@ from megapipe.plan.memory import SliceBytes, all_rank_memory, peak_of_row, step_
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import decisive_counts
 from megapipe.schedule.action import Op
-from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered
-from megapipe.schedule.lifetimes import assign_slots, num_slots, weight_versions
+from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered, build_stream
+from megapipe.schedule.lifetimes import assign_slots, num_slots
 from megapipe.schedule.simulate import unhindered_send_depth
+from megapipe.schedule.stream import weight_versions
 from tests.tiny import small_config
 
 FAMILIES = [name for name, family in SCHEDULES.items() if not family.is_automatic]
@@ -43,7 +44,8 @@ def needs(name: str, pp: int, chunks: int, count: int, group_size: int | None) -
                 peak = peak_of_row(row, rank, schedule.placement, [size], sends)
                 found["bytes", rank, sends, kept] = peak.total
         if rule := SCHEDULES[name].versions:
-            found["versions", rank] = max(weight_versions(schedule, rank, rule, group_size or 1).buffer_of)
+            stretch = build_stream(name, pp, count).stretch
+            found["versions", rank] = weight_versions(stretch, rank, rule).num_held
     assert (Op.W in schedule.ops) == SCHEDULES[name].splits_backward
     return found
 

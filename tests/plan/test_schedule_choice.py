@@ -80,7 +80,7 @@ def test_the_automatic_scheduler_stays_within_the_limit_and_uses_uneven_stages()
 def test_a_resolved_plan_resolves_again_to_the_same(name: str) -> None:
     needed = {"num_virtual_stages_per_pipeline_rank": 2} if name in ("interleaved", "breadth-first") else {}
     if not SCHEDULES[name].is_synchronous:
-        needed = {"clip_grad": 0.0, "untie_embeddings_and_output_weights": True}
+        needed = {"untie_embeddings_and_output_weights": True}
     asked = small_config(pipeline_model_parallel_size=2, pipeline_schedule=name, global_batch_size=8, **needed)
     plan = resolve(asked, 2)
     again = resolve(dataclasses.replace(asked, parallel=plan.config.parallel), 2)
@@ -93,5 +93,9 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 
 def test_an_asynchronous_schedule_without_such_options_is_accepted() -> None:
-    flags = f"{PIPEDREAM} {UNTIED} --clip-grad 0 --fp16 --loss-scale 1024"
+    flags = f"{PIPEDREAM} {UNTIED} --fp16 --loss-scale 1024 --global-batch-size 4"
     assert resolve(load_config(job(flags)).config, 2).schedule_name == "pipedream"
+    of_all_ranks = "--fp16 --calculate-per-token-loss --num-experts 4 --mtp-num-layers 1 --position-embedding-type rope"
+    assert resolve(
+        load_config(job(f"{PIPEDREAM}-2bw {of_all_ranks} --global-batch-size 4")).config, 2
+    ).accumulates_apart

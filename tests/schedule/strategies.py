@@ -57,6 +57,8 @@ def family_shapes(name: str, p: int, v: int, m: int, group_extra: int = 0) -> tu
         m = max(2 * p, m + m % 2)
     elif name == "dualpipe-v":
         m = max(2 * p, m)
+    elif not family.is_synchronous:
+        m = max(p, m)
     v = family.chunks or (v if family.takes_chunks else 1)
     return name, p, v, m, p + group_extra if family.takes_group_size else None
 

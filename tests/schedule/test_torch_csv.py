@@ -15,7 +15,8 @@ from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.validate import validate
 
 RANKS, MICROBATCHES = 2, 8
-ONLY_HERE = {"dualpipe", "pipedream", "pipedream-2bw"}  # unsupported by torch: stages on two ranks; UPDATE
+# unsupported by torch: stages on two ranks; UPDATE
+ONLY_HERE = {"dualpipe", *(name for name, family in SCHEDULES.items() if not family.is_synchronous)}
 
 
 def made(name: str, lowered: bool = False) -> Schedule:

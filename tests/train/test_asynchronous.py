@@ -1,6 +1,7 @@
-"""Training with the asynchronous schedules.
+"""Training with asynchronous schedules: pipelines that drain only where something needs it.
 
-Covers the cases in which they equal the synchronous ones, resuming, and messages to the user.
+Covers the cases in which they equal the synchronous ones, the loop, resuming, overflows, and messages to the user.
+tests/parity/test_asynchronous.py compares streams with their emulation in one process.
 """
 
 from __future__ import annotations
@@ -14,72 +15,109 @@ import torch
 
 from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
+from megapipe.train.stream import StreamStep
 from tests.harness import RankPool
+from tests.train.jobs import job_on_rank, lines_of, steps_of
 from tests.train.runs import tiny
-from tests.train.test_resume import interrupted, straight
+from tests.train.test_resume import straight
+from tests.train.test_saving import contents
 
-COMMON = {"clip_grad": 0.0, "untie_embeddings_and_output_weights": True, "hidden_dropout": 0.1, "weight_decay": 0.1}
-PP2 = COMMON | {"pipeline_model_parallel_size": 2, "micro_batch_size": 1}
-SHARDED = {
-    "use_distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "ddp_bucket_size": 700,
-}
+Pools = Callable[[int], RankPool]
+COMMON = {"hidden_dropout": 0.1, "weight_decay": 0.1}
+PP2 = COMMON | {"pipeline_model_parallel_size": 2, "micro_batch_size": 1, "global_batch_size": 2}
+UNTIED = {"untie_embeddings_and_output_weights": True, "clip_grad": 0.0}
+STREAM = "--pipeline-model-parallel-size 2 --train-iters 6 --eval-iters 1"
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("pipedream", {"global_batch_size": 1, "dtype": "bf16"}),
-        ("pipedream-2bw", {"global_batch_size": 2, "dtype": "fp32", "optimizer": "sgd"}),
-        ("pipedream-2bw", {"global_batch_size": 2, "dtype": "fp16", "loss_scale": 256.0}),
+        ("pipedream-2bw", {"dtype": "fp32", "optimizer": "sgd"}),
+        ("pipedream-2bw", {"dtype": "fp16", "initial_loss_scale": 2.0**24, "hysteresis": 1}),
+        ("pipedream-2bw", {"dtype": "bf16", "use_distributed_optimizer": True}),
+        ("paci", {"dtype": "bf16"} | UNTIED),
     ],
-    ids=["pipedream bf16", "2bw fp32", "2bw fp16"],
+    ids=["2bw fp32", "2bw fp16 with overflows", "2bw bf16", "paci bf16"],
 )
-def test_steps_of_one_update_are_those_of_1f1b_to_the_bit(
-    name: str, changes: dict[str, Any], rank_pools: Callable[[int], RankPool]
+def test_steps_between_drains_are_those_of_1f1b_to_the_bit(
+    name: str, changes: dict[str, Any], rank_pools: Pools
 ) -> None:
     found, plain = (
         rank_pools(2).run(straight, PP2 | changes | {"pipeline_schedule": which}, 3) for which in (name, "1f1b")
     )
-    for (losses, tensors, _), (plain_losses, plain_tensors, _) in zip(found, plain, strict=True):
-        assert losses == plain_losses
+    for (losses, tensors, state), (plain_losses, plain_tensors, plain_state) in zip(found, plain, strict=True):
+        assert (losses, state) == (plain_losses, plain_state)
         assert tensors.keys() == plain_tensors.keys()
         assert all(torch.equal(values, plain_tensors[name]) for name, values in tensors.items())
 
 
-def test_several_updates_are_not_those_of_1f1b(rank_pools: Callable[[int], RankPool]) -> None:
-    names = ("pipedream", "pipedream-2bw", "1f1b")
-    losses = [
-        rank_pools(2).run(straight, PP2 | {"pipeline_schedule": name, "global_batch_size": 6}, 2)[0][0]
-        for name in names
+def recorded(
+    rank: int, world_size: int, flags: str
+) -> tuple[tuple[str, str, str | None], list[tuple[int, int | None]]]:
+    """Run a job; return its output and error, and the steps that it advanced by, each with the one after it."""
+    advance, calls = StreamStep.advance, []
+
+    def seen(self: StreamStep, batch: Any, following: Any) -> Any:
+        calls.append((batch.step, None if following is None else following.step))
+        return advance(self, batch, following)
+
+    StreamStep.advance = seen  # type: ignore[method-assign]
+    try:
+        return job_on_rank(rank, world_size, flags), calls
+    finally:
+        StreamStep.advance = advance  # type: ignore[method-assign]
+
+
+def test_a_pipeline_drains_for_evaluations_saves_and_the_end_alone(rank_pools: Pools, tmp_path: Path) -> None:
+    flags = f"{STREAM} --eval-interval 2 --save-interval 5 --save {tmp_path}/c --pipeline-schedule pipedream-2bw"
+    for (said, kind, text), calls in rank_pools(2).run(recorded, flags):
+        assert not kind, (said, text)
+        assert calls == [(1, 2), (2, None), (3, 4), (4, None), (5, None), (6, None)]
+    lines = lines_of(tmp_path / "c" / "metrics.jsonl")
+    order = [(line["kind"], line["step"]) for line in lines if line["kind"] in ("step", "evaluation")]
+    assert order == [
+        *[("step", 1), ("step", 2), ("evaluation", 2), ("step", 3), ("step", 4), ("evaluation", 4)],
+        *[("step", 5), ("step", 6), ("evaluation", 6), ("evaluation", 6)],
     ]
-    assert len({first for first, _ in losses}) == 3
+    steps = steps_of(tmp_path / "c" / "metrics.jsonl")
+    assert all(line["step_seconds"] > 1e-4 and 0.0 <= line["bubble"] < 1.0 for line in steps)
 
 
-@pytest.mark.parametrize(
-    ("name", "world", "changes"),
-    [
-        ("pipedream", 4, {"dtype": "bf16", "global_batch_size": 10} | SHARDED),
-        ("pipedream-2bw", 2, {"global_batch_size": 6}),
-    ],
-    ids=["pipedream zero bf16", "2bw fp32"],
-)
-def test_a_run_resumed_halfway_equals_an_uninterrupted_one(
-    name: str, world: int, changes: dict[str, Any], rank_pools: Callable[[int], RankPool], tmp_path: Path
-) -> None:
-    changes = PP2 | changes | {"pipeline_schedule": name}
-    at_once = rank_pools(world).run(straight, changes, 4)
-    in_two = rank_pools(world).run(interrupted, changes, 4, str(tmp_path))
-    for (losses, tensors, state), (again_losses, again_tensors, again_state) in zip(at_once, in_two, strict=True):
-        assert (again_losses, again_state) == (losses, state)
-        assert again_tensors.keys() == tensors.keys()
-        assert all(torch.equal(again_tensors[name], values) for name, values in tensors.items())
+def test_a_growing_batch_drains(rank_pools: Pools) -> None:
+    flags = f"{STREAM} --rampup-batch-size 4 4 8 --pipeline-schedule pipedream-2bw"
+    for (said, kind, text), calls in rank_pools(2).run(recorded, flags):
+        assert not kind, (said, text)
+        assert calls == [(1, 2), (2, None), (3, 4), (4, 5), (5, 6), (6, None)]
+
+
+@pytest.mark.parametrize("name", ["pipedream-2bw", "pipedream", "paci"])
+def test_a_resumed_run_equals_one_that_drained_there(name: str, rank_pools: Pools, tmp_path: Path) -> None:
+    own = "" if name == "pipedream-2bw" else " --untie-embeddings-and-output-weights"
+    flags = f"{STREAM} --save-interval 3 --bf16 --pipeline-schedule {name}{own} --eval-interval 100"
+    for folder, more in (("at_once", ""), ("in_two", "--exit-interval 3"), ("in_two", "--load {}")):
+        save = tmp_path / folder
+        for said, kind, text in rank_pools(2).run(job_on_rank, f"{flags} --save {save} {more.format(save)}"):
+            assert not kind, (said, text)
+    both = [steps_of(tmp_path / folder / "metrics.jsonl") for folder in ("at_once", "in_two")]
+    assert [line["loss"] for line in both[0]] == [line["loss"] for line in both[1]]
+    found, wanted = (contents(tmp_path / folder, 6) for folder in ("in_two", "at_once"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], values) for key, values in wanted.items())
+
+
+def test_a_run_that_drains_at_other_steps_says_so_when_it_resumes(rank_pools: Pools, tmp_path: Path) -> None:
+    flags = f"{STREAM} --save {tmp_path} --pipeline-schedule pipedream-2bw --eval-interval 100"
+    rank_pools(2).run(job_on_rank, f"{flags} --save-interval 3 --exit-interval 3")
+    (said, kind, text), _ = rank_pools(2).run(job_on_rank, f"{flags} --save-interval 2 --load {tmp_path}")
+    assert not kind, text
+    assert "--save-interval: 3 in the checkpoint, 2 here" in said
+    assert "--exit-interval: 3 in the checkpoint" in said
+    assert "--log-interval" not in said
 
 
 def test_the_plan_says_that_it_is_not_synchronous() -> None:
-    changes = PP2 | {"pipeline_model_parallel_size": 4, "global_batch_size": 8}
-    text = plan_text(resolve(tiny(**changes, pipeline_schedule="pipedream"), 4))
-    assert "NOT synchronous: 8 updates in a step" in text and "4 to 1 versions of the weights" in text
+    changes = PP2 | {"pipeline_model_parallel_size": 4, "global_batch_size": 8, "eval_interval": 5, "eval_iters": 1}
+    text = plan_text(resolve(tiny(**changes, **UNTIED, pipeline_schedule="pipedream"), 4))
+    assert "NOT synchronous" in text and "4 to 1 versions of the weights" in text
+    assert "every 5 steps (--eval-interval)" in text
     assert "NOT" not in plan_text(resolve(tiny(**changes, pipeline_schedule="1f1b"), 4))

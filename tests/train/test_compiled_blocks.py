@@ -31,7 +31,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.pipeline.parts import elements_of_parts
 from megapipe.train import compiled_blocks
 from megapipe.train.compiled_blocks import TOLERANCES, Trial, choose_blocks
-from megapipe.train.step import train_step
+from megapipe.train.stream import train_step
 from tests.harness import RankPool
 from tests.model.saved_bytes import SavedBytes
 from tests.tables import options, rows

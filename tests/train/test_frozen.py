@@ -84,5 +84,5 @@ def sizes_of_state(rank: int, world_size: int, changes: dict[str, Any]) -> int:
     runtime = runtime_of(rank, world_size, **changes)
     train(runtime, TrainingState(), Schedules.of(runtime.plan.config), 1)
     stores = [store for buffers in runtime.buffers.values() for store in buffers.trained]
-    gradients = [store.kept_gradients for store in stores]
+    gradients = [store.kept_gradients[0] for store in stores]
     return sum(each.numel() for each in [*gradients, *runtime.optimizer.held()["optimizer"]])

@@ -25,7 +25,7 @@ from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.checkpoint.starts import STARTS_NAME
 from megapipe.data_parallel.stores import Stores
 from megapipe.extras.cli.frame import wait_for_end
-from megapipe.train.step import TrainStep
+from megapipe.train.loop import Training
 from tests.harness import RankPool
 from tests.train.jobs import job_on_rank
 from tests.train.test_saving import contents
@@ -38,6 +38,7 @@ GRIDS = {
         2,
         "--use-distributed-optimizer --overlap-param-gather --overlap-grad-reduce --ddp-bucket-size 700 --bf16",
     ),
+    "pp2_2bw": (2, "--pipeline-model-parallel-size 2 --pipeline-schedule pipedream-2bw"),
     "tp2_pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
 
@@ -105,14 +106,14 @@ def arm(rank: int, folder: str, kill: Kill | InCollective) -> None:
         arm_in_collective(kill, strike)
         return
     if kill.event is None:
-        launch = TrainStep.run
+        begin = Training._next_batch
 
-        def first(self: TrainStep, *arguments: Any) -> Any:
-            TrainStep.run = launch  # type: ignore[method-assign]
+        def first(self: Training, *arguments: Any) -> Any:
+            Training._next_batch = begin  # type: ignore[method-assign]
             threading.Timer(kill.seconds, strike).start()
-            return launch(self, *arguments)
+            return begin(self, *arguments)
 
-        TrainStep.run = first  # type: ignore[method-assign]
+        Training._next_batch = first  # type: ignore[method-assign]
         return
     done, seen = Disk._done, 0
 

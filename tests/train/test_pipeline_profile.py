@@ -83,7 +83,7 @@ def test_every_action_of_every_rank_is_recorded_on_one_clock(rank_pools: Pools, 
 
 @pytest.mark.parametrize(
     ("schedule", "pp"),
-    [("zb-v", 2), ("dualpipe", 2), ("dualpipe-v", 2), ("pipedream-2bw", 2), ("zb-h1", 4)],
+    [("zb-v", 2), ("dualpipe", 2), ("dualpipe-v", 2), ("zb-h1", 4)],
 )
 def test_every_kind_of_schedule_is_profiled(schedule: str, pp: int, rank_pools: Pools, tmp_path: Path) -> None:
     flags = (

@@ -15,7 +15,7 @@ from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.data.batch import Batch, DocumentRules
 from megapipe.train.loading import load
 from megapipe.train.state import Schedules, TrainingState
-from megapipe.train.step import train_step
+from megapipe.train.stream import train_step
 from tests.harness import RankPool
 from tests.token_files import IndexedWriter
 from tests.train.jobs import TINY, job, steps_of

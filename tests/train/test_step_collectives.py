@@ -14,7 +14,7 @@ import pytest
 
 from megapipe.comm.trace import Tracer
 from megapipe.optimizer.schedule import Rates
-from megapipe.train.step import train_step
+from megapipe.train.stream import train_step
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches
 from tests.train.runs import tiny

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,17 @@ from megapipe.extras.report.schedules import (
 )
 from megapipe.extras.report.timeline import parts_svg, svg, timeline_text
 from megapipe.extras.report.trace import chrome_trace
+from megapipe.formatting import count_text
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Seconds
 from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
-from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
+from megapipe.schedule.families import SCHEDULES, build_schedule, build_stream, schedule_family
 from megapipe.schedule.lower import lower
 from megapipe.schedule.parts import expand, pair_up, prove
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Schedule, from_csv, to_csv
 from megapipe.schedule.sharding import GRANULARITIES, ShardingPolicy
+from megapipe.schedule.stream import STRETCH, weight_versions
 from megapipe.schedule.validate import ValidationReport, validate
 
 main = CommandGroup(
@@ -224,7 +226,8 @@ def _schedule(own: argparse.Namespace, model: Model | ExpertModel) -> Schedule:
     if family.is_automatic and p >= 1:
         goal = AutoGoal(model.costs(p), (own.memory_limit or [p])[0], model.kept_for_weights)
     chunks = own.chunks or family.num_chunks(2)
-    return build_schedule(own.name, p, chunks, _microbatches(own), own.group_size, goal, own.slices)
+    steps = 1 if family.is_synchronous else STRETCH
+    return build_schedule(own.name, p, chunks, _microbatches(own), own.group_size, goal, own.slices, steps)
 
 
 def _microbatches(own: argparse.Namespace) -> int:
@@ -296,7 +299,25 @@ def check_one(own: argparse.Namespace) -> None:
     channels = channels_data(report)
     _print_proof(own, report, is_synchronous=schedule.is_synchronous, channels=channels)
     if not own.json:
-        print("\n".join([*([] if schedule.is_synchronous else [NOT_SYNCHRONOUS]), *channels_text(channels)]))
+        print("\n".join([*_stream_text(schedule, own.receive_depth), *channels_text(channels)]))
+
+
+def _stream_text(schedule: Schedule, receive_depth: int) -> Iterator[str]:
+    """Prove the stream of an asynchronous schedule, and say what its microbatches meet. Raises ScheduleError."""
+    if schedule.is_synchronous:
+        return
+    yield NOT_SYNCHRONOUS
+    if schedule.num_steps == 1:  # from a file
+        return
+    versions = schedule_family(schedule.name).versions
+    assert versions is not None
+    stream = build_stream(schedule.name, schedule.num_ranks, schedule.step_size, receive_depth)
+    depth = max(stream.send_depth.values(), default=0)
+    yield f"proven for any number of steps of {count_text(schedule.step_size, 'microbatch')}, with send depth {depth}"
+    found = [weight_versions(stream.stretch, rank, versions) for rank in range(schedule.num_ranks)]
+    yield f"versions of the weights by rank: {' '.join(str(each.num_held) for each in found)}"
+    crossed = " ".join(str(each.num_crossed) for each in found)
+    yield f"updates between the forward and the backward of a microbatch, at most, by rank: {crossed}"
 
 
 def _check_parts(own: argparse.Namespace, schedule: Schedule, model: ExpertModel) -> None:

@@ -29,7 +29,7 @@ from megapipe.sharding.audit import audit_buffers
 from megapipe.topology import GROUP_NAMES, all_coordinates
 from megapipe.trace.meta import LiveBytes, MetaMode
 from megapipe.train.nonfinite import OutputWatch
-from megapipe.train.step import train_step
+from megapipe.train.stream import train_step
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def count_step(
     buffers = [buffer for held in runtime.buffers.values() for buffer in held.buffers]
     trained = [buffer for held in runtime.buffers.values() for buffer in held.trained]
     live.name((tensor for buffer in buffers for tensor in buffer.kept_parameters), "weights")
-    live.name((buffer.kept_gradients for buffer in trained), "gradients")
+    live.name((tensor for buffer in trained for tensor in buffer.kept_gradients), "gradients")
     live.follow((b.parameters for b in buffers if b.level == 3), "gathered weights")
     live.follow((b.gradients for b in trained if b.level >= 2), "whole gradients")
     held = dict(runtime.optimizer.held())

@@ -7,8 +7,7 @@ compared with transformers (logits of a dozen public architectures) and with los
     config        ReferenceConfig: the shape of the model under Megatron's names, all sizes resolved
     experts       the dense MLP and its activations; a mixture of experts in its place
     gpt           ReferenceGPT: parameters under Megatron's names and layouts; forward -> (loss_sum, num_tokens)
-    train         build_optimizer, reference_step -> StepResult(loss, grad_norm, grads); asynchronous_step: PipeDream,
-                  PipeDream-2BW; Muon
+    train         build_optimizer, reference_step -> StepResult(loss, grad_norm, grads); Muon
     asynchronous  StreamTraining: PipeDream, PipeDream-2BW and PACI, whose pipelines drain only where told;
                   ErrorFeedback
 

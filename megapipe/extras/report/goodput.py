@@ -67,7 +67,7 @@ def checkpoint_bytes(plan: RunPlan) -> tuple[int, int]:
 
     Masters and moments are saved in at least fp32, also where a rank keeps them in fewer bits.
     """
-    dtypes, wide = plan.state_dtypes(0), max(ELEMENT_BYTES["fp32"], plan.shape.element)
+    dtypes, wide = plan.state_dtypes, max(ELEMENT_BYTES["fp32"], plan.shape.element)
     element = {of_matrix: wide * (1 + len(dtypes.moments(of_matrix))) for of_matrix in (False, True)}
     if plan.config.checkpoint.no_save_optim:
         element = dict.fromkeys(element, plan.shape.element)

@@ -19,6 +19,7 @@ from megapipe.schedule.lower import lower
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.sharding import ShardingPolicy, shard, split_stages
 from megapipe.schedule.simulate import Timeline, simulate
+from megapipe.schedule.stream import STRETCH, steady, weight_versions
 from megapipe.schedule.validate import ValidationReport, validate
 
 
@@ -67,7 +68,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Measures:
-    """Time and memory of a step.
+    """Time and memory of a step; of an asynchronous schedule one in the middle of a stream.
 
     Peaks and idle are those of the worst rank; peak_bytes is 0 without activation_bytes.
     """
@@ -91,6 +92,7 @@ class Measures:
     messages_sent: int  # by all ranks
     send_depth: int
     num_actions: int
+    weight_versions: int = 1
     # of sharded gradients and weights, the most of any rank
     gathers: int = 0
     reductions: int = 0
@@ -124,18 +126,22 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
     whole = lowered(schedule, model.sharding, receive_depth)
     proof = validate(whole)
     timeline = simulate(whole, model.costs(schedule.num_stages))
-    barrier, chained = timeline.barrier_bubble, timeline.chained_bubble
+    barrier, chained, makespan = timeline.barrier_bubble, timeline.chained_bubble, timeline.makespan_seconds
+    if schedule.num_steps > 1:
+        middle = steady(whole, model.costs(schedule.num_stages))
+        barrier = chained = middle.bubble
+        makespan = middle.seconds
     # of the layers of a rank that holds each parameter once, and of the microbatch if it has slices
     chunk = schedule.num_ranks / schedule.num_stages / schedule.num_slices
     measures = Measures(
         schedule=schedule.name,
         num_ranks=schedule.num_ranks,
         stages_per_rank=schedule.placement.num_chunks,
-        num_microbatches=schedule.num_microbatches,
+        num_microbatches=schedule.step_size,
         is_synchronous=schedule.is_synchronous,
-        makespan_seconds=timeline.makespan_seconds,
-        step_seconds=timeline.makespan_seconds + model.optimizer_seconds,
-        work_seconds=max(timeline.work_seconds),
+        makespan_seconds=makespan,
+        step_seconds=makespan + model.optimizer_seconds,
+        work_seconds=max(timeline.work_seconds) / schedule.num_steps,
         barrier_share=barrier.share,
         barrier_ratio=barrier.ratio,
         chained_share=chained.share,
@@ -144,14 +150,23 @@ def measure(schedule: Schedule, model: Model, receive_depth: int = 2) -> tuple[M
         peak_until_input_gradient=max(peak_live_chunks(schedule, until_input_gradient=True)) * chunk,
         peak_bytes=max(timeline.peak_live_chunks) * chunk * model.activation_bytes,
         inputs_held=max(peak_waiting_messages(timeline)),
-        messages_sent=sum(op in SEND_OPS for row in whole.rows for _, op, _ in row),
+        messages_sent=sum(op in SEND_OPS for row in whole.rows for _, op, _ in row) // schedule.num_steps,
         send_depth=proof.send_depth,
         num_actions=proof.num_actions,
+        weight_versions=_most_versions(whole),
         gathers=max(sum(op is Op.UNSHARD for _, op, _ in row) for row in whole.rows),
         reductions=max(sum(op is Op.REDUCE_GRAD for _, op, _ in row) for row in whole.rows),
         most_gathered=max(proof.most_gathered),
     )
     return measures, timeline
+
+
+def _most_versions(schedule: Schedule) -> int:
+    """Return the most versions of its weights that a rank holds at once."""
+    versions = SCHEDULES[schedule.name].versions if schedule.name in SCHEDULES else None
+    if versions is None:
+        return 1
+    return max(weight_versions(schedule, rank, versions).num_held for rank in range(schedule.num_ranks))
 
 
 def compare(
@@ -181,7 +196,8 @@ def compare(
                 goal = None if limit is None else AutoGoal(model.costs(num_ranks), limit, model.kept_for_weights)
                 group = group_size if family.takes_group_size else None
                 chunks = family.num_chunks(num_chunks)
-                schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, goal, num_slices)
+                steps = 1 if family.is_synchronous else STRETCH
+                schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, goal, num_slices, steps)
                 rows.append(model.measure(replace(schedule, name=label)))
             except (ConfigError, ScheduleError) as error:
                 rows.append(Unmeasured(label, str(error).splitlines()[0]))
@@ -200,6 +216,7 @@ _COLUMNS: dict[str, Callable[[Measures], str]] = {
     "peak": lambda row: f"{row.peak_microbatches:.4g}",
     "to I": lambda row: f"{row.peak_until_input_gradient:.4g}",
     "bytes": lambda row: f"{row.peak_bytes:.4g}",
+    "weights": lambda row: str(row.weight_versions),
     "inputs": lambda row: str(row.inputs_held),
     "messages": lambda row: str(row.messages_sent),
     "depth": lambda row: str(row.send_depth),
@@ -256,6 +273,8 @@ def table_text(rows: Sequence[Measures | ExpertMeasures | Unmeasured], is_sharde
         else:
             for name in ("gathers", "gathered", *(() if is_sharded else ("reductions",))):
                 del columns[name]
+        if all(row.weight_versions == 1 for row in measured if isinstance(row, Measures)):
+            del columns["weights"]
         if all(row.step_seconds == row.makespan_seconds for row in measured if isinstance(row, Measures)):
             del columns["step"]
     cells = [list(columns), *([cell(row) for cell in columns.values()] for row in measured)]
@@ -264,7 +283,8 @@ def table_text(rows: Sequence[Measures | ExpertMeasures | Unmeasured], is_sharde
     lines += [f"{row.schedule.ljust(width)}  refused: {row.refused}" for row in rows if isinstance(row, Unmeasured)]
     lines.append(legend)
     if any(not row.is_synchronous for row in measured):
-        lines.append(f"*: {NOT_SYNCHRONOUS}; part of an endless stream, including its ends")
+        lines.append(f"*: {NOT_SYNCHRONOUS}; a step in the middle of a stream, which does not drain")
+        lines.append("weights: versions of them on the worst rank")
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from megapipe.schedule.parts import Part, Parts
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.simulate import Timeline
+from megapipe.schedule.stream import steady
 
 
 class OpStyle(NamedTuple):
@@ -223,12 +224,20 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
 def _caption(timeline: Timeline) -> str:
     """Return step, bubbles and peak, and the gathers and reductions of the rank with the most."""
     schedule = timeline.schedule
-    sentences = [
-        f"step {timeline.makespan_seconds:.4g} s",
-        f"bubble share {timeline.barrier_bubble.share:.2%} with a barrier",
-        f"{timeline.chained_bubble.share:.2%} chained",
-        f"peak of live chunks {max(timeline.peak_live_chunks)}",
-    ]
+    if schedule.num_steps > 1:
+        period = steady(schedule, timeline.costs)
+        sentences = [
+            f"{schedule.num_steps} steps of a stream, each of {schedule.step_size} microbatches and "
+            f"{period.seconds:.4g} s in the middle",
+            f"bubble share there {period.bubble.share:.2%}",
+        ]
+    else:
+        sentences = [
+            f"step {timeline.makespan_seconds:.4g} s",
+            f"bubble share {timeline.barrier_bubble.share:.2%} with a barrier",
+            f"{timeline.chained_bubble.share:.2%} chained",
+        ]
+    sentences.append(f"peak of live chunks {max(timeline.peak_live_chunks)}")
     if schedule.num_slices > 1:
         sentences.append(f"each of one slice of {schedule.num_slices}")
     if Op.UNSHARD in schedule.ops:

@@ -77,6 +77,9 @@ class PlainChoices:
         return taken
 
 
+Chosen = dict[tuple[int, Unit], Tensor]  # experts by layer and microbatch of the global batch
+
+
 class GridChoices:
     """The choices of this rank's routers during one step, by layer and microbatch of the global batch.
 
@@ -85,17 +88,22 @@ class GridChoices:
 
     def __init__(self, runtime: TrainingRuntime) -> None:
         self._runtime = runtime
-        self.chosen: dict[tuple[int, Unit], Tensor] = {}
+        self._chosen: Chosen = {}
         for module in runtime.stages.values():
             for number, router in module.routers().items():
                 router.register_forward_hook(partial(self._keep, number))
 
     def _keep(self, layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
         context = inputs[1]  # of Router.forward
-        self.chosen[layer, context.unit] = output[1].detach()
+        self._chosen[layer, context.unit] = output[1].detach()
 
-    def compare(self, plain: Tensor) -> Routing:
-        """Return what differs from the oracle's choices, and forget those of the grid. plain: see PlainChoices.take."""
+    def take(self) -> Chosen:
+        """Return the choices of a step, and forget them."""
+        chosen, self._chosen = self._chosen, {}
+        return chosen
+
+    def compare(self, chosen: Chosen, plain: Tensor) -> Routing:
+        """Return what differs from the oracle's choices. chosen: the grid's. plain: see PlainChoices.take."""
         plan, place = self._runtime.plan, self._runtime.coordinates
         held = []  # positions of each slice on this rank
         for of_slice in plan.slices:
@@ -105,7 +113,7 @@ class GridChoices:
         layers = expert_layers(plan.config.model)
         num_choices = num_other = 0
         first: OtherChoice | None = None
-        for (layer, (microbatch, number)), grid in sorted(self.chosen.items(), key=lambda item: item[0]):
+        for (layer, (microbatch, number)), grid in sorted(chosen.items(), key=lambda item: item[0]):
             whole = plain[layers.index(layer), microbatch].transpose(0, 1)  # [s, b, k]
             own = whole[held[number]]
             grid, own = grid.view(own.shape).sort(-1).values, own.sort(-1).values
@@ -114,9 +122,8 @@ class GridChoices:
             num_other += int(other.sum())
             if first is None and other.any():
                 position, sequence = other.nonzero()[0].tolist()
-                chosen = (tuple(each[position, sequence].tolist()) for each in (grid, own))
-                first = OtherChoice(layer, microbatch, sequence, int(held[number][position]), *chosen)
-        self.chosen.clear()
+                both = (tuple(each[position, sequence].tolist()) for each in (grid, own))
+                first = OtherChoice(layer, microbatch, sequence, int(held[number][position]), *both)
         return Routing(num_choices, num_other, first)
 
 

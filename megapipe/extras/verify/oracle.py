@@ -30,18 +30,15 @@ from megapipe.extras.reference.asynchronous import ErrorFeedback, StreamRule, St
 from megapipe.extras.reference.config import ReferenceConfig
 from megapipe.extras.reference.gpt import ReferenceGPT
 from megapipe.extras.reference.train import (
-    Delays,
     Microbatch,
     MuonOptions,
     StepResult,
-    asynchronous_step,
     build_optimizer,
     reference_step,
 )
 from megapipe.extras.verify.compare import PlainChoices
 from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.families import SCHEDULES
 from megapipe.sharding.sequence import SequencePart
 from megapipe.sharding.spec import Init, ParamSpec
 from megapipe.tensor_parallel.random import DropoutKey, draw, keyed_mask
@@ -201,23 +198,6 @@ class Oracle:
         )
 
 
-class AsynchronousOracle(Oracle):
-    """An emulation of an asynchronous schedule: gradients are those of a step's last update, weights those after it."""
-
-    def __init__(self, plan: RunPlan, weights: Mapping[str, Tensor], device: torch.device) -> None:
-        super().__init__(plan.config, weights, device, plan.topology.dp)
-        group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or 1
-        has_groups = SCHEDULES[plan.schedule_name].takes_group_size
-        self._delays = Delays.pipedream_2bw(group) if has_groups else Delays.pipedream(plan.topology.pp)
-        self._stage_of = {spec.name: stage for stage, specs in enumerate(plan.stage_specs) for spec in specs}
-
-    def _train(self, microbatches: Sequence[Microbatch], rates: Rates, drains: bool) -> StepResult:
-        by_number = [microbatches[first : first + self._dp] for first in range(0, len(microbatches), self._dp)]
-        return asynchronous_step(
-            self.model, self._optimizer, by_number, self._stage_of, self._delays, rates.lr, rates.decoupled_lr
-        )
-
-
 class StreamOracle(Oracle):
     """An asynchronous schedule whose pipeline drains only after the steps that say so.
 
@@ -250,6 +230,7 @@ def stream_rule(plan: RunPlan) -> StreamRule:
     num_stages = plan.placement.num_stages
     rules: dict[str, Callable[[], StreamRule]] = {
         "pipedream": partial(StreamRule.pipedream, num_stages),
+        "pipedream-vertical-sync": partial(StreamRule.pipedream, num_stages, vertical_sync=True),
         "pipedream-2bw": StreamRule.pipedream_2bw,
         "paci": partial(StreamRule.paci, num_stages),
     }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -15,6 +17,7 @@ from megapipe.comm.groups import Group, ProcessGroups, build_process_groups
 from megapipe.environment import Environment
 from megapipe.extras.verify.compare import (
     NO_CHOICES,
+    Chosen,
     GridChoices,
     HeldPiece,
     ParityStep,
@@ -30,10 +33,10 @@ from megapipe.extras.verify.compare import (
     weight_pieces,
 )
 from megapipe.extras.verify.oracle import (
-    AsynchronousOracle,
     GlobalBatch,
     Oracle,
     OracleStep,
+    StreamOracle,
     drawn_slices,
     random_batches,
     share_of,
@@ -48,7 +51,8 @@ from megapipe.trace.parameters import model_states
 from megapipe.train.facts import facts_of
 from megapipe.train.gpu_setup import check_deterministic, deterministic_algorithms
 from megapipe.train.state import Schedules
-from megapipe.train.step import AsynchronousStep, PendingLoss, StepResult, TrainStep
+from megapipe.train.step import PendingLoss, StepBatch, StepResult, TrainStep
+from megapipe.train.stream import BegunStep, StreamStep
 
 EXIT_CODE_DIFFERENT = 1
 MAX_REPEATS = 60  # of a step whose gradients overflow while a dynamic loss scale falls
@@ -89,6 +93,18 @@ def verified_steps(small: Shrunk, groups: ProcessGroups, device: torch.device) -
         return compare_with_oracle(plan, groups, device, slices, batches, rates, tolerance_of(config))
 
 
+@dataclass(frozen=True)
+class TrainedStep:
+    """A step of this rank's grid, with copies of what it held."""
+
+    step: int
+    result: StepResult
+    averaged: list[HeldPiece]  # gradients before clipping; of a schedule that updates often, those of its last update
+    weights: list[HeldPiece]  # after the update
+    chosen: Chosen  # by routers of experts
+    repeats: int = 0  # while the step only lowered a dynamic loss scale
+
+
 def compare_with_oracle(
     plan: RunPlan,
     groups: ProcessGroups,
@@ -97,54 +113,85 @@ def compare_with_oracle(
     batches: Sequence[GlobalBatch],
     rates: Sequence[Rates],
     tolerance: Tolerance,
+    drains: Collection[int] = (),
 ) -> list[ParityStep]:
     """Train the plan's grid and, on rank 0, the oracle from the same weights; one step for each batch.
 
-    The same result on every rank. The oracle computes in fp64, so every difference is the grid's. Raises RuntimeError
-    if no rank has compared some element of a gradient.
+    drains: steps after which the pipeline of an asynchronous schedule drains, besides the last one and those before
+    another batch size. The same result on every rank. The oracle computes in fp64, so every difference is the grid's.
+    Raises RuntimeError if no rank has compared some element of a gradient.
     """
     runtime = TrainingRuntime(plan, groups, device, slices)
-    trainer = RecordingStep(runtime) if plan.is_synchronous else AsynchronousRecordingStep(runtime)
+    sizes = list(map(len, batches))
+    ends = {step for step, (size, following) in enumerate(pairwise(sizes)) if size != following}
+    ends |= {*drains, len(batches) - 1}
     oracle: Oracle | None = None
     if groups.world.rank == 0:
         weights = whole_weights(plan.specs, slices)
         if plan.is_synchronous:
             oracle = Oracle(plan.config, weights, device, plan.topology.dp)
         else:
-            oracle = AsynchronousOracle(plan, weights, device)
+            oracle = StreamOracle(plan, weights, device)
     choices = GridChoices(runtime) if plan.model.has_experts else None
+    begun = [
+        StepBatch(step, 0, 0, share_of(runtime, batch, step), rate)
+        for step, (batch, rate) in enumerate(zip(batches, rates, strict=True))
+    ]
+    trained = _steps(runtime, begun, choices) if plan.is_synchronous else _stream(runtime, begun, choices, ends)
     found = []
-    for step, (batch, rate) in enumerate(zip(batches, rates, strict=True)):
-        result = trainer.run(share_of(runtime, batch, step), rate)
-        repeats = 0  # while the step only lowers a dynamic loss scale
-        while result.update.skipped and runtime.optimizer.scaler.is_dynamic and repeats < MAX_REPEATS:
-            result = trainer.run(share_of(runtime, batch, step), rate)
-            repeats += 1
-        own = oracle.step(batch, step, rate) if oracle else None
-        plain = _broadcast(own, plan, groups.world, device)
+    for own in trained:
+        batch, result = batches[own.step], own.result
+        reference = oracle.step(batch, own.step, rates[own.step], own.step in ends) if oracle else None
+        plain = _broadcast(reference, plan, groups.world, device)
         routing = NO_CHOICES
         if choices is not None:
-            known = None if own is None else own.choices
-            routing = choices.compare(broadcast_choices(known, plan.config, len(batch), groups.world, device))
-        gradients = compare(trainer.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
-        weights_found = compare(weight_pieces(runtime), plain.weights, tolerance.weight)
+            known = None if reference is None else reference.choices
+            everywhere = broadcast_choices(known, plan.config, len(batch), groups.world, device)
+            routing = choices.compare(own.chosen, everywhere)
+        gradients = compare(own.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
+        weights_found = compare(own.weights, plain.weights, tolerance.weight)
         rank, norm = groups.world.global_rank, result.update.grad_norm
         summaries = Summary.of(gradients), Summary.of(weights_found)
         mine = RankStep(rank, result.loss, norm, *summaries, routing, result.ahead)
-        covered = [(held.piece.spec.name, held.piece.box) for held in trainer.averaged]
-        everywhere = gather_objects((mine, covered), groups.world)
-        trained = [spec for spec in plan.specs if spec.trainable]
-        missing = uncovered(trained, [box for _, boxes in everywhere for box in boxes])
+        covered = [(held.piece.spec.name, held.piece.box) for held in own.averaged]
+        gathered = gather_objects((mine, covered), groups.world)
+        trained_specs = [spec for spec in plan.specs if spec.trainable]
+        missing = uncovered(trained_specs, [box for _, boxes in gathered for box in boxes])
         if missing:
             raise RuntimeError(
                 f"no rank has compared the whole gradients of {', '.join(missing)}: the comparison proves nothing "
                 "about them"
             )
-        ranks = tuple(each for each, _ in everywhere)
+        ranks = tuple(each for each, _ in gathered)
         if choices is not None:
             check_all_compared([rank.routing for rank in ranks], plan.config, len(batch))
-        found.append(ParityStep(step, plain.loss, plain.grad_norm, ranks, tolerance, repeats, plain.ahead))
+        found.append(ParityStep(own.step, plain.loss, plain.grad_norm, ranks, tolerance, own.repeats, plain.ahead))
     return found
+
+
+def _steps(
+    runtime: TrainingRuntime, batches: Sequence[StepBatch], choices: GridChoices | None
+) -> Iterator[TrainedStep]:
+    """Train one step after another; a step whose gradients overflow is repeated while a dynamic loss scale falls."""
+    trainer = RecordingStep(runtime)
+    for batch in batches:
+        result, repeats = trainer.run(batch.microbatches, batch.rates), 0
+        while result.update.skipped and runtime.optimizer.scaler.is_dynamic and repeats < MAX_REPEATS:
+            result = trainer.run(batch.microbatches, batch.rates)
+            repeats += 1
+        chosen = {} if choices is None else choices.take()
+        yield TrainedStep(batch.step, result, trainer.averaged, list(weight_pieces(runtime)), chosen, repeats)
+
+
+def _stream(
+    runtime: TrainingRuntime, batches: Sequence[StepBatch], choices: GridChoices | None, ends: Collection[int]
+) -> Iterator[TrainedStep]:
+    """Train streams of steps, which end with those in `ends`."""
+    trainer = RecordingStreamStep(runtime, choices)
+    for batch in batches:
+        following = None if batch.step in ends else batches[batch.step + 1]
+        for done, result in trainer.advance(batch, following):
+            yield TrainedStep(done.step, result, *trainer.recorded.pop(0))
 
 
 class RecordingStep(TrainStep):
@@ -159,15 +206,25 @@ class RecordingStep(TrainStep):
         return loss
 
 
-class AsynchronousRecordingStep(AsynchronousStep):
-    """The same for an asynchronous schedule."""
+class RecordingStreamStep(StreamStep):
+    """A stream that records each step: averaged gradients of its last update, weights after it, choices of experts."""
 
-    averaged: list[HeldPiece]  # the gradients of each stage's last update
+    def __init__(self, runtime: TrainingRuntime, choices: GridChoices | None) -> None:
+        super().__init__(runtime)
+        self._choices, self._chosen = choices, list[Chosen]()
+        self.recorded: list[tuple[list[HeldPiece], list[HeldPiece], Chosen]] = []
 
-    def run(self, microbatches: Sequence[Microbatch], rates: Rates) -> StepResult:
-        result = super().run(microbatches, rates)
-        self.averaged = _copies(self.runtime, 1.0)
-        return result
+    def _take_routed(self, begun: BegunStep) -> None:
+        super()._take_routed(begun)
+        self._chosen.append({} if self._choices is None else self._choices.take())
+
+    def _before_update(self, factor: float) -> None:
+        self._averaged = _copies(self.runtime, factor)
+
+    def _after_update(self) -> None:
+        self._install(self._num_updates)
+        weights = [HeldPiece(held.stage, held.piece, held.values.clone()) for held in weight_pieces(self.runtime)]
+        self.recorded.append((self._averaged, weights, self._chosen.pop(0) if self._chosen else {}))
 
 
 def _copies(runtime: TrainingRuntime, factor: float) -> list[HeldPiece]:

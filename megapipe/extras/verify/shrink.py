@@ -74,7 +74,8 @@ def shrink(
     values, sizes = _model_sizes(config, layers, plan.topology.tp)
     cut = with_layers(config, plan, counts, sizes)
     training, num_microbatches = _training(plan)
-    precision, recompute, offload = _precision(config.precision, mode), config.recompute, config.offload
+    precision = _precision(config.precision, mode, plan.is_synchronous)
+    recompute, offload = config.recompute, config.offload
     parallel = dataclasses.replace(
         cut.parallel, grad_reduce_in_bf16=config.parallel.grad_reduce_in_bf16 and mode == "native"
     )
@@ -206,9 +207,9 @@ def _training(plan: RunPlan) -> tuple[TrainingConfig, tuple[int, ...]]:
     """Return the training section and the microbatches of each step; a ramp-up starts at its first batch size."""
     training, batch = plan.config.training, plan.batch
     group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage or plan.topology.pp
-    # asynchronous schedules: three groups reach every staleness; more updates would only accumulate more rounding of a
+    # asynchronous schedules: three steps reach every staleness; more updates would only accumulate more rounding of a
     # native dtype
-    most = max(MAX_MICROBATCHES, 4 * group) if plan.is_synchronous else 3 * group
+    most = max(MAX_MICROBATCHES, 4 * group) if plan.is_synchronous else 2 * group
 
     def fewer(num_microbatches: int) -> int:
         """Limit the microbatches to `most`, with the same remainder over the groups of interleaving."""
@@ -241,7 +242,7 @@ def _optimizer(optimizer: OptimizerConfig, lr: float, adam_eps: float) -> Optimi
     )
 
 
-def _precision(precision: PrecisionConfig, mode: str) -> PrecisionConfig:
+def _precision(precision: PrecisionConfig, mode: str, may_repeat: bool) -> PrecisionConfig:
     """Return fp64, or the dtype without fp8: the verification is about the grid, with torch's own kernels."""
     if mode == "fp64":
         return PrecisionConfig(dtype="fp64")
@@ -249,4 +250,6 @@ def _precision(precision: PrecisionConfig, mode: str) -> PrecisionConfig:
     if precision.dtype != "fp16" or precision.loss_scale is not None:
         return precision
     scale = max(min(precision.initial_loss_scale, INITIAL_LOSS_SCALE), precision.min_loss_scale)
+    if not may_repeat:  # a step of a stream whose gradients overflow
+        return dataclasses.replace(precision, loss_scale=scale)
     return dataclasses.replace(precision, initial_loss_scale=scale)

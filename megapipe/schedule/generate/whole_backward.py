@@ -92,19 +92,19 @@ def pipedream(shape: Shape) -> tuple[Row, ...]:
     """PipeDream (Harlap et al. 2018, arXiv:1806.03377): 1F1B without a flush, an optimizer step after every backward.
 
     NOT synchronous: weights change while microbatches are in flight (see weight_versions), so training differs from a
-    single process. The original fills the pipeline once and never drains it; here the rows are a stretch of that
-    stream.
+    single process.
     """
     return _with_updates(shape, every=1)
 
 
-def pipedream_2bw(shape: Shape) -> tuple[Row, ...]:
-    """PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503): an optimizer step per group_size >= p microbatches.
+def paci(shape: Shape) -> tuple[Row, ...]:
+    """PACI (Elam et al. 2026, arXiv:2606.07881): 1F1B without a flush, in which each stage updates once a step.
 
-    NOT synchronous: the microbatches of group t use version t - 1 of the weights on every stage,
-    W(t + 1) = W(t) - lr x gradient at W(t - 1).
+    NOT synchronous: right after its last backward of a step a stage updates its only version of the weights, so that
+    microbatches in flight meet other weights in their backward than in their forward. Rank r runs p - 1 - r forwards
+    ahead, so that at most ceil((p - 1 - r) / microbatches of a step) updates come between the two.
     """
-    return _with_updates(shape, every=shape.group_size)
+    return _with_updates(shape, every=shape.step_size)
 
 
 def _with_updates(shape: Shape, every: int) -> tuple[Row, ...]:
@@ -118,6 +118,32 @@ def _with_updates(shape: Shape, every: int) -> tuple[Row, ...]:
             if action.op is Op.B and (number % every == 0 or number == shape.num_microbatches):
                 actions.append(action._replace(op=Op.UPDATE))
         rows.append(tuple(actions))
+    return tuple(rows)
+
+
+def pipedream_2bw(shape: Shape) -> tuple[Row, ...]:
+    """PipeDream-2BW (Narayanan et al. 2021, arXiv:2006.09503): 1F1B without a flush, two versions of the weights.
+
+    NOT synchronous: the microbatches of step t use version t - 1 of the weights on every stage,
+    W(t + 1) = W(t) - lr x gradient at W(t - 1). The update with the gradients of step t is needed only before the first
+    forward of step t + 2, and comes there: until then the norm of the whole gradient is summed over the stages. It also
+    comes before the last backward of step t + 1, after which the sum of the next gradients starts.
+    """
+    size, rows = shape.step_size, []
+    for rank, row in enumerate(one_f_one_b(shape)):
+        ahead = shape.num_ranks - 1 - rank  # forwards of the next step before the last backward of a step
+        actions: list[Action] = []
+        for action in row:
+            step, number = divmod(action.microbatch or 0, size)
+            update = Action(rank, Op.UPDATE, step * size - 1)  # of the step before
+            is_backward = action.op is Op.B and step > 0
+            if is_backward and not ahead and number == size - 1:
+                actions += (update, action)
+            elif is_backward and ahead and number == size - 1 - ahead:
+                actions += (action, update)
+            else:
+                actions.append(action)
+        rows.append((*actions, Action(rank, Op.UPDATE, shape.num_microbatches - 1)))
     return tuple(rows)
 
 

@@ -170,15 +170,11 @@ def test_rotary_pairs_are_not_split() -> None:
 
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
-def test_asynchronous_steps_keep_three_pipelines_of_microbatches(name: str) -> None:
-    options = {"pp": 2, "pipeline_schedule": name, "clip_grad": 0.0, "untie_embeddings_and_output_weights": True}
+def test_asynchronous_steps_keep_two_pipelines_of_microbatches(name: str) -> None:
+    options = {"pp": 2, "pipeline_schedule": name, "untie_embeddings_and_output_weights": True}
     small = shrink(resolve(tiny_config(**options, global_batch_size=64), 2), "native", 2)
-    assert small.num_microbatches[-1] == 6
-    assert (
-        small.plan.weight_versions(6, 0).version_of
-        == {"pipedream": (0, 0, 1, 2, 3, 4), "pipedream-2bw": (0, 0, 0, 0, 1, 1)}[name]
-    )
-    assert "NOT synchronous" in plan_text(small) and "microbatches 64 -> 6" in plan_text(small)
+    assert small.num_microbatches[-1] == 4
+    assert "NOT synchronous" in plan_text(small) and "microbatches 64 -> 4" in plan_text(small)
 
 
 def test_many_microbatches_become_fewer_with_the_same_remainder() -> None:

@@ -27,7 +27,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.compiled_blocks import choose_blocks
-from megapipe.train.step import train_step
+from megapipe.train.stream import train_step
 
 SEED = 1234
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.1, 1.0

@@ -129,7 +129,7 @@ def optimizer(report: Report) -> None:
     report.figure("copy", copy / 1e12, "TB/s", sheet)
     for name, seconds in _updates(report, plans).items():
         plan = plans[name]
-        zeroed = plan.num_elements(plan.placement.stages_of(0)) * plan.state_dtypes(0).gradient_bytes
+        zeroed = plan.num_elements(plan.placement.stages_of(0)) * plan.state_dtypes.gradient_bytes
         rate = (optimizer_bytes(plan, 0, name == "compiled") - zeroed) / seconds
         report.figure(f"{name}.bytes a second", rate / 1e12, "TB/s", sheet)
         report.bar(f"{name}, of the copy's rate", rate / copy, 0.8, is_goal=True)

@@ -24,7 +24,7 @@ from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
 from megapipe.trace.meta import LiveBytes
-from megapipe.train.step import train_step
+from megapipe.train.stream import train_step
 
 WITHIN = 0.03
 GIB, MIB = 1 << 30, 1 << 20

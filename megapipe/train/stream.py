@@ -1,0 +1,251 @@
+"""`StreamStep`: training with an asynchronous schedule, whose pipeline does not drain between steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megapipe.assembly.microbatches import Microbatches
+from megapipe.assembly.runtime import TrainingRuntime, Updates
+from megapipe.gpu.device_clock import Timers
+from megapipe.model.microbatch import StageLoss
+from megapipe.optimizer.optimizer import GradientSums, StepReport
+from megapipe.optimizer.schedule import Rates
+from megapipe.pipeline.engine import Before, Context, StreamEngine
+from megapipe.schedule.action import COMPLETES_OPS, COMPUTE_OPS, Action, Op
+from megapipe.schedule.families import SCHEDULES
+from megapipe.schedule.stream import Place
+from megapipe.train.step import PendingLoss, Routed, StepBatch, StepResult, TrainStep
+
+
+@dataclass
+class BegunStep:
+    """A step of which some microbatch is in flight, or whose update is still to come."""
+
+    batch: StepBatch
+    loss_scale: float = 1.0
+    reports: list[StageLoss] = field(default_factory=list)  # of its microbatches, on the last stage
+    pending: PendingLoss | None = None
+    sums: GradientSums | None = None
+    routed: list[Routed] | None = None  # by the experts' routers in its forwards
+
+
+class StreamStep(TrainStep):
+    """Steps of a stream (`schedule.stream`). NOT synchronous training: weights change while microbatches are in flight.
+
+    The loss of a step is that of its microbatches, each under the weights it met. Where updates are delayed (2BW), the
+    gradients of a step are clipped by their norm over the model and checked for overflows, as in a synchronous step;
+    the sums run while the next step computes. Otherwise each stage updates at its own time, clipped by its own norm;
+    the reported norm is that of the last update of every stage in the step, and nothing is skipped.
+    """
+
+    def __init__(self, runtime: TrainingRuntime, timers: Timers | None = None) -> None:
+        super().__init__(runtime, timers)
+        versions = SCHEDULES[runtime.plan.schedule_name].versions
+        assert versions is not None, f"{runtime.plan.schedule_name} is synchronous"
+        self._versions, self._num_ranks = versions, runtime.plan.topology.pp
+        ((self._stage, self._buffers),) = runtime.buffers.items()
+        handlers = {Op.UPDATE: self._update_later if versions.is_delayed else self._update_at_once}
+        if versions.is_delayed:
+            handlers |= {Op.REDUCE_GRAD: lambda action: self._close(), Op.NORM: lambda action: self._sum()}
+        self._hooks = Updates(self._around, handlers)
+        self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None
+        self._engines: dict[int, StreamEngine] = {}
+        self._size = 0  # microbatches of a step in this stream; 0: nothing is in flight
+        self._update_size = 0  # microbatches whose gradients an update takes
+        self._begun: list[BegunStep] = []  # of this stream
+        self._finished: list[tuple[StepBatch, StepResult]] = []  # during this call of `advance`
+        self._num_forwards = self._num_closed = self._num_updates = self._num_finished = 0  # of this stream
+        self._first = 0  # buffer of version 0
+        # (step, version of the weights) by the number that the microbatch's actions carry
+        self._in_flight: dict[int, tuple[int, int]] = {}
+        self._loss_scale = 1.0  # of the microbatch whose backward runs
+        for router in self.expert_loads.routers:
+            router.loss_scale = lambda: self._loss_scale
+        self._biases: dict[int, list[Tensor]] = {}  # of the experts' routers, by version
+
+    @property
+    def is_flowing(self) -> bool:
+        """True if microbatches are in flight."""
+        return self._size > 0
+
+    def run(self, microbatches: Microbatches, rates: Rates) -> StepResult:
+        """Run one step in a pipeline that fills and drains. Raises nothing for a NaN: norm and loss show it."""
+        ((_, result),) = self.advance(StepBatch(0, 0, 0, microbatches, rates), None)
+        return result
+
+    def advance(self, batch: StepBatch, following: StepBatch | None) -> list[tuple[StepBatch, StepResult]]:
+        """Run one more step; return the steps whose results are known now: with `following` those before this one.
+
+        batch: in a stream the `following` of the call before. following: the step after it, with as many microbatches,
+        of which the first forwards are run; None drains the pipeline.
+        """
+        if not self.is_flowing:
+            self._begin(batch)
+        if following is not None:
+            self._begun.append(BegunStep(following))
+        step = self.runtime.step(batch.microbatches, self._loss, trains=True)
+        self._finished = []
+        with self._timers.phase("forward-backward"):
+            self._engines[self._size].advance(step, None if following is None else following.microbatches)
+        if not self._versions.is_delayed:
+            # the sums of this step are under way on other ranks
+            self._finish_at_once(len(self._begun) - (0 if following is None else 2))
+        if following is None:
+            self._end()
+        return self._finished
+
+    def _begin(self, batch: StepBatch) -> None:
+        runtime, self._size = self.runtime, len(batch.microbatches)
+        if self._size not in self._engines:
+            self._engines[self._size] = runtime.stream_engine(self._size, self._hooks)
+        row = runtime.plan.stream(self._size).alone.rows[runtime.coordinates.pp_rank]
+        self._update_size = self._size // sum(action.op is Op.UPDATE for action in row)
+        self._begun, self._first = [BegunStep(batch)], self._buffers.newest
+        self._num_forwards = self._num_closed = self._num_updates = self._num_finished = 0
+        self._biases = {0: [bias.clone() for bias in self.expert_loads.biases]}
+        self.expert_loads.clear()
+        runtime.stores.begin_step(self._update_size)
+
+    def _end(self) -> None:
+        """Leave the newest version: evaluation, saving and the next stream start from it."""
+        self._install(self._num_updates)
+        self._begun, self._size = [], 0
+
+    # Versions
+
+    def _place_of(self, version: int) -> int:
+        return (self._first + version) % self._buffers.num_versions
+
+    def _install(self, version: int) -> None:
+        """Let the stage compute with this version."""
+        self._buffers.install(self._place_of(version))
+        for bias, values in zip(self.expert_loads.biases, self._biases.get(version, ()), strict=False):
+            bias.copy_(values)
+
+    def _around(self, action: Action) -> Context | None:
+        if action.op not in COMPUTE_OPS:
+            return None
+        return partial(Before, partial(self._before_forward if action.op is Op.F else self._before_backward, action))
+
+    def _before_forward(self, action: Action) -> None:
+        number, self._num_forwards = self._num_forwards, self._num_forwards + 1
+        step, of_step = divmod(number, self._size)
+        if of_step == 0:
+            self._begun[step].loss_scale = self.runtime.optimizer.loss_scale
+            if step > 0:
+                self._take_routed(self._begun[step - 1])
+        version = self._versions.of_forward(Place(number, self._num_updates, self._size, self._num_ranks))
+        assert action.microbatch is not None
+        self._in_flight[action.microbatch] = step, version
+        self._install(version)
+
+    def _before_backward(self, action: Action) -> None:
+        assert action.microbatch is not None
+        step, version = self._in_flight[action.microbatch]
+        if action.op in COMPLETES_OPS:
+            del self._in_flight[action.microbatch]
+        self._loss_scale = self._begun[step].loss_scale
+        self._install(version if self._versions.is_stashed else self._num_updates)
+
+    def _loss(self, output: StageLoss, payload: Any) -> tuple[Tensor, StageLoss]:
+        """Return the engine's loss of a microbatch, and keep its report for the step to which it belongs."""
+        objective, report = self._average.objective(lambda: self.runtime.optimizer.loss_scale)(output, payload)
+        self._begun[(self._num_forwards - 1) // self._size].reports.append(report)  # forwards are in order
+        return objective, report
+
+    def _take_routed(self, begun: BegunStep) -> None:
+        """Keep what routers have recorded in the forwards of a step, before those of the next one."""
+        begun.routed = self.expert_loads.take()
+
+    # Updates
+
+    def _start_sums(self, begun: BegunStep) -> None:
+        """Start to sum the loss and the reduced gradients of a step over the world."""
+        runtime = self.runtime
+        begun.pending = self._average.pending(begun.reports, runtime.groups, runtime.device, self._size)
+        totals, counts_zeros = begun.pending.totals, self._count_zero_gradients
+        begun.sums = runtime.optimizer.start_sums(counts_zeros, totals, self._side)
+
+    def _start_version(self) -> None:
+        """Let the update that follows write the next version."""
+        self._num_updates += 1
+        self._buffers.newest = self._place_of(self._num_updates)
+
+    def _finish(self, begun: BegunStep, report: StepReport) -> None:
+        assert begun.pending is not None
+        self._num_finished += 1
+        self._finished.append((begun.batch, StepResult(*begun.pending.of(report.beside), report)))
+
+    def _update_at_once(self, action: Action) -> None:
+        """Update this stage with the gradients since its last update (UPDATE)."""
+        runtime, size = self.runtime, self._update_size
+        step, before = divmod(self._num_updates * size, self._size)
+        begun, factor = self._begun[step], 1.0 / (size * runtime.groups.dp.size) / runtime.optimizer.loss_scale
+        runtime.stores.finish_gradients()
+        if before + size == self._size:
+            self._start_sums(begun)
+            self._before_update(factor)
+        self._start_version()
+        runtime.optimizer.update_stage(factor, begun.batch.rates)
+        if begun.sums is not None:
+            self._after_update()
+        runtime.stores.begin_step(size)
+
+    def _finish_at_once(self, stop: int) -> None:
+        """Finish the steps before `stop`, whose last updates were made."""
+        factor = 1.0 / (self._update_size * self.runtime.groups.dp.size)
+        for begun in self._begun[self._num_finished : stop]:
+            assert begun.sums is not None
+            raw_norm, num_zeros, others = begun.sums.values
+            norm = raw_norm * factor / begun.loss_scale
+            self._finish(begun, StepReport(norm, 1.0, False, begun.loss_scale, num_zeros, tuple(others)))
+
+    def _close(self) -> None:
+        """Start to reduce the gradients of a step, while those of the next one are added up (REDUCE_GRAD)."""
+        self._num_closed += 1
+        self.runtime.stores.close(self._stage)
+
+    def _sum(self) -> None:
+        """Finish that, and start to sum over the model what decides on the update (NORM)."""
+        self.runtime.stores.finish_gradients()
+        self._start_sums(self._begun[self._num_updates])
+
+    def _update_later(self, action: Action) -> None:
+        """Update with the gradients of the step before (UPDATE), or with those of this one where the stream ends."""
+        begun, optimizer = self._begun[self._num_updates], self.runtime.optimizer
+        if self._num_closed == self._num_updates:
+            self._close()
+            self._sum()
+        assert begun.sums is not None and begun.pending is not None
+        others = begun.sums.values[2]
+        self._before_update(begun.pending.gradient_factor(others) / begun.loss_scale)
+        self._start_version()
+        factor = begun.pending.gradient_factor
+        report = optimizer.finish_step(begun.sums, factor, begun.batch.rates, begun.loss_scale)
+        if report.skipped:  # the memory of the next version has an older one
+            optimizer.masters_to_parameters()
+        if begun.routed is None:  # no step follows
+            self._take_routed(begun)
+        assert begun.routed is not None
+        number = self._num_updates
+        self._biases[number] = [bias.clone() for bias in self._biases[number - 1]]
+        self._biases.pop(number - 2, None)
+        self.expert_loads.finish_step(report.skipped, begun.routed, self._biases[number])
+        self._after_update()
+        self._finish(begun, report)
+
+    def _before_update(self, factor: float) -> None:
+        """Do nothing: called before the last update of a step. factor: of the raw sums of gradients, for averages."""
+
+    def _after_update(self) -> None:
+        """Do nothing: called after the last update of a step."""
+
+
+def train_step(runtime: TrainingRuntime, timers: Timers | None = None) -> TrainStep:
+    """Build the kind of step that the plan asks for."""
+    return (TrainStep if runtime.plan.is_synchronous else StreamStep)(runtime, timers)
