@@ -34,7 +34,7 @@ def chosen(path: Path, step: int | None = None) -> CheckpointFolder:
     return found
 
 
-def summary(folder: CheckpointFolder) -> Iterator[str]:
+def summary(folder: CheckpointFolder, with_tensors: bool) -> Iterator[str]:
     manifest = folder.manifest
     yield from folder.remarks
     size = f"{len(manifest.tensors)} tensors, {manifest.num_bytes:,} bytes"
@@ -43,15 +43,12 @@ def summary(folder: CheckpointFolder) -> Iterator[str]:
         yield f"  {key}: {value}"
     for name, file in manifest.files.items():
         yield f"  {name}: {file.num_bytes:,} bytes"
+    for name, tensor in manifest.tensors.items() if with_tensors else ():
+        yield f"  {name}  {tensor.dtype} {list(tensor.shape)}  {bytes_of(tensor):,} bytes in {len(tensor.boxes)} boxes"
 
 
 def bytes_of(tensor: SavedTensor) -> int:
     return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
-
-
-def tensor_lines(folder: CheckpointFolder) -> Iterator[str]:
-    for name, tensor in folder.manifest.tensors.items():
-        yield f"  {name}  {tensor.dtype} {list(tensor.shape)}  {bytes_of(tensor):,} bytes in {len(tensor.boxes)} boxes"
 
 
 def content(folder: CheckpointFolder, with_tensors: bool) -> dict[str, Any]:
@@ -191,33 +188,17 @@ def read_box(name: str, reader: ShardReader, saved: SavedTensor, box: Box) -> Te
 
 
 def difference_line(found: TensorComparison) -> str:
+    shapes, dtypes = [list(shape or ()) for shape in found.shapes], found.dtypes
     if None in found.shapes:
         side = 0 if found.shapes[1] is None else 1
-        return (
-            f"  {found.name}: only in the {('first', 'second')[side]}, {found.dtypes[side]} "
-            f"{list(found.shapes[side] or ())}"
-        )
-    if found.shapes[0] != found.shapes[1]:
-        return (
-            f"  {found.name}: shape {list(found.shapes[0] or ())} in the first, {list(found.shapes[1] or ())} in the "
-            "second"
-        )
-    dtype = (
-        ""
-        if found.dtypes[0] == found.dtypes[1]
-        else f"{found.dtypes[0]} in the first, {found.dtypes[1]} in the second; "
-    )
+        return f"  {found.name}: only in the {('first', 'second')[side]}, {dtypes[side]} {shapes[side]}"
+    if shapes[0] != shapes[1]:
+        return f"  {found.name}: shape {shapes[0]} in the first, {shapes[1]} in the second"
+    dtype = "" if dtypes[0] == dtypes[1] else f"{dtypes[0]} in the first, {dtypes[1]} in the second; "
     if found.num_equal == found.num_elements:
         return f"  {found.name}: {dtype}all {found.num_elements:,} elements bit-equal"
     shown = f"{found.num_equal:,} of {found.num_elements:,} elements bit-equal, largest difference {found.max_abs:.3e}"
     return f"  {found.name}: {dtype}{shown}, relative {found.max_rel:.3e}"
-
-
-def state_differences(first: CheckpointFolder, second: CheckpointFolder) -> dict[str, tuple[Any, Any]]:
-    here, there = first.manifest.state, second.manifest.state
-    return {
-        key: (here.get(key), there.get(key)) for key in here.keys() | there.keys() if here.get(key) != there.get(key)
-    }
 
 
 def as_values(found: TensorComparison) -> dict[str, Any]:
@@ -228,7 +209,12 @@ def as_values(found: TensorComparison) -> dict[str, Any]:
 
 def show_difference(first: CheckpointFolder, second: CheckpointFolder, with_equal: bool, as_json: bool) -> bool:
     """Print how two checkpoints differ, and return True if a tensor does."""
-    states, num_equal, differing = state_differences(first, second), 0, []
+    num_equal, differing = 0, []
+    pairs = {
+        key: tuple(each.manifest.state.get(key) for each in (first, second))
+        for key in {**first.manifest.state, **second.manifest.state}
+    }
+    states = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     if not as_json:
         print(f"first   {first.path}\nsecond  {second.path}")
         for key, (here, there) in sorted(states.items()):
@@ -253,8 +239,7 @@ def show(folder: CheckpointFolder, with_tensors: bool, verify: bool, as_json: bo
     if as_json:
         print(json.dumps(content(folder, with_tensors) | ({"damage": found} if verify else {})))
         return bool(found)
-    for line in (*summary(folder), *(tensor_lines(folder) if with_tensors else ())):
-        print(line)
+    print("\n".join(summary(folder, with_tensors)))
     for line in found:
         print(line, file=sys.stderr)
     if verify:
