@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import TypeVar
 
+from megapipe.config.config import ResolvedModelConfig
+from megapipe.config.layers import LayerConfig
 from megapipe.config.parallel import RecomputeConfig
 from megapipe.layers.model import LayerSpec, ModelSpec
 from megapipe.layers.table import ALL_REDUCE, RankShape, ring_bytes
@@ -13,6 +16,7 @@ from megapipe.schedule.parts import Part
 from megapipe.trace.layers import trace_embedding, trace_head, trace_layers, trace_parts
 from megapipe.trace.traced import STAGE, Message, Traced, TracedLayer, joined
 
+Model = TypeVar("Model", LayerConfig, ResolvedModelConfig)
 # elements whose sums over tp are of a few numbers: norms over the heads of all ranks, and tokens of each expert
 OF_FEW_NUMBERS = ("heads", "router")
 EXPERT_GROUPS = ("ep", "ep_nodes", "ep_places", "etp")  # over which rows of experts travel
@@ -42,10 +46,18 @@ def split(shape: RankShape) -> RankShape:
     return replace(shape, splits_backward=True)
 
 
+def _without_dispatcher(config: Model) -> Model:
+    """Return a configuration whose experts, if any, are not traced, with the default dispatcher."""
+    return replace(
+        config, moe_token_dispatcher_type="alltoall", moe_combine_in_node=False, moe_flex_dispatcher_backend=None
+    )
+
+
 @cache
 def traced_layer(layer: LayerSpec) -> TracedLayer:
     """Return a layer as it is traced."""
-    return TracedLayer(layer.config, layer.is_fp8, layer.comm_type, layer.imbalance, tuple(sorted(layer.frozen)))
+    config = layer.config if layer.num_experts else _without_dispatcher(layer.config)
+    return TracedLayer(config, layer.is_fp8, layer.comm_type, layer.imbalance, tuple(sorted(layer.frozen)))
 
 
 @cache
@@ -103,7 +115,7 @@ def head_trace(model: ModelSpec, shape: RankShape, has_levels: bool = True) -> T
     has_levels: as for `trace_layers`.
     """
     if not model.predictions:
-        return trace_head(model.config, of_end(shape), model.frozen, has_levels=has_levels)
+        return trace_head(_without_dispatcher(model.config), of_end(shape), model.frozen, has_levels=has_levels)
     last, whole = model.predictions[0], replace(shape, in_parts=False)  # alike, and never in parts
     return trace_head(model.config, whole, model.frozen, last.is_fp8, last.comm_type, has_levels)
 
@@ -111,7 +123,7 @@ def head_trace(model: ModelSpec, shape: RankShape, has_levels: bool = True) -> T
 @cache
 def embedding_trace(model: ModelSpec, shape: RankShape) -> Traced:
     """Return what the embedding keeps and makes."""
-    return trace_embedding(model.config, of_end(shape), model.frozen)
+    return trace_embedding(_without_dispatcher(model.config), of_end(shape), model.frozen)
 
 
 def messages_over_tp(traced: Traced, shape: RankShape) -> list[Message]:
