@@ -76,7 +76,7 @@ def layer_trace(layer: LayerSpec, shape: RankShape, has_levels: bool = True) -> 
     else:
         branches = ((branch, _shape_of_branch(branch, whole_shape)) for branch in layer.branches)
         whole = joined([layer_trace(branch, own, has_levels) for branch, own in branches], is_full)
-    if not shape.in_parts:
+    if not shape.in_parts or (len(layer.branches) == 1 and not layer.num_experts):  # attention alone is no part
         return whole
     parts = part_traces(layer, shape, has_levels).values()
     kept = tuple(tensor for part in parts for tensor in part.kept)

@@ -122,6 +122,8 @@ def test_the_parts_of_the_branches_of_a_layer_are_its_parts(features: tuple[str,
         for part, traced in joined.items():
             assert Counter(traced.kept) == Counter(whole[part].kept)
             assert (traced.waiting, traced.peaks[1]) == (whole[part].waiting, whole[part].peaks[1])
+        of_branches = sum(layer_trace(branch, shape).kept_bytes for branch in layer.branches)
+        assert of_branches == sum(traced.kept_bytes for traced in joined.values())
 
 
 @pytest.mark.parametrize("features", [("moe overlap",), ("moe overlap", "fp8 local"), ("moe ep2", "tp2+sp")])
