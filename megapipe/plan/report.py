@@ -430,8 +430,10 @@ def _batch(plan: RunPlan) -> Iterator[str]:
 def _bubble(plan: RunPlan) -> Iterator[str]:
     if plan.topology.pp == 1:
         return
-    bubble = expected_bubble(plan, plan.batch.num_microbatches)
+    bubble, span = expected_bubble(plan, plan.batch.num_microbatches), "from the first action of any rank to the last"
+    if not plan.is_synchronous:
+        span = "between two drains"
     yield (
-        f"  bubble   {bubble.share:.1%} of the ranks' time expected idle, from the first action of any rank to the "
-        "last (stages weighed by FLOPs, messages free)"
+        f"  bubble   {bubble.share:.1%} of the ranks' time expected idle, {span} (stages weighed by FLOPs, messages "
+        "free)"
     )

@@ -251,7 +251,7 @@ def test_a_kill_during_a_gather_or_a_reduction_changes_nothing(tmp_path: Path) -
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("world", "flags", "number"),
-    [(*GRIDS["pp2"], 40), (*GRIDS["dp2_zero_bf16"], 40), (*GRIDS["tp2_pp2"], 20)],
+    [(*GRIDS["pp2"], 40), (*GRIDS["dp2_zero_bf16"], 40), (*GRIDS["pp2_2bw"], 20), (*GRIDS["tp2_pp2"], 20)],
     ids=GRIDS.keys(),
 )
 def test_a_hundred_kills_change_nothing(tmp_path: Path, world: int, flags: str, number: int) -> None:
