@@ -33,7 +33,7 @@ from megapipe.errors import ConfigError, ScheduleError
 from megapipe.registry import Registry
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
-from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_lowered
+from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_lowered, build_stream
 from megapipe.schedule.gradients import prove_gradients
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Row
@@ -135,6 +135,8 @@ def _prove(family: ScheduleFamily) -> None:
             raise ScheduleError(f"schedule {family.name!r} has {rows}: register it with splits_backward={found}")
         if not schedule.is_synchronous and family.versions is None:
             raise ScheduleError(f"schedule {family.name!r} has UPDATE, so it must be registered with its versions")
+        if not schedule.is_synchronous and microbatches >= ranks:
+            build_stream(family.name, ranks, microbatches)
         topology = Topology(pp=ranks, mirrored_pipeline=schedule.placement.is_mirrored)
         prove_gradients(schedule, [topology.group_of("replicas", rank) for rank in range(ranks)])
 

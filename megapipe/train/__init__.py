@@ -2,7 +2,7 @@
 
 - `run`:     from a plan to a finished run, with the `facts` that ranks compare before it
 - `loop`:    `Training`: data, step, evaluate, save, leave
-- `step`:    `TrainStep` and its asynchronous variant; average of the loss, loads of experts
+- `step`:    `TrainStep`, average of the loss, loads of experts; `stream`: steps whose pipeline does not drain
 - `state`:   the position of a run, its learning rates and weight decay, its extensions
 - `loading`, `saving`: state and tensors from and to checkpoints, and the way back to one after a loss spike
 - `journal`, `metrics`: run.jsonl, console and writers; what a step reports; what the caller of `pretrain` can follow
