@@ -234,6 +234,12 @@ class OptimizerConfig:
     end_weight_decay: float | None = option(None, "last weight decay of a ramp", at_least=0, derived="weight-decay")
     weight_decay_incr_style: str = option("constant", "shape of the weight-decay ramp", choices=WEIGHT_DECAY_STYLES)
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+    delay_error_feedback: float = option(
+        0.0,
+        "pipedream-2bw: share of the last update's error that an update adds: what it would have changed with these "
+        "gradients, which came a step late, less what it did",
+        at_least=0,
+    )
     adam_beta1: float = option(0.9, "decay of the first moment", at_least=0, below=1, needs=ADAM)
     adam_beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1, needs=ADAM)
     adam_eps: float = option(1e-8, "added to the root of the second moment", above=0, needs=ADAM)

@@ -25,7 +25,7 @@ from megapipe.optimizer.schedule import Rates
 from megapipe.optimizer.shards import Shard
 from megapipe.optimizer.update_rule import AdamLibrary, CompiledAdam, NarrowAdam, Rule, UpdateRule
 from megapipe.sharding.boxes import Piece
-from megapipe.sharding.state_dtypes import MASTER, state_dtypes
+from megapipe.sharding.state_dtypes import LAST_CHANGE, MASTER, state_dtypes
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class GradientSums:
 class StatePiece:
     """A piece of optimizer state."""
 
-    key: str  # 'master', 'exp_avg', 'exp_avg_sq' or 'momentum'
+    key: str  # 'master', 'exp_avg', 'exp_avg_sq', 'momentum' or 'last_change'
     stage: int
     piece: Piece
     primary: bool  # this rank writes it to a checkpoint: first tp replica, first dp replica, not the tied copy
@@ -93,6 +93,7 @@ class Optimizer:
     ) -> None:
         self.scaler = LossScaler.of(precision)
         self._clip_grad, self._on_host = config.clip_grad, config.optimizer_cpu_offload
+        self._error_feedback = config.delay_error_feedback
         stages = stores.stages
         self._groups, self._stores, self._device = groups, stores, next(iter(stages.values())).device
         dtypes = state_dtypes(config, precision, any(buffers.changes_in_flight for buffers in stages.values()))
@@ -280,8 +281,16 @@ class Optimizer:
             if self._device.type == "cuda":
                 # also completes the last copies of weights from the host, whose memory the rule overwrites
                 torch.cuda.current_stream(self._device).synchronize()
+        before = [shard.master.clone() for shard in self.shards] if self._error_feedback else []
         self.rule.step(factor, rates)
-        if isinstance(self.rule, CompiledAdam):  # it has written the parameters
+        for shard, weights in zip(self.shards, before, strict=False):
+            last, change = shard.states[LAST_CHANGE], torch.sub(shard.master, weights, out=weights)
+            if self.rule.num_steps > 1:
+                shard.master.add_(change, alpha=self._error_feedback).sub_(last, alpha=self._error_feedback)
+            last.copy_(change)
+        if before:
+            self.masters_to_parameters()
+        elif isinstance(self.rule, CompiledAdam):  # it has written the parameters
             self._stores.start_gather()
         else:
             self.masters_to_parameters()

@@ -13,7 +13,7 @@ from megapipe.data_parallel.store import Store
 from megapipe.sharding.boxes import Piece
 from megapipe.sharding.buffers import ALIGNMENT, Bucket
 from megapipe.sharding.spec import ParamSpec
-from megapipe.sharding.state_dtypes import CHUNK, MASTER
+from megapipe.sharding.state_dtypes import CHUNK, LAST_CHANGE, MASTER
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Shard:
 
     @property
     def moments(self) -> dict[str, Tensor]:
-        return {name: state for name, state in self.states.items() if name != MASTER}
+        return {name: state for name, state in self.states.items() if name not in (MASTER, LAST_CHANGE)}
 
     @property
     def host_copies(self) -> tuple[Tensor, ...]:

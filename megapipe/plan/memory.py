@@ -41,6 +41,7 @@ from functools import cache, reduce
 from itertools import accumulate
 from operator import or_
 
+from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.layers.table import RankShape, total_bytes
 from megapipe.plan.activations import (
     all_layers_of,
@@ -66,7 +67,7 @@ from megapipe.schedule.action import Action, Op
 from megapipe.schedule.lifetimes import MESSAGES, Held, Item, Unit, host_pieces, lifetimes
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
-from megapipe.sharding.state_dtypes import CHUNK, MASTER, NORM_CHUNK
+from megapipe.sharding.state_dtypes import CHUNK, LAST_CHANGE, MASTER, NORM_CHUNK
 
 BUFFER_ALIGNMENT_BYTES = 64  # a flat buffer is allocated this much longer, so that it can start on an aligned address
 TOKEN_BYTES = 16  # token and label, int64
@@ -273,6 +274,15 @@ def _host_copies(plan: RunPlan, pp_rank: int) -> int:
 
 
 def _update_bytes(plan: RunPlan, pp_rank: int) -> int:
+    """Return the bytes that an update makes on the device: a chunk's, and with --delay-error-feedback all masters."""
+    before, dtypes, optimizer = 0, plan.state_dtypes, plan.config.optimizer
+    if optimizer.delay_error_feedback and not optimizer.optimizer_cpu_offload:
+        elements = sum(plan.shard_elements(plan.placement.stages_of(pp_rank)).values())
+        before = elements * ELEMENT_BYTES[dtypes.states[LAST_CHANGE]]
+    return before + _chunk_bytes(plan, pp_rank)
+
+
+def _chunk_bytes(plan: RunPlan, pp_rank: int) -> int:
     """Return the bytes of the largest chunk that an update, or the norm of the gradients, makes on the device."""
     stages, dtypes = plan.placement.stages_of(pp_rank), plan.state_dtypes
     elements = plan.shard_elements(stages)

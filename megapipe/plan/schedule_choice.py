@@ -43,6 +43,11 @@ def check_schedule(config: Config) -> None:
     stage makes them at its own time, so that no option may need all ranks at the same moment.
     """
     name = _known_name(config.parallel)
+    if config.optimizer.delay_error_feedback and (name == AUTO or not SCHEDULES[name].is_delayed):
+        raise ConfigError(
+            f"--delay-error-feedback {config.optimizer.delay_error_feedback:g} makes up for gradients that come a step "
+            f"late, but those of --pipeline-schedule {name} do not; leave it out, or use pipedream-2bw"
+        )
     if name == AUTO or SCHEDULES[name].is_synchronous:
         return
     updates, precision = f"--pipeline-schedule {name} updates", config.precision

@@ -12,6 +12,7 @@ from megapipe.config.training import OPTIMIZERS, OptimizerConfig
 from megapipe.dtypes import ELEMENT_BYTES
 
 MASTER = "master"
+LAST_CHANGE = "last_change"  # of the masters by the last update, for --delay-error-feedback
 CHUNK = 1 << 22  # elements that an update widens to fp32 at a time, a multiple of sharding.buffers.ALIGNMENT
 NORM_CHUNK = 1 << 20  # elements of a gradient that are widened at a time for its norm
 
@@ -76,4 +77,6 @@ def state_dtypes(
         states = of_matrix = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
     if precision.dtype != wide or changes_in_flight:
         states, of_matrix = {MASTER: wide, **states}, {MASTER: wide, **of_matrix}
+    if optimizer.delay_error_feedback:
+        states, of_matrix = {**states, LAST_CHANGE: wide}, {**of_matrix, LAST_CHANGE: wide}
     return StateDtypes(gradient, states, of_matrix, kind.temporaries * ELEMENT_BYTES[wide])

@@ -201,7 +201,7 @@ class Oracle:
 class StreamOracle(Oracle):
     """An asynchronous schedule whose pipeline drains only after the steps that say so.
 
-    rule: None for that of the plan's schedule. error_feedback: the factor of `ErrorFeedback`; 0: without it. Raises
+    rule: None for that of the plan's schedule. Raises
     ValueError if stages that update apart share a weight.
     """
 
@@ -211,10 +211,9 @@ class StreamOracle(Oracle):
         weights: Mapping[str, Tensor],
         device: torch.device | str = "cpu",
         rule: StreamRule | None = None,
-        error_feedback: float = 0.0,
     ) -> None:
         super().__init__(plan.config, weights, device, plan.topology.dp)
-        rule = rule or stream_rule(plan)
+        rule, error_feedback = rule or stream_rule(plan), plan.config.optimizer.delay_error_feedback
         optimizer = ErrorFeedback(self._optimizer, error_feedback) if error_feedback else self._optimizer
         per_token_loss, clip_grad = plan.config.training.calculate_per_token_loss, plan.config.optimizer.clip_grad
         self._stream = StreamTraining(

@@ -193,9 +193,9 @@ def test_a_stream_is_late_until_it_drains(
     rule: StreamRule | None, error_feedback: float, equal_steps: list[bool]
 ) -> None:
     """It drains after step 0, so that step 1 is the first of a stream as well."""
-    plan = asynchronous_plan()
+    plan = asynchronous_plan(delay_error_feedback=error_feedback)
     weights = whole_weights(plan.specs, drawn_slices(3, torch.float64))
-    plain, stream = Oracle(plan.config, weights), StreamOracle(plan, weights, "cpu", rule, error_feedback)
+    plain, stream = Oracle(plan.config, weights), StreamOracle(plan, weights, "cpu", rule)
     found = []
     for step, batch in enumerate(random_batches(plan.config, 1, [2] * 3, seed=5)):
         late = stream.step(batch, step, Rates(1e-2 / (1 + step), 0.1), drains=step == 0)
