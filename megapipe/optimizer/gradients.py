@@ -21,6 +21,7 @@ from megapipe.sharding.state_dtypes import NORM_CHUNK
 
 # fp32 sums of more elements than this drift: 40 million squares in one accumulator have an error of 2e-3
 SUM_BLOCK = 4096
+CLIP_EPSILON = 1e-6  # added to a norm that gradients are divided by
 
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -71,7 +72,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     """Return the factor that scales gradients of this norm to at most max_norm; max_norm 0 means no clipping."""
     if max_norm <= 0 or not math.isfinite(norm):
         return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+    return min(1.0, max_norm / (norm + CLIP_EPSILON))
 
 
 class LossScaler:

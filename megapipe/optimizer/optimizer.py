@@ -18,7 +18,14 @@ from megapipe.config.training import OPTIMIZERS, OptimizerConfig
 from megapipe.data_parallel.copies import raw_bytes
 from megapipe.data_parallel.stores import Stores
 from megapipe.gpu.streams import HostCopy
-from megapipe.optimizer.gradients import LossScaler, clip_coefficient, count_zeros, sum_of_squares, sums_over_world
+from megapipe.optimizer.gradients import (
+    CLIP_EPSILON,
+    LossScaler,
+    clip_coefficient,
+    count_zeros,
+    sum_of_squares,
+    sums_over_world,
+)
 from megapipe.optimizer.muon import Muon
 from megapipe.optimizer.registered import RegisteredRule
 from megapipe.optimizer.schedule import Rates
@@ -179,7 +186,8 @@ class Optimizer:
         """Update the newest version of the parameters of this rank's stage, for asynchronous schedules whose stages
         update at different times: without a check for NaN, and clipped by the norm of the stage alone.
 
-        factor: of the raw sums of gradients, for their averages. A collective of the ranks that hold the stage.
+        factor: of the raw sums of gradients, for their averages. A collective of the ranks that hold the stage, for
+        which the host does not wait.
         """
         self._stores.finish_weights()
         if self._clip_grad > 0:
@@ -187,7 +195,9 @@ class Optimizer:
             square = sum_of_squares(merged, self._device)
             for group in (self._groups.tp, self._groups.replicas):
                 all_reduce(square, group)
-            factor *= clip_coefficient(factor * math.sqrt(square.item()), self._clip_grad)
+            coefficient = (self._clip_grad / (factor * square.sqrt() + CLIP_EPSILON)).clamp(max=1.0)
+            for shard in self.shards:
+                shard.gradient.mul_(coefficient)
         self._update(factor, rates)
 
     @torch.no_grad()

@@ -140,33 +140,46 @@ def compare_with_oracle(
     trained = _steps(runtime, begun, choices) if plan.is_synchronous else _stream(runtime, begun, choices, ends)
     found = []
     for own in trained:
-        batch, result = batches[own.step], own.result
+        batch = batches[own.step]
         reference = oracle.step(batch, own.step, rates[own.step], own.step in ends) if oracle else None
-        plain = _broadcast(reference, plan, groups.world, device)
-        routing = NO_CHOICES
-        if choices is not None:
-            known = None if reference is None else reference.choices
-            everywhere = broadcast_choices(known, plan.config, len(batch), groups.world, device)
-            routing = choices.compare(own.chosen, everywhere)
-        gradients = compare(own.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
-        weights_found = compare(own.weights, plain.weights, tolerance.weight)
-        rank, norm = groups.world.global_rank, result.update.grad_norm
-        summaries = Summary.of(gradients), Summary.of(weights_found)
-        mine = RankStep(rank, result.loss, norm, *summaries, routing, result.ahead)
-        covered = [(held.piece.spec.name, held.piece.box) for held in own.averaged]
-        gathered = gather_objects((mine, covered), groups.world)
-        trained_specs = [spec for spec in plan.specs if spec.trainable]
-        missing = uncovered(trained_specs, [box for _, boxes in gathered for box in boxes])
-        if missing:
-            raise RuntimeError(
-                f"no rank has compared the whole gradients of {', '.join(missing)}: the comparison proves nothing "
-                "about them"
-            )
-        ranks = tuple(each for each, _ in gathered)
-        if choices is not None:
-            check_all_compared([rank.routing for rank in ranks], plan.config, len(batch))
-        found.append(ParityStep(own.step, plain.loss, plain.grad_norm, ranks, tolerance, own.repeats, plain.ahead))
+        found.append(_compared(runtime, own, reference, len(batch), choices, tolerance))
     return found
+
+
+def _compared(
+    runtime: TrainingRuntime,
+    own: TrainedStep,
+    reference: OracleStep | None,
+    num_microbatches: int,  # of the global batch
+    choices: GridChoices | None,
+    tolerance: Tolerance,
+) -> ParityStep:
+    """Compare a step of the grid with that of the oracle, which rank 0 has. The same result on every rank."""
+    plan, world, result = runtime.plan, runtime.groups.world, own.result
+    plain = _broadcast(reference, plan, world, runtime.device)
+    routing = NO_CHOICES
+    if choices is not None:
+        known = None if reference is None else reference.choices
+        everywhere = broadcast_choices(known, plan.config, num_microbatches, world, runtime.device)
+        routing = choices.compare(own.chosen, everywhere)
+    gradients = compare(own.averaged, plain.gradients, tolerance.gradient, tolerance.least_share)
+    weights_found = compare(own.weights, plain.weights, tolerance.weight)
+    rank, norm = world.global_rank, result.update.grad_norm
+    summaries = Summary.of(gradients), Summary.of(weights_found)
+    mine = RankStep(rank, result.loss, norm, *summaries, routing, result.ahead)
+    covered = [(held.piece.spec.name, held.piece.box) for held in own.averaged]
+    gathered = gather_objects((mine, covered), world)
+    trained_specs = [spec for spec in plan.specs if spec.trainable]
+    missing = uncovered(trained_specs, [box for _, boxes in gathered for box in boxes])
+    if missing:
+        raise RuntimeError(
+            f"no rank has compared the whole gradients of {', '.join(missing)}: the comparison proves nothing "
+            "about them"
+        )
+    ranks = tuple(each for each, _ in gathered)
+    if choices is not None:
+        check_all_compared([rank.routing for rank in ranks], plan.config, num_microbatches)
+    return ParityStep(own.step, plain.loss, plain.grad_norm, ranks, tolerance, own.repeats, plain.ahead)
 
 
 def _steps(
