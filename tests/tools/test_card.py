@@ -34,6 +34,7 @@ FIGURES = {  # one of each part, that its twin has too
     "graphs": "launches on",
     "compile": "tiny.steps, off to on",
     "offload": "memory freed",
+    "calibrate": "memory, TB/s",
     "primitives": "loss backward TB/s",
 }
 

@@ -290,7 +290,7 @@ def test_every_part_is_small_and_shows_something(first_day: ModuleType) -> None:
         assert 10 <= part.seconds <= 90 and part.seconds < part.limit < 200, part.name
         assert part.decides.endswith("."), part.name
         for device in ("cuda", "cpu"):
-            words = part.words(device, 1, Path("out"))
+            words = part.words(device, Path("out"))
             assert words[0] == sys.executable and not any("{" in word for word in words), part.name
             files = [word for word in words if word.endswith(".py") and word != "tools/bench/card.py"]
             assert all((ROOT / word).exists() for word in files), part.name
@@ -315,7 +315,7 @@ def test_every_training_run_fits_and_has_an_estimate(first_day: ModuleType, tmp_
     assert len(runs) >= 10
     for part in runs:
         out = tmp_path / part.name
-        words = part.words("cuda", 2, out)
+        words = part.words("cuda", out)
         flags, ranks = sys.modules["gpu_day.parts"].flags_of(words)
         plan = resolve(load_config(flags).config, ranks)
         assert max(rank_memory(plan, rank).total for rank in range(plan.topology.pp)) < 30 << 30, part.name
@@ -328,7 +328,7 @@ def test_every_training_run_fits_and_has_an_estimate(first_day: ModuleType, tmp_
 
 def test_a_grid_with_other_losses_has_failed(first_day: ModuleType, tmp_path: Path) -> None:
     (part,) = (each for each in first_day.PARTS if each.name == "grid-8")
-    words, out = part.words("cuda", 1, tmp_path / "grid-8"), tmp_path / "grid-8"
+    words, out = part.words("cuda", tmp_path / "grid-8"), tmp_path / "grid-8"
     for change, fails in ((0.0, False), (0.01, True)):
         steps = [{"kind": "step", "loss": loss + change, "step_seconds": 1.0} for loss in part.losses]
         out.with_suffix(".jsonl").write_text("\n".join(map(json.dumps, steps)))

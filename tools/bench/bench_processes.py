@@ -1,4 +1,4 @@
-"""What the benchmarks on CPUs have in common: their command line, and processes that answer orders."""
+"""What the benchmarks have in common: their command line, and processes that answer orders."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [path for path in (str(REPOSITORY), str(Path(__file__).parent)) if path not in sys.path]
 
 import torch  # noqa: E402
-from card_bench import features, layers, memory, primitives, switches, training  # noqa: E402
+from bench_processes import make_parser  # noqa: E402
+from card_bench import calibrate, features, layers, memory, primitives, switches, training  # noqa: E402
 from card_bench.jobs import SHAPES  # noqa: E402
 from card_bench.report import Report  # noqa: E402
 
@@ -53,15 +54,14 @@ PARTS = {
     "graphs": Part(switches.graphs, 40),
     "compile": Part(switches.compile_blocks, 50),
     "offload": Part(switches.offload, 40),
+    "calibrate": Part(calibrate.calibrate, 40),
     "primitives": Part(primitives.primitives, 70),  # the last: a failed capture of a graph spoils the process
 }
 ALL = "all"
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{ALL}, or: {' '.join(PARTS)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try the tool")
     parser.add_argument("--shape", choices=tuple(SHAPES), help="of layer-*, by default 8b-8k; the bars are set for 8B")

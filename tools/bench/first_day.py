@@ -36,6 +36,7 @@ BEGAN = time.monotonic()
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(REPOSITORY)]
 
+from bench_processes import make_parser  # noqa: E402
 from gpu_day import page  # noqa: E402
 from gpu_day.figures import figures_of  # noqa: E402
 from gpu_day.parts import PARTS, Part  # noqa: E402
@@ -163,7 +164,7 @@ class Day:
     def _run_part(self, part: Part, work: Path, limit: float) -> Row | None:
         """Run a part and return its row; None if the day ended before the part's own limit."""
         out, log = work / part.name, work / f"{part.name}.log"
-        words = part.words(self.machine.device, self.machine.num_gpus, out)
+        words = part.words(self.machine.device, out)
         print(f"first_day: {part.name} (at most {limit:.0f} s): {' '.join(words)}", file=sys.stderr, flush=True)
         given = prefixed("")
         path = os.pathsep.join(filter(None, [str(REPOSITORY), given.get("PYTHONPATH")]))
@@ -222,9 +223,7 @@ def listing(day: Day) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=_minutes, default=math.inf, metavar="N", help="run what fits into N minutes")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the parts' twins, to try them")
     parser.add_argument("--out", type=Path, default=Path("first_day"), metavar="DIR", help="default: first_day")

@@ -9,6 +9,7 @@
 - `training`:   whole training of 0.5B and 1.5B
 - `features`:   experts, latent attention, a ring, Muon, the optimizer's bytes per second
 - `memory`:     planned, counted and allocated bytes; one rank of a grid
+- `calibrate`:  rates of the machine beside those of plans
 - `primitives`: what megapipe asks of a GPU, one after another
 - `switches`:   CUDA graphs, compiled blocks, offload, each on and off
 """

@@ -41,14 +41,14 @@ class Bar:
 class Report:
     """What one call found. hardware: the data sheet of predictions; that of an H100 where no GPU is measured.
 
-    shape: the sizes of layers, a name of `jobs.SHAPES`.
+    file: that of --json. shape: the sizes of layers, a name of `jobs.SHAPES`.
     """
 
     def __init__(self, device: str, file: Path | None = None, shape: str | None = None) -> None:
         self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self.on_gpu = device == "cuda"
         self.shape = shape or ("8b-8k" if self.on_gpu else "tiny")
-        self._file, self._part = file, ""
+        self.file, self._part = file, ""
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else ""
         self.hardware: Hardware | None = hardware_of(name) if self.on_gpu else hardware_named("h100")
         self.figures: dict[str, float] = {}
@@ -140,8 +140,8 @@ class Report:
         }
 
     def save(self) -> None:
-        if self._file is not None:
-            self._file.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        if self.file is not None:
+            self.file.write_text(json.dumps(self.as_json(), indent=1) + "\n")
 
     def text(self) -> str:
         """Return the table, the bars, the sentences and the failures."""

@@ -12,7 +12,6 @@ A row is one of these kinds; `cpu` has the arguments of its twin on CPUs, of two
 A command line begins with `python`, which is this interpreter, and may contain
 
     {out}      the path of the part's own files without suffix: .json and .jsonl files there have its figures
-    {gpus}     the number of GPUs, at most 8
     {workers:N}  the flags of pytest for at most N processes; none where pytest-xdist is missing
 """
 
@@ -29,7 +28,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MOST_GPUS = 8
 CPU_SECONDS = 8.0  # of a twin
 CPU_FACTOR = 4.0  # of limits
 
@@ -58,13 +56,10 @@ class Part:
     def line(self, device: str) -> str:
         return self.cuda if device == "cuda" else self.cpu
 
-    def words(self, device: str, num_gpus: int, out: Path) -> list[str]:
+    def words(self, device: str, out: Path) -> list[str]:
         """Return the command for this machine."""
-        values = {"{out}": str(out), "{gpus}": str(min(max(num_gpus, 1), MOST_GPUS))}
         line = re.sub(r"\{workers:(\d+)\}", lambda most: _workers(int(most[1])), self.line(device))
-        for name, value in values.items():
-            line = line.replace(name, value)
-        program, *words = shlex.split(line)
+        program, *words = shlex.split(line.replace("{out}", str(out)))
         return [sys.executable if program == "python" else program, *words]
 
     def digest(self, device: str) -> str:

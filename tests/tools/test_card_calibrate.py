@@ -1,4 +1,4 @@
-"""tools/bench/measured_rates.py: the rates of calibrate beside those that plans use."""
+"""tools/bench/card_bench/calibrate.py: the rates of calibrate beside those that plans use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 @pytest.fixture
 def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("measured_rates")
+    return importlib.import_module("card_bench.calibrate")
 
 
 def test_measured_rates_stand_beside_those_of_the_table(tool: ModuleType) -> None:
@@ -42,7 +42,7 @@ def test_the_assumed_share_of_attention_is_the_one_that_plans_use(tool: ModuleTy
     parts = importlib.import_module("gpu_day.parts")
     hardware = HARDWARE[gpu]
     (run,) = (part for part in parts.PARTS if part.name == "run-dense")
-    plan = resolve(load_config(parts.flags_of(run.words("cuda", 1, Path("out")))[0]).config, 1)
+    plan = resolve(load_config(parts.flags_of(run.words("cuda", Path("out")))[0]).config, 1)
     share = tool.attention_share(hardware, "cuda")
     measured = dataclasses.replace(hardware, attention_share=share, attention_rates={})
     curves, one_share = (predict_step(plan, each).parts["attention"] for each in (hardware, measured))
