@@ -65,11 +65,7 @@ def make_step(shape: Shape, tuned: bool) -> Callable[[], float]:
     import torch
     import torch.nn.functional as F
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -94,10 +90,8 @@ def make_step(shape: Shape, tuned: bool) -> Callable[[], float]:
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
     options = OptimizerConfig(optimizer="adam", lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP)
     optimizer = get_megatron_optimizer(options, [model])
-    rows, positions = (
-        torch.from_numpy(draw_rows(make_plan(shape, Grid()))),
-        torch.arange(shape.seq).expand(shape.micro_batch, -1),
-    )
+    rows = torch.from_numpy(draw_rows(make_plan(shape, Grid())))
+    positions = torch.arange(shape.seq).expand(shape.micro_batch, -1)
     hidden = torch.ones(1, 1, shape.seq, shape.seq, dtype=torch.bool).triu(1)
 
     def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
