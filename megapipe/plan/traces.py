@@ -64,10 +64,11 @@ def traced_layer(layer: LayerSpec) -> TracedLayer:
 def layer_trace(layer: LayerSpec, shape: RankShape, has_levels: bool = True) -> Traced:
     """Return what one layer keeps, makes, multiplies and sends; in parts, each keeps its input besides.
 
-    A layer with two residual branches is joined from their traces, but for the levels of full recompute, which holds
-    what both branches compute again. A branch is run once for all shapes that are alike for it: attention does not
-    depend on how experts are divided, and each branch only on its own recompute. Tables of documents' positions are not
-    kept by parts. has_levels: as for `trace_layers`.
+    A layer with two residual branches is joined from their traces, each of which is run once for all shapes that are
+    alike for it: attention does not depend on how experts are divided, and a branch only on its own recompute. Two
+    kinds of levels are those of the whole layer: full recompute holds what both branches compute again, and a W starts
+    before the last one of the branch behind it has ended. Tables of documents' positions are not kept by parts.
+    has_levels: as for `trace_layers`.
     """
     whole_shape = replace(shape, in_parts=False)
     is_full = shape.recompute.recompute_granularity == "full"
