@@ -212,7 +212,7 @@ class InferenceRuntime:
 
 
 class Updates(NamedTuple):
-    """What updates weights while a row runs (`train.stream`)."""
+    """The hooks by which weights are updated while a row runs (`train.stream`)."""
 
     around: Callable[[Action], Context | None]  # a computation: installs its version of the weights
     handlers: Mapping[Op, Handler]

@@ -118,6 +118,8 @@ class Engine:
     Raises ValueError if the stages are not those of the row, or if an op of the schedule has no handler.
     """
 
+    _drains = True  # nothing is in flight after the row
+
     def __init__(
         self,
         schedule: Schedule,
@@ -178,7 +180,6 @@ class Engine:
         }
         of_stages = self.row if parts is None else parts.stage_row(self.row)
         self._acts = tuple(map(self._bind, self.row, of_stages))
-        self._drains = True  # nothing is in flight after the row
 
     def _bind(self, action: Action, of_stage: Action) -> Bound:
         """Look up all that is known of an action before the run. of_stage: what it is to its stage."""
