@@ -55,6 +55,7 @@ class StageBuffers:
         self.unpredictable: frozenset[str] = frozenset()  # the listener is called unknown times per microbatch
         # (a submodule's _parameters, attribute, versions) of every place in the module that holds a parameter
         self._holders: list[tuple[dict[str, nn.Parameter | None], str, tuple[nn.Parameter, ...]]] = []
+        self._installed = -1  # version
         # name -> (versions, gradient slot or None), filled by `materialize`
         self._materialized: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}
         self.slots = {slot.spec.name: (buffer, slot) for buffer in self.buffers for slot in buffer.layout.slots}
@@ -156,6 +157,7 @@ class StageBuffers:
                     version.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
             self._materialized[name] = versions, slot
         self.unpredictable = frozenset(unpredictable)
+        self._installed = -1
         self.install(self.newest)
 
     def install(self, version: int) -> None:
@@ -163,6 +165,9 @@ class StageBuffers:
 
         Tensors saved by earlier forwards are unaffected, since versions share no memory.
         """
+        if version == self._installed:
+            return
+        self._installed = version
         for parameters, attribute, versions in self._holders:
             parameters[attribute] = versions[version]
 

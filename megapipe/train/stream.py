@@ -54,12 +54,13 @@ class StreamStep(TrainStep):
             handlers |= {Op.REDUCE_GRAD: lambda action: self._close(), Op.NORM: lambda action: self._sum()}
         self._hooks = Updates(self._around, handlers)
         self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None
+        self._objective = self._average.objective(lambda: runtime.optimizer.loss_scale)
         self._engines: dict[int, StreamEngine] = {}
         self._size = 0  # microbatches of a step in this stream; 0: nothing is in flight
         self._update_size = 0  # microbatches whose gradients an update takes
-        self._begun: list[BegunStep] = []  # of this stream
+        self._begun: dict[int, BegunStep] = {}  # by number in this stream, until they are finished
         self._finished: list[tuple[StepBatch, StepResult]] = []  # during this call of `advance`
-        self._num_forwards = self._num_closed = self._num_updates = self._num_finished = 0  # of this stream
+        self._num_run = self._num_forwards = self._num_closed = self._num_updates = 0  # of this stream
         self._first = 0  # buffer of version 0
         # (step, version of the weights) by the number that the microbatch's actions carry
         self._in_flight: dict[int, tuple[int, int]] = {}
@@ -87,14 +88,14 @@ class StreamStep(TrainStep):
         if not self.is_flowing:
             self._begin(batch)
         if following is not None:
-            self._begun.append(BegunStep(following))
+            self._begun[self._num_run + 1] = BegunStep(following)
         step = self.runtime.step(batch.microbatches, self._loss, trains=True)
         self._finished = []
         with self._timers.phase("forward-backward"):
             self._engines[self._size].advance(step, None if following is None else following.microbatches)
-        if not self._versions.is_delayed:
-            # the sums of this step are under way on other ranks
-            self._finish_at_once(len(self._begun) - (0 if following is None else 2))
+        if not self._versions.is_delayed:  # the sums of this step are under way on other ranks
+            self._finish_at_once(self._num_run + (following is None))
+        self._num_run += 1
         if following is None:
             self._end()
         return self._finished
@@ -105,8 +106,8 @@ class StreamStep(TrainStep):
             self._engines[self._size] = runtime.stream_engine(self._size, self._hooks)
         row = runtime.plan.stream(self._size).alone.rows[runtime.coordinates.pp_rank]
         self._update_size = self._size // sum(action.op is Op.UPDATE for action in row)
-        self._begun, self._first = [BegunStep(batch)], self._buffers.newest
-        self._num_forwards = self._num_closed = self._num_updates = self._num_finished = 0
+        self._begun, self._first = {0: BegunStep(batch)}, self._buffers.newest
+        self._num_run = self._num_forwards = self._num_closed = self._num_updates = 0
         self._biases = {0: [bias.clone() for bias in self.expert_loads.biases]}
         self.expert_loads.clear()
         runtime.stores.begin_step(self._update_size)
@@ -114,7 +115,7 @@ class StreamStep(TrainStep):
     def _end(self) -> None:
         """Leave the newest version: evaluation, saving and the next stream start from it."""
         self._install(self._num_updates)
-        self._begun, self._size = [], 0
+        self._size = 0
 
     # Versions
 
@@ -154,7 +155,7 @@ class StreamStep(TrainStep):
 
     def _loss(self, output: StageLoss, payload: Any) -> tuple[Tensor, StageLoss]:
         """Return the engine's loss of a microbatch, and keep its report for the step to which it belongs."""
-        objective, report = self._average.objective(lambda: self.runtime.optimizer.loss_scale)(output, payload)
+        objective, report = self._objective(output, payload)
         self._begun[(self._num_forwards - 1) // self._size].reports.append(report)  # forwards are in order
         return objective, report
 
@@ -176,9 +177,9 @@ class StreamStep(TrainStep):
         self._num_updates += 1
         self._buffers.newest = self._place_of(self._num_updates)
 
-    def _finish(self, begun: BegunStep, report: StepReport) -> None:
+    def _finish(self, number: int, report: StepReport) -> None:
+        begun = self._begun.pop(number)
         assert begun.pending is not None
-        self._num_finished += 1
         self._finished.append((begun.batch, StepResult(*begun.pending.of(report.beside), report)))
 
     def _update_at_once(self, action: Action) -> None:
@@ -199,11 +200,12 @@ class StreamStep(TrainStep):
     def _finish_at_once(self, stop: int) -> None:
         """Finish the steps before `stop`, whose last updates were made."""
         factor = 1.0 / (self._update_size * self.runtime.groups.dp.size)
-        for begun in self._begun[self._num_finished : stop]:
+        for number in [number for number in self._begun if number < stop]:
+            begun = self._begun[number]
             assert begun.sums is not None
             raw_norm, num_zeros, others = begun.sums.values
             norm = raw_norm * factor / begun.loss_scale
-            self._finish(begun, StepReport(norm, 1.0, False, begun.loss_scale, num_zeros, tuple(others)))
+            self._finish(number, StepReport(norm, 1.0, False, begun.loss_scale, num_zeros, tuple(others)))
 
     def _close(self) -> None:
         """Start to reduce the gradients of a step, while those of the next one are added up (REDUCE_GRAD)."""
@@ -217,8 +219,9 @@ class StreamStep(TrainStep):
 
     def _update_later(self, action: Action) -> None:
         """Update with the gradients of the step before (UPDATE), or with those of this one where the stream ends."""
-        begun, optimizer = self._begun[self._num_updates], self.runtime.optimizer
-        if self._num_closed == self._num_updates:
+        number, optimizer = self._num_updates, self.runtime.optimizer
+        begun = self._begun[number]
+        if self._num_closed == number:
             self._close()
             self._sum()
         assert begun.sums is not None and begun.pending is not None
@@ -232,12 +235,11 @@ class StreamStep(TrainStep):
         if begun.routed is None:  # no step follows
             self._take_routed(begun)
         assert begun.routed is not None
-        number = self._num_updates
-        self._biases[number] = [bias.clone() for bias in self._biases[number - 1]]
-        self._biases.pop(number - 2, None)
-        self.expert_loads.finish_step(report.skipped, begun.routed, self._biases[number])
+        self._biases[number + 1] = [bias.clone() for bias in self._biases[number]]
+        self._biases.pop(number - 1, None)
+        self.expert_loads.finish_step(report.skipped, begun.routed, self._biases[number + 1])
         self._after_update()
-        self._finish(begun, report)
+        self._finish(number, report)
 
     def _before_update(self, factor: float) -> None:
         """Do nothing: called before the last update of a step. factor: of the raw sums of gradients, for averages."""

@@ -23,7 +23,8 @@ EXPERT_FAMILIES = ("1f1b", "interleaved", "dualpipe", "dualpipe-v")
 class Case:
     """One row of a table.
 
-    seconds: of F, of I and of W of one stage, each. message_bytes: of an activation and of a gradient.
+    seconds: of F, of I and of W of one stage, each. message_bytes: of an activation and of a gradient. steps: of a
+    stream, which drains after the last of them; microbatches are those of one.
     """
 
     schedule: str
@@ -32,6 +33,7 @@ class Case:
     chunks: int = 1
     seconds: float = 0.010
     message_bytes: int = 65536
+    steps: int = 1
 
     @property
     def contenders(self) -> tuple[str, ...]:
@@ -39,7 +41,8 @@ class Case:
         return ("megapipe", "torch", "floor") if self.schedule in TORCH_HAS else ("megapipe", "floor")
 
     def __str__(self) -> str:
-        return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}"
+        steps = f", {self.steps} steps" if self.steps > 1 else ""
+        return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}{steps}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ AnyCase = Case | RealCase | ExpertCase
 
 
 def _all(ranks: int, microbatches: int, seconds: float = 0.010) -> tuple[Case, ...]:
-    return tuple(Case(name, ranks, microbatches, chunks, seconds) for name, chunks in FAMILIES.items())
+    rows = [Case(name, ranks, microbatches, chunks, seconds) for name, chunks in FAMILIES.items()]
+    return (*rows, Case("pipedream-2bw", ranks, microbatches, seconds=seconds, steps=4))
 
 
 PARTS: dict[str, tuple[AnyCase, ...]] = {
@@ -119,6 +123,7 @@ _SHORT = (0.002, 0.002, 0.002)
 QUICK: tuple[AnyCase, ...] = (
     Case("1f1b", 2, 3, 1, 0.002, 1024),
     Case("zb-v", 2, 4, 2, 0.002, 1024),
+    Case("pipedream-2bw", 2, 3, 1, 0.002, 1024, steps=3),
     RealCase("1f1b", microbatches=2, layers=2, hidden=16, heads=2, seq=8, vocab=16),
     *(
         ExpertCase(name, 4, 4, FAMILIES[name], 4, 2, _SHORT, _SHORT, (0.001, 0.001, 0.001), (0.002, 0.002))

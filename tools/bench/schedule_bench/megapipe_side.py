@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -11,12 +12,17 @@ from torch import Tensor
 from megapipe.comm.channels import Channels
 from megapipe.comm.groups import Group
 from megapipe.comm.trace import Tracer
-from megapipe.pipeline.engine import Engine, Step
+from megapipe.pipeline.engine import Engine, Step, StreamEngine
 from megapipe.pipeline.stage import StageRunner
+from megapipe.schedule.action import Op
+from megapipe.schedule.families import build_stream
 from megapipe.schedule.lower import lower, without_pairs
 from megapipe.schedule.simulate import unhindered_send_depth
 from schedule_bench.devices import Stages
 from schedule_bench.work import Work
+
+# of a stream whose stages have no weights to update
+UPDATES = dict.fromkeys((Op.UPDATE, Op.REDUCE_GRAD, Op.NORM), lambda action: None)
 
 
 class MegapipeSide:
@@ -27,24 +33,37 @@ class MegapipeSide:
         schedule = work.schedule()
         # as the engine runs it on a CPU
         self.schedule = replace(schedule, rows=tuple(map(without_pairs, schedule.rows)))
-        placement = schedule.placement
-        lowered = lower(schedule, receive_depth)
+        placement, count = schedule.placement, work.case.microbatches
+        stream = None if work.num_steps == 1 else build_stream(schedule.name, placement.num_ranks, count, receive_depth)
+        lowered = lower(schedule, receive_depth) if stream is None else stream.stretch
         depth = 1 + unhindered_send_depth(lowered)
         self.stages: Stages = work.stages(placement.stages_of(pp.rank), placement.num_stages)
         runners = {
             stage: StageRunner(_Picked(module, stage == 0), self.stages.queues[stage])
             for stage, module in self.stages.items()
         }
-        self._engine = Engine(
-            lowered, pp.rank, runners, Channels.build(placement, pp, max_in_flight=depth), tracer=tracer
-        )
-        self._step = Step(work.microbatches(), lambda boundary: (work.message,), _loss_for_engine(work.loss))
+        channels, loss = Channels.build(placement, pp, max_in_flight=depth), _loss_for_engine(work.loss)
+        self._engine: Engine | StreamEngine
+        if stream is None:
+            self._engine = Engine(lowered, pp.rank, runners, channels, tracer=tracer)
+        else:
+            self._engine = StreamEngine(stream, pp.rank, runners, channels, UPDATES)
+        payloads = work.microbatches()
+        self._steps = [
+            Step(payloads[first : first + count], lambda boundary: (work.message,), loss)
+            for first in range(0, len(payloads), count)
+        ]
 
     def begin_step(self) -> None:
         self.stages.begin_step()
 
     def step(self) -> None:
-        self._engine.run(self._step)
+        if not isinstance(self._engine, StreamEngine):
+            self._engine.run(self._steps[0])
+            return
+        for step, following in pairwise([*self._steps, None]):
+            assert step is not None
+            self._engine.advance(step, None if following is None else following.microbatches)
 
 
 class Alone:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megapipe.comm.channels import MessageSpec
+from megapipe.schedule.action import Op
 from megapipe.schedule.families import build_schedule
 from megapipe.schedule.schedule import Schedule
 from schedule_bench.cases import Case, RealCase
@@ -49,8 +50,16 @@ class Work:
     watch: Stopwatch
 
     def schedule(self) -> Schedule:
-        """Return megapipe's schedule of the case."""
-        return build_schedule(self.case.schedule, self.case.ranks, self.case.chunks, self.case.microbatches)
+        """Return megapipe's schedule of the case. An update, which has no weights here, takes no time."""
+        case, steps = self.case, self.num_steps
+        schedule = build_schedule(case.schedule, case.ranks, case.chunks, case.microbatches, num_steps=steps)
+        rows = (tuple(action for action in row if action.op is not Op.UPDATE) for row in schedule.rows)
+        return replace(schedule, rows=tuple(rows))
+
+    @property
+    def num_steps(self) -> int:
+        """Training steps that are run in one go."""
+        return self.case.steps if isinstance(self.case, Case) else 1
 
     def stages(self, numbers: tuple[int, ...], num_stages: int) -> Stages:
         """Return new modules for some stages."""
@@ -61,7 +70,7 @@ class Work:
 
     def microbatches(self) -> list[tuple[Tensor, Tensor]]:
         """Return (input, label) of each microbatch."""
-        count = self.case.microbatches
+        count = self.case.microbatches * self.num_steps
         return list(zip(self.inputs.chunk(count), self.labels.chunk(count), strict=True))
 
 
@@ -72,14 +81,15 @@ def make_work(case: Case | RealCase) -> Work:
         output = MessageSpec((case.micro_batch, case.seq, case.vocab), torch.float32)
         return Work(case, message, output, *draw_batch(case), loss_of, Stopwatch(0.0))
     rows = case.message_bytes // 4 // WIDTH
-    inputs = torch.ones(case.microbatches * rows, WIDTH)
+    count = case.microbatches * case.steps
+    inputs = torch.ones(count * rows, WIDTH)
     message = MessageSpec((rows, WIDTH), torch.float32)
     return Work(
         case,
         message,
         message,
         inputs,
-        torch.zeros(case.microbatches),
+        torch.zeros(count),
         lambda output, label: output.sum(),
         Stopwatch(case.seconds),
     )
