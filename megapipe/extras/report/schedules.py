@@ -253,8 +253,12 @@ hidden: the part of all all-to-alls that is not exposed"""
 
 
 def row_data(row: Measures | ExpertMeasures | Unmeasured, is_sharded: bool) -> dict[str, Any]:
-    """Return a row as JSON data; only with sharded gradients it has the numbers of gathers and reductions."""
+    """Return a row as JSON data; only with sharded gradients it has the numbers of gathers and reductions, and only an
+    asynchronous schedule that of its versions of the weights.
+    """
     unread = () if is_sharded else ("gathers", "reductions", "most_gathered")
+    if isinstance(row, Measures) and row.is_synchronous:
+        unread = (*unread, "weight_versions")
     return {key: value for key, value in asdict(row).items() if key not in unread}
 
 
