@@ -24,9 +24,9 @@ class StageBuffers:
 
     layouts: positions of the parameters (sharding.buffers). grad_dtype: of the main gradients, None for inference.
     trained: the buffers with gradients.
-    num_versions: of the parameters; all versions share one main gradient. is_apart, changes_in_flight: see
-    `Store`. sharing, expert_sharing: who holds the same
-    dense parameters and experts; parameter() and main_grad() return empty memory while only shards are kept.
+    num_versions: of the parameters; all versions share one main gradient. is_apart, changes_in_flight: see `Store`.
+    sharing, expert_sharing: who holds the same dense parameters and experts; parameter() and main_grad() return empty
+    memory while only shards are kept.
     `listener`, if set, is called with a parameter's name whenever the gradient of one microbatch has been added to it.
     """
 
@@ -55,7 +55,6 @@ class StageBuffers:
         self.unpredictable: frozenset[str] = frozenset()  # the listener is called unknown times per microbatch
         # (a submodule's _parameters, attribute, versions) of every place in the module that holds a parameter
         self._holders: list[tuple[dict[str, nn.Parameter | None], str, tuple[nn.Parameter, ...]]] = []
-        self._installed = -1  # version
         # name -> (versions, gradient slot or None), filled by `materialize`
         self._materialized: dict[str, tuple[tuple[nn.Parameter, ...], Any]] = {}
         self.slots = {slot.spec.name: (buffer, slot) for buffer in self.buffers for slot in buffer.layout.slots}
@@ -157,7 +156,6 @@ class StageBuffers:
                     version.register_post_accumulate_grad_hook(_hook(weakref.ref(self), name))
             self._materialized[name] = versions, slot
         self.unpredictable = frozenset(unpredictable)
-        self._installed = -1
         self.install(self.newest)
 
     def install(self, version: int) -> None:
@@ -165,9 +163,6 @@ class StageBuffers:
 
         Tensors saved by earlier forwards are unaffected, since versions share no memory.
         """
-        if version == self._installed:
-            return
-        self._installed = version
         for parameters, attribute, versions in self._holders:
             parameters[attribute] = versions[version]
 

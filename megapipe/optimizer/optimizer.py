@@ -101,6 +101,7 @@ class Optimizer:
         self.scaler = LossScaler.of(precision)
         self._clip_grad, self._on_host = config.clip_grad, config.optimizer_cpu_offload
         self._error_feedback = config.delay_error_feedback
+        self._has_last_change = False  # False until the first update with it
         stages = stores.stages
         self._groups, self._stores, self._device = groups, stores, next(iter(stages.values())).device
         dtypes = state_dtypes(config, precision, any(buffers.changes_in_flight for buffers in stages.values()))
@@ -277,12 +278,14 @@ class Optimizer:
         return {"optimizer": state}
 
     def plain_state(self) -> dict[str, Any]:
-        """Return the state that is not a tensor: number of updates, loss scaler."""
-        return {"num_steps": self.rule.num_steps, "loss_scaler": self.scaler.state()}
+        """Return the state that is not a tensor: number of updates, loss scaler, whether there is a last change."""
+        state = {"num_steps": self.rule.num_steps, "loss_scaler": self.scaler.state()}
+        return state | ({"has_last_change": self._has_last_change} if self._error_feedback else {})
 
     def load_plain_state(self, state: Mapping[str, Any]) -> None:
         self.rule.set_num_steps(int(state["num_steps"]))
         self.scaler.load_state(state["loss_scaler"])
+        self._has_last_change = bool(state.get("has_last_change"))
 
     def _update(self, factor: float, rates: Rates) -> None:
         if self._on_host:
@@ -295,10 +298,11 @@ class Optimizer:
         self.rule.step(factor, rates)
         for shard, weights in zip(self.shards, before, strict=False):
             last, change = shard.states[LAST_CHANGE], torch.sub(shard.master, weights, out=weights)
-            if self.rule.num_steps > 1:
+            if self._has_last_change:
                 shard.master.add_(change, alpha=self._error_feedback).sub_(last, alpha=self._error_feedback)
             last.copy_(change)
         if before:
+            self._has_last_change = True
             self.masters_to_parameters()
         elif isinstance(self.rule, CompiledAdam):  # it has written the parameters
             self._stores.start_gather()

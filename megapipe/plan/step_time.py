@@ -295,10 +295,7 @@ def _in_stream(plan: RunPlan, hardware: Hardware, costs: Costs) -> tuple[float, 
     A delayed update has half a step for the reduction of its gradients; the other half is for their norm.
     """
     stream = plan.stream(plan.batch.num_microbatches)
-    span, num_updates = (
-        steady(stream.stretch, costs).seconds,
-        sum(action.op is Op.UPDATE for action in stream.alone.rows[0]),
-    )
+    span, num_updates = steady(stream.stretch, costs).seconds, stream.stretch.step_size // stream.update_size
     reduce = max(reduction_seconds(plan, hardware, stage) for stage in range(plan.placement.num_stages))
     return span, max(0.0, reduce - span / 2) if plan.accumulates_apart else num_updates * reduce, num_updates
 

@@ -83,6 +83,7 @@ def _fills_pipeline(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[i
 _Split = partial(ScheduleFamily, splits_backward=True)
 _OnV = partial(_Split, placement=v_shape, takes_chunks=True, chunks=2)
 _ZeroBubbleV = partial(_OnV, is_candidate=True)
+_Stream = partial(ScheduleFamily, counts=_fills_pipeline)
 _FAMILIES = (
     ScheduleFamily("naive", whole.naive, "one microbatch at a time through all stages: the baseline"),
     ScheduleFamily("gpipe", whole.breadth_first, "all forwards, then all backwards; keeps every microbatch"),
@@ -137,32 +138,28 @@ _FAMILIES = (
     _OnV(
         "dualpipe-v", split.dualpipe_v, "DualPipe folded to a V: parameters held once", counts=split.dualpipe_v_counts
     ),
-    ScheduleFamily(
+    _Stream(
         "pipedream",
         whole.pipedream,
         "NOT synchronous: 1F1B that never drains and updates after every microbatch, with stashed weights",
-        counts=_fills_pipeline,
         versions=Versions(newest),
     ),
-    ScheduleFamily(
+    _Stream(
         "pipedream-vertical-sync",
         whole.pipedream,
         "NOT synchronous: pipedream whose microbatches use one version of the weights on all stages",
-        counts=_fills_pipeline,
         versions=Versions(newest_at_entry),
     ),
-    ScheduleFamily(
+    _Stream(
         "pipedream-2bw",
         whole.pipedream_2bw,
         "NOT synchronous: 1F1B that never drains, with two versions of the weights, gradients one step old",
-        counts=_fills_pipeline,
         versions=Versions(one_step_old, is_delayed=True),
     ),
-    ScheduleFamily(
+    _Stream(
         "paci",
         whole.paci,
         "NOT synchronous: 1F1B that never drains, with one version; a backward may meet weights one update newer",
-        counts=_fills_pipeline,
         versions=Versions(newest, is_stashed=False),
     ),
 )

@@ -131,7 +131,7 @@ class Stream:
     Each rank's row is cut into the parts of the steps: that of step t begins with the first computation after the last
     backward of step t - 1, or the receives posted right before it. Raises ScheduleError, with the grid, if the middle
     of a row does not repeat, or an action waits for a part of another rank that comes later: then the proof of the
-    stretch is none of the stream.
+    stretch is none of the stream. So it does where updates of a step take unequal numbers of microbatches.
     """
 
     stretch: Schedule
@@ -146,10 +146,22 @@ class Stream:
                 pairs = zip(repeated, again, strict=False)
                 slot = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
                 self._fail("the actions of a step are not those of the step before, a step later", rank, second + slot)
-        _ = self.send_depth  # proves that no step can deadlock
+        _ = self.send_depth, self.update_size  # which prove that no step can deadlock, and that updates are alike
+
+    @cached_property
+    def update_size(self) -> int:
+        """Microbatches whose gradients an update takes, the same for all of them."""
+        count, size = sum(action.op is Op.UPDATE for action in self.alone.rows[0]), self.stretch.step_size
+        wanted = [size * number // count - 1 for number in range(1, count + 1)] if count and size % count == 0 else []
+        for rank, row in enumerate(self.alone.rows):
+            found = [action.microbatch for action in row if action.op is Op.UPDATE]
+            if not found or found != wanted:
+                numbers = " ".join(map(str, found)) or "none"
+                self._fail(f"updates follow microbatches {numbers} of a step; each must take equally many", rank, 0)
+        return size // count
 
     def row(self, pp_rank: int, step: int, drains: bool) -> Row:
-        """Return what a rank does from the beginning of a step's part to that of the next one.
+        """Return the actions of a rank from the beginning of a step's part to that of the next one.
 
         step: its number in the stream. drains: the stream ends with it. Microbatches have their numbers in the stream,
         modulo those of two steps.

@@ -42,6 +42,7 @@ from megapipe.data.fingerprint import Fingerprint, differences, has_another_orde
 from megapipe.data.loader import Loader
 from megapipe.environment import Environment
 from megapipe.errors import CheckpointError, DamageError, RemovedError, TrainingError
+from megapipe.sharding.state_dtypes import LAST_CHANGE
 from megapipe.tokenizers.tokenizer import Fingerprint as TokenizerFingerprint
 from megapipe.train.facts import changed_versions, versions
 from megapipe.train.journal import Journal, last_failure, recorded_folder
@@ -359,7 +360,8 @@ def _load_tensors(
     runtime: TrainingRuntime, folder: CheckpointFolder, with_optimizer: bool, may_leave_out: bool = False
 ) -> None:
     """Fill masters (else weights) and, if asked for, moments; parameters and masters agree afterwards. The moments of
-    parameters that were frozen when the checkpoint was saved become zero.
+    parameters that were frozen when the checkpoint was saved become zero, and so does the last change
+    (--delay-error-feedback) if the checkpoint has none; if this run has none, that of the checkpoint is left out.
 
     may_leave_out: the checkpoint may hold parameters that the model lacks. Raises CheckpointError on all ranks.
     """
@@ -381,11 +383,14 @@ def _load_tensors(
     named = {f"{held.key}/{held.piece.spec.name}" for held in wanted} | {
         f"{key}/{box.name.removeprefix('master/')}" for box in frozen for key in keys
     }
-    check_all_asked_for(folder, named, keys, may_leave_out, world, runtime.device)
+    kept = {held.key for held in wanted}
+    needed = keys if LAST_CHANGE in kept else keys - {LAST_CHANGE}
+    check_all_asked_for(folder, named, needed, may_leave_out, world, runtime.device)
     had_moments = {name.partition("/")[2] for name in saved if not name.startswith("master/")}
     boxes = []
     for held in wanted:
-        if held.key == "master" or held.piece.spec.name in had_moments:
+        is_new = held.key == LAST_CHANGE and LAST_CHANGE not in keys
+        if held.key == "master" or (held.piece.spec.name in had_moments and not is_new):
             boxes.append(tensor_box(held.key, held.piece, held.values))
         else:
             held.values.zero_()

@@ -62,6 +62,7 @@ class StreamStep(TrainStep):
         self._finished: list[tuple[StepBatch, StepResult]] = []  # during this call of `advance`
         self._num_run = self._num_forwards = self._num_closed = self._num_updates = 0  # of this stream
         self._first = 0  # buffer of version 0
+        self._installed = -1  # version
         # (step, version of the weights) by the number that the microbatch's actions carry
         self._in_flight: dict[int, tuple[int, int]] = {}
         self._loss_scale = 1.0  # of the microbatch whose backward runs
@@ -104,11 +105,10 @@ class StreamStep(TrainStep):
         runtime, self._size = self.runtime, len(batch.microbatches)
         if self._size not in self._engines:
             self._engines[self._size] = runtime.stream_engine(self._size, self._hooks)
-        row = runtime.plan.stream(self._size).alone.rows[runtime.coordinates.pp_rank]
-        self._update_size = self._size // sum(action.op is Op.UPDATE for action in row)
+        self._update_size = runtime.plan.stream(self._size).update_size
         self._begun, self._first = {0: BegunStep(batch)}, self._buffers.newest
         self._num_run = self._num_forwards = self._num_closed = self._num_updates = 0
-        self._biases = {0: [bias.clone() for bias in self.expert_loads.biases]}
+        self._biases, self._installed = {0: [bias.clone() for bias in self.expert_loads.biases]}, -1
         self.expert_loads.clear()
         runtime.stores.begin_step(self._update_size)
 
@@ -124,6 +124,9 @@ class StreamStep(TrainStep):
 
     def _install(self, version: int) -> None:
         """Let the stage compute with this version."""
+        if version == self._installed:
+            return
+        self._installed = version
         self._buffers.install(self._place_of(version))
         for bias, values in zip(self.expert_loads.biases, self._biases.get(version, ()), strict=False):
             bias.copy_(values)

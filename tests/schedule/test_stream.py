@@ -143,6 +143,14 @@ def test_a_row_that_does_not_repeat_is_no_stream() -> None:
         Stream(replace(stream.stretch, rows=rows), stream.alone)
 
 
+def test_updates_of_a_step_take_equally_many_microbatches() -> None:
+    stream = build_stream("pipedream", 2, 4)
+    assert (stream.update_size, build_stream("paci", 2, 4).update_size) == (1, 4)
+    rows = tuple(tuple(a for a in row if a.op is not Op.UPDATE or a.microbatch != 1) for row in stream.alone.rows)
+    with pytest.raises(ScheduleError, match="updates follow microbatches 0 2 3"):
+        Stream(stream.stretch, replace(stream.alone, rows=rows))
+
+
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_a_step_has_a_microbatch_for_each_rank(name: str) -> None:
     with pytest.raises(ConfigError, match="3 were given: use 4"):

@@ -36,13 +36,15 @@ def test_a_quick_run_measures_every_contender_and_fills_the_page(tmp_path: Path)
         str(page),
     )
     assert done.returncode == 0, done.stderr
-    emulated, v_shape, real, *experts = json.loads(figures.read_text())["cases"]
+    emulated, v_shape, stream, real, *experts = json.loads(figures.read_text())["cases"]
     assert list(emulated["contenders"]) == ["megapipe", "torch", "floor"]
     for found in (*emulated["contenders"].values(), *v_shape["contenders"].values()):
         assert len(found["steps"]) == 2
         assert all(step["cpu_seconds"] > 0 for step in found["steps"])
     for found in emulated["contenders"].values():  # lower bound with sleeps of 2 ms: (m + p - 1) (F + I + W)
         assert all(step["replay_seconds"] >= 4 * 0.006 for step in found["steps"])
+    for found in stream["contenders"].values():  # three steps, between which it does not drain
+        assert all(step["replay_seconds"] >= (3 * 3 + 1) * 0.006 for step in found["steps"])
     assert {name for name, found in real["contenders"].items() if found["steps"]} == {"alone", "megapipe", "torch"}
     assert [found["case"]["schedule"] for found in experts] == ["1f1b", "interleaved", "dualpipe", "dualpipe-v"]
     for found in experts:

@@ -105,6 +105,26 @@ def test_a_resumed_run_equals_one_that_drained_there(name: str, rank_pools: Pool
     assert all(torch.equal(found[key], values) for key, values in wanted.items())
 
 
+def test_error_feedback_begins_and_ends_with_a_resumed_run(rank_pools: Pools, tmp_path: Path) -> None:
+    flags = f"{STREAM} --pipeline-schedule pipedream-2bw --lr-decay-style constant --eval-interval 100"
+    common = f"{flags} --train-iters 8 --load {tmp_path}/a --allow-changed-optimizer"
+    runs = {
+        "a": f"{flags} --train-iters 3",
+        "without": common,
+        "begins": f"{common} --delay-error-feedback 1",
+        "ends": f"{common} --load {tmp_path}/begins --train-iters 12",
+    }
+    losses = {}
+    for folder, more in runs.items():
+        for said, kind, text in rank_pools(2).run(job_on_rank, f"{more} --save {tmp_path / folder}"):
+            assert not kind, (said, text)
+        losses[folder] = [line["loss"] for line in steps_of(tmp_path / folder / "metrics.jsonl")]
+    # the first update after it was loaded knows no last change: the third step is the first that it reaches
+    assert losses["begins"][:3] == losses["without"][:3]
+    assert losses["begins"][3] != losses["without"][3]
+    assert len(losses["ends"]) == 4
+
+
 def test_a_run_that_drains_at_other_steps_says_so_when_it_resumes(rank_pools: Pools, tmp_path: Path) -> None:
     flags = f"{STREAM} --save {tmp_path} --pipeline-schedule pipedream-2bw --eval-interval 100"
     rank_pools(2).run(job_on_rank, f"{flags} --save-interval 3 --exit-interval 3")

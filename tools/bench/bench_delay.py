@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """What a step of delay costs: the losses of synchronous and asynchronous pipelines on the same data, over some seeds.
 
-    launch/quickstart.sh --iterations 1                              makes tokens and a tokenizer
+    launch/quickstart.sh --steps 1                    makes tokens and a tokenizer in a folder F of runs/quickstart
     python tools/bench/bench_delay.py --output runs/delay -- \\
-        --data-path PREFIX --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER
+        --data-path F/tokens_text_document --split 95,5,0 \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model F/tokenizer
 
 trains a GPT of 10M parameters in four stages with AdamW and with Muon: synchronously (1F1B), with PipeDream-2BW, with
 2BW and --delay-error-feedback 1, and with PACI. Every run has the same flags otherwise, drains only at its end, and is
