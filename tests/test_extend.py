@@ -30,7 +30,7 @@ from megapipe.plan.memory import rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.registry import BUILT_IN, EXTENSIONS, Registry
 from megapipe.schedule.families import SCHEDULES, build_lowered
-from megapipe.schedule.generate.split_backward import dualpipe, dualpipe_counts
+from megapipe.schedule.generate.split_backward import dualpipe
 from megapipe.tokenizers.tokenizer import build_tokenizer, checked
 from tests.extras.dry_run.grids import make_plan, read_for
 from tests.extras.verify.grids import compared
@@ -41,7 +41,7 @@ from tests.train.jobs import TINY, job, job_on_rank, steps_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = {
-    "schedule": ["schedule eager-1f1b"],
+    "schedule": ["schedule eager-1f1b", "schedule waves"],
     "layer": ["norm lp-norm", "activation gated-relu2", "attention kind sigmoid"],
     "mixer": ["attention kind decay"],
     "update_rule": ["update rule lion"],
@@ -178,9 +178,15 @@ def test_the_example_schedule_runs_further_ahead_than_1f1b() -> None:
     assert SCHEDULES["eager-1f1b"].is_synchronous and SCHEDULES.origin("eager-1f1b") != BUILT_IN
 
 
+def test_the_example_of_waves_is_hanayo() -> None:
+    EXTENSIONS.load(example("schedule"))
+    for shape in ((4, 2, 8), (3, 4, 5)):
+        assert build_lowered("waves", *shape).rows == build_lowered("hanayo", *shape).rows
+
+
 def directions_of_my_own(rank: int, world_size: int, options: dict[str, Any]) -> Any:
     """Compare DualPipe under another name, its placement in a function of its own, with one process."""
-    properties = {"placement": lambda p: two_directions(p), "splits_backward": True, "counts": dualpipe_counts}
+    properties = {"placement": two_directions, "splits_backward": True, "counts": SCHEDULES["dualpipe"].counts}
     register_schedule("mine", "", **properties)(dualpipe)
     steps, report = compared(rank, world_size, tiny_config(**options, pipeline_schedule="mine"), "fp64")
     return len(steps), all(step.passes for step in steps), report
@@ -195,7 +201,7 @@ def test_copies_of_a_stage_are_summed_whatever_function_has_placed_them() -> Non
 def test_an_embedding_at_ends_that_its_group_does_not_hold_is_refused() -> None:
     EXTENSIONS.loading = "test"
     try:
-        register_schedule("rotated", "", placement=lambda p: Placement(p, rotated_ranks(p)))(rotated)
+        register_schedule("rotated", "", placement=lambda p, v: Placement(p, rotated_ranks(p)))(rotated)
         message = "--pipeline-schedule rotated, which has the first stage on pp_rank 0 and the last on 1"
         with pytest.raises(ConfigError, match=message):
             resolve(tiny_config(pp=4, num_layers=4, pipeline_schedule="rotated"), 4)

@@ -164,7 +164,7 @@ class Options(TypedDict, total=False):
     pipeline_rank_speeds: Sequence[float] | str | None
     pipeline_rank_memory: Sequence[float] | str | None
     microbatch_group_size_per_virtual_pipeline_stage: int | None
-    pipeline_schedule: Literal["auto", "naive", "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "dualpipe", "dualpipe-v", "pipedream", "pipedream-vertical-sync", "pipedream-2bw", "paci"]
+    pipeline_schedule: Literal["auto", "naive", "gpipe", "1f1b", "interleaved", "breadth-first", "hanayo", "chimera", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "zb-auto", "dualpipe", "dualpipe-v", "pipedream", "pipedream-vertical-sync", "pipedream-2bw", "paci"]
     pipe_sp_splits: int
     pipe_sp_strategy: Literal["uniform_comp", "average"]
     pipeline_memory_limit: int | None

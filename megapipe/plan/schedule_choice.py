@@ -19,7 +19,7 @@ from megapipe.formatting import one_of
 from megapipe.layers.model import model_spec
 from megapipe.plan.layer_costs import head_flops, layer_flops
 from megapipe.registry import EXTENSIONS
-from megapipe.schedule.families import SCHEDULES, default_schedule
+from megapipe.schedule.families import SCHEDULES, default_schedule, even_near
 from megapipe.schedule.partition import Partition, cut_by_cost, cut_evenly, layout_stages, parse_layout
 from megapipe.schedule.placement import Placement
 
@@ -121,6 +121,11 @@ def schedule_and_chunks(parallel: ParallelConfig, num_layers: int) -> tuple[str,
                 f"for; leave {CHUNKS_FLAG} out, or give {family.chunks}"
             )
         return name, family.chunks
+    if family.has_waves and chunks % 2:
+        raise ConfigError(
+            f"--pipeline-schedule {name} passes the ranks down and up again and needs an even number of chunks; give "
+            f"{CHUNKS_FLAG} {even_near(chunks)}"
+        )
     if family.takes_chunks and chunks == 1:
         raise ConfigError(
             f"--pipeline-schedule {name} needs chunks; give {CHUNKS_FLAG} 2 or more, or choose {family.without_chunks}"

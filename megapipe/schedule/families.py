@@ -32,9 +32,11 @@ class ScheduleFamily:
     name: str
     generate: Callable[[Shape], tuple[Row, ...]]
     summary: str
-    placement: Callable[[int], Placement] | None = None  # from the number of ranks; None: a loop
+    # from the numbers of ranks and of chunks per rank
+    placement: Callable[[int, int], Placement] = loop
     takes_chunks: bool = False  # several chunks per rank, that is stages in each direction
     chunks: int | None = None  # the number of chunks, if the family works with only one number
+    has_waves: bool = False  # chunks come in pairs, one for each way of a wave
     without_chunks: str = ""  # the family that this one equals with one chunk
     group_rule: str = ""  # why groups must be at least as large as the ranks; empty: no groups
     splits_backward: bool = False  # has I and W (some of its backwards may be whole)
@@ -63,21 +65,47 @@ class ScheduleFamily:
 
     def num_chunks(self, asked: int) -> int:
         """Return the chunks per rank if `asked` are wanted of families that take any number."""
-        return self.chunks or (asked if self.takes_chunks else 1)
+        return self.chunks or (asked + asked % 2 if self.has_waves else asked if self.takes_chunks else 1)
 
     def place(self, num_ranks: int, num_chunks: int) -> Placement:
         """Return which rank holds which stage."""
-        return self.placement(num_ranks) if self.placement else loop(num_ranks, self.num_chunks(num_chunks))
+        return self.placement(num_ranks, self.num_chunks(num_chunks))
 
     def is_mirrored(self, num_ranks: int) -> bool:
         """Return True if opposite pp_ranks hold the same stages."""
-        return self.placement is not None and self.placement(num_ranks).is_mirrored
+        return self.place(num_ranks, 2).is_mirrored
 
 
 def _fills_pipeline(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:
     """Return why a step is too short for a stream: a rank would run ahead by more than a step."""
     problem = "needs a microbatch in a step for each pipeline rank" if num_microbatches < num_ranks else ""
     return problem, (num_ranks,) if problem else ()
+
+
+def even_near(odd: int) -> str:
+    """Return the even numbers next to an odd one, as text."""
+    return " or ".join(str(even) for even in (odd - 1, odd + 1) if even)
+
+
+def _from_both_ends(least: int, num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:
+    """Return why a schedule in two directions cannot run so many microbatches. least: microbatches that it needs for
+    each rank. Raises ConfigError for an odd number of ranks.
+    """
+    if num_ranks % 2:
+        raise ConfigError(
+            f"a pipeline in two directions pairs every rank with the one opposite; {num_ranks} pipeline ranks are odd: "
+            f"use {even_near(num_ranks)}"
+        )
+    enough = least * num_ranks
+    if num_microbatches < enough:
+        return (
+            f"fills the pipeline from both ends and needs at least {least} x {num_ranks} ranks = {enough} microbatches",
+            (enough,),
+        )
+    if num_microbatches % 2:
+        near = (num_microbatches - 1, num_microbatches + 1)
+        return "sends as many microbatches from either end", near[num_microbatches == 1 :]
+    return "", ()
 
 
 _Split = partial(ScheduleFamily, splits_backward=True)
@@ -111,6 +139,21 @@ _FAMILIES = (
         takes_chunks=True,
         without_chunks="gpipe",
     ),
+    ScheduleFamily(
+        "hanayo",
+        whole.hanayo,
+        "1F1B in waves over an even number of chunks per rank; the bubble divided by their number where F = B",
+        placement=v_shape,
+        takes_chunks=True,
+        has_waves=True,
+    ),
+    ScheduleFamily(
+        "chimera",
+        whole.chimera,
+        "1F1B from both ends at once, half of the bubble where F = B; parameters held twice",
+        placement=two_directions,
+        counts=partial(_from_both_ends, 0),
+    ),
     _Split(
         "zb-h1",
         split.zb_h1,
@@ -133,7 +176,7 @@ _FAMILIES = (
         split.dualpipe,
         "from both ends at once, forwards overlapped with backwards; parameters held twice",
         placement=two_directions,
-        counts=split.dualpipe_counts,
+        counts=partial(_from_both_ends, 2),
     ),
     _OnV(
         "dualpipe-v", split.dualpipe_v, "DualPipe folded to a V: parameters held once", counts=split.dualpipe_v_counts
@@ -279,6 +322,11 @@ def _check_shape(family: ScheduleFamily, shape: Shape, has_groups: bool) -> None
         raise ConfigError(
             f"{name} holds one chunk per rank{' in each direction' if family.is_mirrored(num_ranks) else ''}, but "
             f"{num_chunks} were given; use 1 chunk, or a schedule with chunks: {several}"
+        )
+    if family.has_waves and num_chunks % 2:
+        raise ConfigError(
+            f"{name} passes the ranks down and up again and needs an even number of chunks per rank; {num_chunks} were "
+            f"given: use {even_near(num_chunks)}"
         )
     if has_groups and not group_rule:
         raise ConfigError(f"{name} has no microbatch groups, but a group size of {group_size} was given; omit it")

@@ -93,16 +93,19 @@ def loop(num_ranks: int, num_chunks: int) -> Placement:
     return Placement(num_ranks, tuple(range(num_ranks)) * num_chunks)
 
 
-def v_shape(num_ranks: int) -> Placement:
-    """0 1 2 3 3 2 1 0: pp_rank r holds stages r and 2 num_ranks - 1 - r (Qi et al. 2024, arXiv:2405.15362)."""
-    down = tuple(range(num_ranks))
-    return Placement(num_ranks, down + down[::-1])
+def v_shape(num_ranks: int, num_chunks: int = 2) -> Placement:
+    """0 1 2 3 3 2 1 0: pp_rank r holds stages r and 2 num_ranks - 1 - r (Qi et al. 2024, arXiv:2405.15362).
 
-
-def two_directions(num_ranks: int) -> Placement:
-    """DualPipe (arXiv:2412.19437): rank r holds stages r and num_ranks - 1 - r.
-
-    Even microbatches enter at rank 0, odd ones at the last rank.
+    With more chunks, an even number, again and again: the waves of Hanayo (Liu et al. 2023, arXiv:2308.15762).
     """
     down = tuple(range(num_ranks))
-    return Placement(num_ranks, down, down[::-1])
+    return Placement(num_ranks, (down + down[::-1]) * (num_chunks // 2))
+
+
+def two_directions(num_ranks: int, num_chunks: int = 1) -> Placement:
+    """Chimera (arXiv:2107.06925), DualPipe (arXiv:2412.19437): rank r holds stages r and num_ranks - 1 - r.
+
+    Even microbatches enter at rank 0, odd ones at the last rank. With more chunks, each direction is a loop.
+    """
+    down = tuple(range(num_ranks))
+    return Placement(num_ranks, down * num_chunks, down[::-1] * num_chunks)

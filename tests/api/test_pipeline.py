@@ -21,9 +21,7 @@ from tests.harness import RankPool
 COUNT, ROWS, CLASSES, BLOCKS = 8, 2, 5, 8  # microbatches, their rows, classes, modules of a model
 SYNCHRONOUS = [family for family in SCHEDULES.values() if family.is_synchronous]
 CASES = [  # schedule, chunks
-    (family.name, chunks)
-    for family in SYNCHRONOUS
-    for chunks in ((family.chunks,) if family.chunks else (1, 2) if family.takes_chunks else (1,))
+    (family.name, chunks) for family in SYNCHRONOUS for chunks in sorted({family.num_chunks(1), family.num_chunks(2)})
 ]
 
 
@@ -133,7 +131,7 @@ def train(rank: int, world_size: int, model: str, cases: list[tuple[str, int]], 
 def test_every_schedule_computes_what_one_process_does(
     rank_pools: Callable[[int], RankPool], p: int, dp: int, model: str
 ) -> None:
-    cases = [(name, chunks) for name, chunks in CASES if p > 1 or name != "dualpipe"]
+    cases = [(name, chunks) for name, chunks in CASES if p > 1 or not SCHEDULES[name].is_mirrored(2)]
     by_rank = rank_pools(p * dp).run(train, model, cases, dp)
     torch.set_default_dtype(torch.float64)
     try:
@@ -145,9 +143,9 @@ def test_every_schedule_computes_what_one_process_does(
         for loss, found, replica in ranks:
             assert loss == pytest.approx(expected_loss, rel=1e-12), case
             for name, value in found.items():
-                # running averages are those of the rank's own microbatches: a direction of DualPipe sees half of them
+                # running averages are those of the rank's own microbatches: each of two directions sees half of them
                 if "running" in name or "tracked" in name:
-                    if replica == 0 and case[0] != "dualpipe":
+                    if replica == 0 and not SCHEDULES[case[0]].is_mirrored(2):
                         assert torch.allclose(value, expected[name], rtol=1e-10), (case, name)
                 else:
                     assert (value - expected[name]).abs().max() <= 1e-10 * expected[name].abs().max(), (case, name)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from megapipe.schedule.families import SCHEDULES
+
 Grid = dict[str, Any]
 
 WORLDS = (2, 3, 4, 6, 8)
@@ -116,9 +118,9 @@ FAMILIES = {
     "auto": ("auto",),
     "whole backward": ("1f1b", "gpipe", "naive"),
     "split backward": ("zb-h1", "zb-h2", "zb-auto"),
-    "loop": ("interleaved", "breadth-first"),
+    "loop": ("interleaved", "breadth-first", "hanayo"),
     "V": ("zb-v", "v-half", "v-min"),
-    "pairs": ("dualpipe", "dualpipe-v"),
+    "pairs": ("dualpipe", "dualpipe-v", "chimera"),
 }
 CHUNKS = {
     "auto": OPTIONS["chunks"],
@@ -130,6 +132,9 @@ CHUNKS = {
 }
 
 
+MIRRORED = tuple(name for name, family in SCHEDULES.items() if family.is_mirrored(2))
+
+
 def schedule_name(kind: str, number: int) -> str:
     """Return the schedule of the options "schedule" and "family"; a hand-written grid may name one instead of a
     kind."""
@@ -138,11 +143,11 @@ def schedule_name(kind: str, number: int) -> str:
 
 
 def _pairs_fit(kind: str, family: int, chunks: int, pp: int, microbatches: Any) -> bool:
-    """Return True if DualPipe(V) gets two microbatches for each rank, and DualPipe an even number of ranks and
-    microbatches."""
+    """Return True if DualPipe(V) gets two microbatches for each rank, and a schedule in two directions an even number
+    of ranks and microbatches."""
     if kind != "pairs":
         return True
-    if schedule_name(kind, family) == "dualpipe":
+    if schedule_name(kind, family) in MIRRORED:
         return chunks == 1 and pp % 2 == 0 and microbatches == 8
     return chunks == 2 and (microbatches == 8 or (microbatches == 5 and pp == 2))
 
@@ -151,6 +156,10 @@ RULES = (
     Rule(("chunks", "pp"), lambda chunks, pp: chunks == 1 or pp > 1),
     Rule(("schedule", "family", "chunks", "pp", "microbatches"), _pairs_fit),
     Rule(("schedule", "chunks"), lambda kind, chunks: chunks in CHUNKS[kind]),
+    Rule(
+        ("schedule", "family", "chunks"),
+        lambda kind, family, chunks: chunks != 3 or schedule_name(kind, family) != "hanayo",
+    ),
     Rule(
         ("microbatch_group", "chunks", "schedule", "family"),
         lambda group, chunks, *family: (

@@ -23,7 +23,7 @@ from megapipe.train.step import TrainStep
 from tests.harness import RankFailure, RankPool
 from tests.parity.comparison import plan_differences
 from tests.parity.configuration import configuration
-from tests.parity.options import FAMILIES, Grid, plain_grid, world_of
+from tests.parity.options import FAMILIES, MIRRORED, Grid, plain_grid, world_of
 from tests.train.grids import runtime_of, step_microbatches
 from tests.train.runs import tiny
 
@@ -56,7 +56,7 @@ NUM_GRIDS = 56
 def holds(choice: Choice) -> bool:
     """Return False if no grid has these values of some options."""
     get = choice.get
-    mirrored = get("schedule") == "dualpipe"
+    mirrored = get("schedule") in MIRRORED
     pairs = get("schedule") in FAMILIES["pairs"]
     return not (
         (get("strategy", ZERO3) != ZERO3 and get("prefetch", 1) != 1)

@@ -78,7 +78,7 @@ def test_the_automatic_scheduler_stays_within_the_limit_and_uses_uneven_stages()
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_resolved_plan_resolves_again_to_the_same(name: str) -> None:
-    needed = {"num_virtual_stages_per_pipeline_rank": 2} if name in ("interleaved", "breadth-first") else {}
+    needed = {"num_virtual_stages_per_pipeline_rank": 2} if name in ("interleaved", "breadth-first", "hanayo") else {}
     if not SCHEDULES[name].is_synchronous:
         needed = {"untie_embeddings_and_output_weights": True}
     asked = small_config(pipeline_model_parallel_size=2, pipeline_schedule=name, global_batch_size=8, **needed)

@@ -52,14 +52,14 @@ def family_shapes(name: str, p: int, v: int, m: int, group_extra: int = 0) -> tu
     They give the requested shape, moved to the nearest one that the family supports.
     """
     family = SCHEDULES[name]
-    if name == "dualpipe":
+    if family.is_mirrored(2):
         p = p + p % 2
-        m = max(2 * p, m + m % 2)
+        m = max(2 * p if name == "dualpipe" else 2, m + m % 2)
     elif name == "dualpipe-v":
         m = max(2 * p, m)
     elif not family.is_synchronous:
         m = max(p, m)
-    v = family.chunks or (v if family.takes_chunks else 1)
+    v = family.num_chunks(v + v % 2 if family.has_waves else v)
     return name, p, v, m, p + group_extra if family.takes_group_size else None
 
 
@@ -81,8 +81,8 @@ def placements(draw: st.DrawFn) -> Placement:
     built = {
         "linear": linear(p),
         "loop": loop(p, draw(st.integers(1, 3))),
-        "v": v_shape(p),
-        "two_directions": two_directions(p),
+        "v": v_shape(p, draw(st.sampled_from([2, 4]))),
+        "two_directions": two_directions(p, draw(st.integers(1, 2))),
     }
     return built[kind]
 

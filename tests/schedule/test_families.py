@@ -102,6 +102,38 @@ def test_group_size_between_p_and_m_keeps_bubble_and_raises_memory(p, v, extra, 
         assert max(timeline.peak_live_chunks) == min(2 * (p - 1) + (v - 1) * g + 1, v * m)
 
 
+@given(ranks, st.integers(1, 4), st.integers(1, 4), st.sampled_from([1.0, 1.5, 2.0]))
+@settings(max_examples=30)
+def test_hanayo_idle_and_peak(p, waves, groups, B):
+    timeline = timeline_of(build_schedule("hanayo", p, 2 * waves, groups * p), I=B, W=0.0)
+    idle = (p - 1) * (B + (groups - 1) * (B - 1)) / waves
+    assert barrier(timeline) == pytest.approx(idle)
+    if B == 1:  # that of interleaved 1F1B, which keeps more
+        assert idle == (p - 1) * 2 / (2 * waves)
+    assert max(peak_live_microbatches(timeline)) <= p
+
+
+@given(st.sampled_from([2, 4, 6, 8]), st.integers(1, 4), st.sampled_from([1.0, 1.5, 2.0]))
+@settings(max_examples=30)
+def test_chimera_idle_and_peak(p, groups, B):
+    schedule = build_schedule("chimera", p, 1, groups * p)
+    timeline = simulate(schedule, Costs.equal(p, 1.0, B, 0.0))
+    assert barrier(timeline) == pytest.approx((p - 2) * (B + (groups - 1) * (B - 1)))
+    if B == 1:
+        assert timeline.makespan_seconds == 2 * groups * p + p - 2  # section 3.2 of the paper
+    # table 2 of the paper, in stages of a p-th of the model
+    assert timeline.peak_live_chunks == tuple(p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p))
+
+
+@given(st.sampled_from([2, 4, 8]), st.integers(1, 12))
+@settings(max_examples=20)
+def test_groups_of_both_directions_that_are_not_full_take_no_longer_than_full_ones(p, half):
+    of = {
+        m: timeline_of(build_schedule("chimera", p, 1, m)).makespan_seconds for m in (2 * half, -(-2 * half // p) * p)
+    }
+    assert of[2 * half] <= of[-(-2 * half // p) * p]
+
+
 @pytest.mark.parametrize(("F", "I", "W"), UNITS)
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 def test_zb_h1_idle_and_peak(p, F, I, W):  # noqa: E741
@@ -283,6 +315,9 @@ def test_a_pair_starts_when_both_halves_can_and_ends_as_one():
         pytest.param(("dualpipe", 4, 1, 6), "use 8", id="few microbatches"),
         pytest.param(("dualpipe", 4, 2, 8), "one chunk per rank in each direction", id="chunks in two directions"),
         pytest.param(("dualpipe", 4, 1, 9), "use 8 or 10", id="odd microbatches"),
+        pytest.param(("chimera", 3, 1, 4), "use 2 or 4", id="chimera on odd ranks"),
+        pytest.param(("chimera", 4, 1, 1), "either end; 1 were given: use 2", id="chimera with one microbatch"),
+        pytest.param(("hanayo", 4, 3, 8), "even number of chunks per rank; 3 were given: use 2 or 4", id="half a wave"),
         pytest.param(("dualpipe-v", 4, 2, 6), "its 8 stages; 6 were given: use 8", id="fewer microbatches than stages"),
         pytest.param(("pipedream-2bw", 4, 1, 8, 4), "has no microbatch groups", id="group"),
         pytest.param(("pipedream", 4, 1, 3), "a microbatch in a step for each.*use 4", id="stream of short steps"),

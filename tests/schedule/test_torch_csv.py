@@ -16,7 +16,7 @@ from megapipe.schedule.validate import validate
 
 RANKS, MICROBATCHES = 2, 8
 # unsupported by torch: stages on two ranks; UPDATE
-ONLY_HERE = {"dualpipe", *(name for name, family in SCHEDULES.items() if not family.is_synchronous)}
+ONLY_HERE = {name for name, family in SCHEDULES.items() if family.is_mirrored(RANKS) or not family.is_synchronous}
 
 
 def made(name: str, lowered: bool = False) -> Schedule:

@@ -64,7 +64,7 @@ main = CommandGroup(
 PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
     "linear": lambda p, v: linear(p),
     "loop": loop,
-    "v": lambda p, v: v_shape(p),
+    "v": v_shape,
     "two-directions": lambda p, v: two_directions(p),
 }
 GATHERS = {"optim_grads": False, "optim_grads_params": True}  # strategy -> weights are sharded, too

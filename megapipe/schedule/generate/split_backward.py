@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megapipe.errors import ConfigError
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.schedule import Row
@@ -72,25 +71,6 @@ def dualpipe_v(shape: Shape) -> tuple[Row, ...]:
     """2 num_ranks stages; num_microbatches is at least the number of stages."""
     p, count = shape.num_ranks, shape.num_microbatches
     return tuple(_dualpipe_row((_Lane(r, 0, 1), _Lane(2 * p - 1 - r, 0, 1)), r, p, count) for r in range(p))
-
-
-def dualpipe_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:
-    """Return why so many microbatches cannot run ('' if they can), and the nearest numbers that can.
-
-    Raises ConfigError for an odd number of ranks.
-    """
-    if num_ranks % 2:
-        raise ConfigError(
-            f"schedule dualpipe pairs every rank with the one opposite; {num_ranks} pipeline ranks are odd: use "
-            f"{max(2, num_ranks - 1)} or {num_ranks + 1}"
-        )
-    least = 2 * num_ranks
-    if num_microbatches < least:
-        problem = f"fills the pipeline from both ends and needs at least 2 x {num_ranks} ranks = {least} microbatches"
-        return problem, (least,)
-    if num_microbatches % 2:
-        return "sends as many microbatches from either end", (num_microbatches - 1, num_microbatches + 1)
-    return "", ()
 
 
 def dualpipe_v_counts(num_ranks: int, num_microbatches: int) -> tuple[str, tuple[int, ...]]:

@@ -1,4 +1,6 @@
-"""Schedules whose backward is one action: naive, GPipe, 1F1B, interleaved 1F1B, breadth-first, both PipeDreams."""
+"""Schedules whose backward is one action: naive, GPipe, 1F1B, interleaved 1F1B, breadth-first, Hanayo, Chimera, and the
+streams of PipeDream and PACI.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Sequence
 
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
+from megapipe.schedule.placement import Placement, two_directions, v_shape
 from megapipe.schedule.schedule import Row
 
 
@@ -86,6 +89,44 @@ def breadth_first(shape: Shape) -> tuple[Row, ...]:
         + tuple(Action(chunk * p + rank, Op.B, m) for chunk in reversed(chunks) for m in microbatches)
         for rank in range(p)
     )
+
+
+def hanayo(shape: Shape) -> tuple[Row, ...]:
+    """Hanayo (Liu et al. 2023, arXiv:2308.15762): a microbatch runs down the ranks and up again, num_chunks / 2 times.
+
+    Where F = B, num_microbatches a multiple of num_ranks, the bubble is that of interleaved 1F1B with as many chunks,
+    while a rank keeps at most num_ranks microbatches.
+    """
+    return _in_turns(shape, v_shape(shape.num_ranks, shape.num_chunks))
+
+
+def chimera(shape: Shape) -> tuple[Row, ...]:
+    """Chimera (Li and Hoefler 2021, arXiv:2107.06925): half of the microbatches enter at either end of the pipeline.
+
+    Where F = B, a step takes 2 num_microbatches + num_ranks - 2 forwards of time, num_microbatches a multiple of
+    num_ranks.
+    """
+    return _in_turns(shape, two_directions(shape.num_ranks))
+
+
+def _in_turns(shape: Shape, placement: Placement) -> tuple[Row, ...]:
+    """Groups of num_ranks microbatches, each of which enters two slots after the one before it.
+
+    With S stages and one slot for every F and B, a microbatch that enters in slot t runs forward on stage s in slot
+    t + s and back in t + 2 S - 1 - s. Since a rank's stages alternate between odd and even, no two actions meet: the
+    forwards of one direction, or of the ways down, fill the slots between those of the other. After 2 S slots, in which
+    a rank has run a group, the next one follows without a gap.
+    """
+    size, num_stages = shape.num_ranks, placement.num_stages
+    timed: list[list[tuple[int, Action]]] = [[] for _ in range(size)]
+    for microbatch in range(shape.num_microbatches):
+        group, number = divmod(microbatch, size)
+        start = 2 * num_stages * group + 2 * (number // len(placement.directions))
+        for stage in range(num_stages):
+            row = timed[placement.rank_of(stage, microbatch)]
+            row.append((start + stage, Action(stage, Op.F, microbatch)))
+            row.append((start + 2 * num_stages - 1 - stage, Action(stage, Op.B, microbatch)))
+    return tuple(tuple(action for _, action in sorted(row)) for row in timed)
 
 
 def pipedream(shape: Shape) -> tuple[Row, ...]:
