@@ -14,8 +14,8 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traces import with_recompute
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import Seconds
-from megapipe.schedule.experts import ExpertMeasures, ExpertModel, measure_experts
-from megapipe.schedule.families import SCHEDULES, build_schedule
+from megapipe.schedule.experts import ExpertModel
+from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.partition import Partition
 from megapipe.schedule.parts import Parts, parts_of
 from megapipe.schedule.schedule import Schedule
@@ -74,23 +74,6 @@ def expert_model(plan: RunPlan, hardware: Hardware) -> PlannedExperts:
         latency_seconds=link.latency_seconds,
         partition=plan.partition,
     )
-
-
-def measure_overlap(plan: RunPlan, hardware: Hardware) -> ExpertMeasures | None:
-    """Simulate the plan's schedule with all-to-alls that block the computation, and with rows in which they overlap.
-
-    None where there is nothing to overlap, or no such rows: one rank of ep, a schedule that is searched for or not
-    synchronous, a stage with neither layers nor head.
-    """
-    family, t, partition = SCHEDULES[plan.schedule_name], plan.topology, plan.partition
-    is_empty = any(not stage.num_layers and not stage.has_head for stage in partition.stages)
-    if t.ep == 1 or family.is_automatic or not plan.is_synchronous or is_empty or not plan.model.has_experts:
-        return None
-    count = plan.batch.num_microbatches
-    few = min(count, MOST_FILLS * t.pp + count % t.pp)
-    group = plan.config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    schedule = build_schedule(plan.schedule_name, t.pp, plan.num_chunks, few, group)
-    return measure_experts(schedule, expert_model(plan, hardware))[0]
 
 
 def hidden_seconds(plan: RunPlan, hardware: Hardware, count: int | None = None, fills: int = MOST_FILLS) -> float:

@@ -19,18 +19,13 @@ reach.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
-from megapipe.config.gpu import shared_bytes
-from megapipe.config.yaml_file import read_object
 from megapipe.dtypes import FP8
 from megapipe.errors import ConfigError
 from megapipe.plan.attention_rates import AMPERE, BLACKWELL, HOPPER, Rates
@@ -119,14 +114,6 @@ class Hardware:
             return self
         most = min(self.ranks_per_node, world_size)
         return replace(self, ranks_per_node=max(size for size in range(1, most + 1) if world_size % size == 0))
-
-    def shared_by(self, num_ranks: int) -> Hardware:
-        """Return what each of so many ranks has of one accelerator's memory. Raises ConfigError if that is nothing.
-
-        NCCL then speaks over sockets, with buffers in the host's memory (src/transport/net.cc of NCCL 2.28.9).
-        """
-        name, share = f"1/{num_ranks} of {self.name}", shared_bytes(self.memory_bytes, num_ranks)
-        return replace(self, name=name, memory_bytes=share, nccl_bytes=0)
 
     def attention_share_of(self, work: AttentionWork, is_backward: bool) -> float:
         """Return the share of the peak that the kernel of core attention reaches."""
@@ -250,8 +237,6 @@ HARDWARE: dict[str, Hardware] = {
         _row("v100-32", "V100-SXM[23]-32GB", (125,), 32, 0.9, 150, 6.25, PCIE_3, 80, "", {}, 0.45, dtypes=FP16),
     )
 }
-# fields that are no keys of a hardware file
-NOT_IN_FILES = ("attention_rates", "stack")
 # cards whose driver name contains a row's, with another peak
 OTHER_PEAKS = {"H100 PCIe": 756 * TERA}
 
@@ -275,58 +260,6 @@ def hardware_of(device_name: str) -> Hardware | None:
         return None
     rows = (row for row in HARDWARE.values() if re.search(row.driver_name, device_name))
     return max(rows, key=lambda row: len(row.driver_name), default=None)
-
-
-def read_hardware(path: Path) -> Hardware:
-    """Read a YAML file with the fields of `Hardware`; `like: h100` takes missing fields from the table.
-
-    Links are written as {bytes_per_second: ..., latency_seconds: ...}, gemm_shares and gemm_highest as lists. Raises
-    ConfigError.
-    """
-    found = read_object(path, "--hardware", "keys and values, such as `like: h100`")
-    values: dict[str, Any] = vars(hardware_named(str(found.pop("like")))) if "like" in found else {}
-    known = {each.name: each.default for each in dataclasses.fields(Hardware) if each.name not in NOT_IN_FILES}
-    unknown = sorted(found.keys() - known.keys())
-    if unknown:
-        raise ConfigError(
-            f"--hardware {path}: {', '.join(unknown)} is not a key; there are like, {', '.join(sorted(known))}"
-        )
-    values = values | {key: _value(path, key, value) for key, value in found.items()}  # a new dict: not the table's
-    if "attention_share" in found:  # measured
-        values["attention_rates"] = {}
-    missing = sorted(key for key in known.keys() - values.keys() if known[key] is dataclasses.MISSING)
-    if missing:
-        raise ConfigError(
-            f"--hardware {path} lacks {', '.join(missing)}; add them, or `like: h100` for those of a row of the table"
-        )
-    return Hardware(**values)
-
-
-def _value(path: Path, key: str, value: Any) -> Any:
-    try:
-        if key in ("node", "network"):
-            return Link(_above_zero(value["bytes_per_second"]), float(value["latency_seconds"]))
-        if key == "flops":
-            return {str(dtype): _above_zero(rate) for dtype, rate in value.items()}
-        if key == "gemm_shares":
-            return tuple(sorted((int(size), _above_zero(share)) for size, share in value))
-        if key == "gemm_highest":
-            in_16_bits, in_fp8 = value
-            return _above_zero(in_16_bits), _above_zero(in_fp8)
-        if key in ("memory_bytes", "ranks_per_node", "nccl_bytes", "num_sms"):
-            return int(_above_zero(value))
-        return str(value) if key in ("name", "driver_name") else _above_zero(value)
-    except (TypeError, ValueError, KeyError, AttributeError):
-        raise ConfigError(
-            f"--hardware {path}: {key} {value!r} is not what the key holds, with numbers above 0; see docs/planner.md"
-        ) from None
-
-
-def _above_zero(value: Any) -> float:
-    number = float(value)
-    if not 0.0 < number < math.inf:
-        raise ValueError
-    return number
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

@@ -16,11 +16,11 @@ from megapipe.config.files import DataConfig
 from megapipe.data.build_datasets import DatasetRequest, build_datasets
 from megapipe.data.chat import open_chats
 from megapipe.data.index_cache import IndexCache
+from megapipe.extras.calibrate.hardware_reader import read_hardware
 from megapipe.extras.cli.convert import main as convert
 from megapipe.extras.cli.data import merge, preprocess
 from megapipe.extras.cli.frame import guarded
 from megapipe.extras.cli.pretrain import main as pretrain
-from megapipe.plan.hardware import read_hardware
 from megapipe.tokenizers import rendering
 from megapipe.tokenizers.chat import ChatTokenizer
 from megapipe.tokenizers.hugging_face import HuggingFaceTokenizer

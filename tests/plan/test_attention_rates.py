@@ -8,8 +8,9 @@ from statistics import fmean
 
 import pytest
 
+from megapipe.extras.calibrate.hardware_reader import read_hardware
 from megapipe.plan.attention_rates import BLACKWELL, HOPPER, AttentionRate, Curve
-from megapipe.plan.hardware import hardware_named, read_hardware
+from megapipe.plan.hardware import hardware_named
 from megapipe.plan.step_time import predict_step
 from tests.tiny import plan_for
 

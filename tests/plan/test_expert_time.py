@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.plan.expert_overlap import expert_model, hidden_seconds, measure_overlap
+from megapipe.extras.report.step_time import measure_overlap, step_text
+from megapipe.plan.expert_overlap import expert_model, hidden_seconds
 from megapipe.plan.hardware import HARDWARE, Link
 from megapipe.plan.layer_time import ExpertLinks, expert_links, layer_seconds
-from megapipe.plan.report import plan_text, step_text
+from megapipe.plan.report import plan_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step, reduction_seconds, stage_seconds

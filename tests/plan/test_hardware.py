@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.errors import ConfigError
-from megapipe.plan.hardware import HARDWARE, hardware_named, hardware_of, peak_flops, read_hardware, wave_share
+from megapipe.extras.calibrate.hardware_reader import read_hardware
+from megapipe.plan.hardware import HARDWARE, hardware_named, hardware_of, peak_flops, wave_share
 
 
 def test_a_hardware_file_based_on_a_row_changes_only_its_own_values(tmp_path: Path) -> None:

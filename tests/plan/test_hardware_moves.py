@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.config.load import load_config
-from megapipe.plan.hardware import HARDWARE, Hardware, read_hardware
+from megapipe.extras.calibrate.hardware_reader import read_hardware
+from megapipe.plan.hardware import HARDWARE, Hardware
 from megapipe.plan.resolve import resolve
 from megapipe.plan.step_time import StepTime, predict_step
 from tests.tables import rows

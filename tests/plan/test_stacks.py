@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megapipe.errors import ConfigError
+from megapipe.extras.report.step_time import TERMS, terms_text
 from megapipe.plan.expert_load import ExpertLoad
 from megapipe.plan.hardware import HARDWARE, WITHOUT_MATRIX_UNITS, Hardware
 from megapipe.plan.layer_time import KERNELS, OpSeconds
-from megapipe.plan.report import TERMS, terms_text
 from megapipe.plan.resolve import resolve
 from megapipe.plan.stacks import OVERLAP_LAUNCHES, STACKS, stack_named
 from megapipe.plan.step_time import StepTime, predict_step, stage_seconds

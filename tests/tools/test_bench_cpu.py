@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.plan.hardware import read_hardware
+from megapipe.extras.calibrate.hardware_reader import read_hardware
 from megapipe.plan.step_time import predict_step
 
 REPOSITORY = Path(__file__).resolve().parents[2]

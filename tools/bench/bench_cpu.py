@@ -29,9 +29,10 @@ from bench_processes import BenchError, Ranks, exit_code, machine_text, make_par
 from bench_table import Quartiles, as_markdown
 from plain_loop import Shape
 
+from megapipe.extras.calibrate.hardware_reader import read_hardware
 from megapipe.extras.doctor.host import resources
 from megapipe.formatting import text_table
-from megapipe.plan.hardware import Hardware, read_hardware
+from megapipe.plan.hardware import Hardware
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
 

@@ -4,4 +4,5 @@
 - `layer_times`:   seconds of embedding, layers and head of a configuration, which balance stages (`profile-layers`)
 - `tune`:          the settings that make a run fastest (`megapipe calibrate --tune`)
 - `hardware_file`: the hardware file with these, written whole or not at all, and the text and JSON that are printed
+- `hardware_reader`: reads such a file, for all commands that take --hardware
 """

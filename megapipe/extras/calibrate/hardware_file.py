@@ -1,5 +1,4 @@
-"""The hardware file that `megapipe calibrate` writes (`megapipe.plan.hardware.read_hardware` reads it), and its
-report."""
+"""The hardware file that `megapipe calibrate` writes (`hardware_reader` reads it), and its report."""
 
 from __future__ import annotations
 
@@ -17,9 +16,10 @@ import torch
 
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
+from megapipe.extras.calibrate.hardware_reader import NOT_IN_FILES
 from megapipe.extras.calibrate.rates import NETWORK, NODE, Found, MeasuredLink, MeasuredRates
 from megapipe.extras.doctor.host import resources
-from megapipe.plan.hardware import GIB, GIGA, NOT_IN_FILES, Hardware, Link, hardware_of
+from megapipe.plan.hardware import GIB, GIGA, Hardware, Link, hardware_of
 
 # used if a link was not measured and the device is in no table: gloo within a host, and over 10 Gbit/s Ethernet
 ASSUMED_LINKS = {NODE: Link(1.0 * GIGA, 100e-6), NETWORK: Link(1.0 * GIGA, 100e-6)}

@@ -16,9 +16,10 @@ from megapipe.config.tuned import to_yaml
 from megapipe.dtypes import TENSOR_DTYPES
 from megapipe.environment import Environment
 from megapipe.errors import ConfigError
+from megapipe.extras.calibrate.hardware_reader import read_hardware
 from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, switch, write_file
 from megapipe.formatting import grid_text
-from megapipe.plan.hardware import hardware_of, read_hardware
+from megapipe.plan.hardware import hardware_of
 from megapipe.plan.layer_costs import to_json
 from megapipe.plan.world_rules import placement_of, topology_of
 

@@ -149,7 +149,9 @@ def hardware_given(own: argparse.Namespace) -> Hardware | None:
     stack = getattr(own, "stack", None)
     if own.gpu is None and own.hardware is None:
         return None
-    from megapipe.plan.hardware import hardware_named, read_hardware  # here, since most commands start without plans
+    # here, since most commands start without plans
+    from megapipe.extras.calibrate.hardware_reader import read_hardware
+    from megapipe.plan.hardware import hardware_named
     from megapipe.plan.stacks import stack_named
 
     hardware = hardware_named(own.gpu) if own.hardware is None else read_hardware(own.hardware)

@@ -13,6 +13,7 @@ from megapipe.assembly.datasets import planned, unread_remarks, with_vocabulary
 from megapipe.checkpoint.folder import find_checkpoint
 from megapipe.config.config import Config
 from megapipe.config.flags import normalised
+from megapipe.config.gpu import shared_bytes
 from megapipe.config.load import load_config
 from megapipe.config.rules.gpu import own_kernels
 from megapipe.config.yaml_file import to_yaml
@@ -22,6 +23,7 @@ from megapipe.extras.cli.frame import PREDICTION_OPTIONS, command, hardware_give
 from megapipe.extras.report.folder import logged_load
 from megapipe.extras.report.goodput import HOUR, MOST, Failures, checkpoint_bytes, days_text, parse_tokens, run_days
 from megapipe.extras.report.grid import context_svg, grid_svg, schedule_svg
+from megapipe.extras.report.step_time import step_text, terms_text
 from megapipe.extras.search.experiments import experiments
 from megapipe.extras.search.fit import Fit, fit_of, with_remedies
 from megapipe.extras.search.layout import has_values
@@ -30,7 +32,7 @@ from megapipe.extras.search.search_report import SearchReport, megatron_text
 from megapipe.extras.streams.roofline import roofline_text
 from megapipe.plan.expert_load import BALANCED, ExpertLoad
 from megapipe.plan.hardware import Hardware
-from megapipe.plan.report import plan_text, step_text, terms_text
+from megapipe.plan.report import plan_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
 from megapipe.plan.world_rules import rules_of_world
@@ -165,7 +167,9 @@ def _shared(own: argparse.Namespace, hardware: Hardware | None) -> Hardware:
     timed = {"--roofline": own.roofline, "--explain": own.explain, "--json": own.json, "--days": own.days is not None}
     if given := [name for name, is_given in timed.items() if is_given]:
         raise ConfigError(f"{given[0]}: times of ranks that share a GPU mean nothing; leave out {given[0]} or {flag}")
-    return hardware.shared_by(own.ranks_per_gpu)
+    share, name = shared_bytes(hardware.memory_bytes, own.ranks_per_gpu), f"1/{own.ranks_per_gpu} of {hardware.name}"
+    # NCCL then speaks over sockets, with buffers in the host's memory (src/transport/net.cc of NCCL 2.28.9)
+    return dataclasses.replace(hardware, name=name, memory_bytes=share, nccl_bytes=0)
 
 
 def _print_more(own: argparse.Namespace, plan: RunPlan, hardware: Hardware | None, fit: Fit | None) -> None:

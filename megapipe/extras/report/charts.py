@@ -16,8 +16,8 @@ from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.extras.report.drawing import element, line, merged, paper, rect, round_step, text, titled
+from megapipe.extras.report.expert_load import expected_load
 from megapipe.extras.report.folder import Record, Run
-from megapipe.plan.expert_load import expected_load
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
 MAX_POINTS = 1500  # per curve; of longer curves only the local minima and maxima are drawn

@@ -24,6 +24,7 @@ from megapipe.extras.calibrate.hardware_file import (
     refuse_taken,
     to_yaml,
 )
+from megapipe.extras.calibrate.hardware_reader import NOT_IN_FILES, read_hardware
 from megapipe.extras.calibrate.rates import (
     MIN_REPEATS,
     WARM_UPS,
@@ -38,7 +39,7 @@ from megapipe.extras.calibrate.rates import (
 from megapipe.extras.cli.calibrate import calibrate_machine as main
 from megapipe.extras.cli.command import main as megapipe
 from megapipe.extras.doctor.examination import SEND, Sample, Trial
-from megapipe.plan.hardware import HARDWARE, NOT_IN_FILES, Hardware, Link, read_hardware
+from megapipe.plan.hardware import HARDWARE, Hardware, Link
 from megapipe.topology import Topology
 from tests.harness import RankPool
 

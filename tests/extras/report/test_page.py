@@ -36,12 +36,12 @@ from megapipe.extras.report.charts import (
     thinned,
 )
 from megapipe.extras.report.comparison import comparison_svg, op_times
+from megapipe.extras.report.expert_load import expected_load
 from megapipe.extras.report.folder import changed_settings, read_run
 from megapipe.extras.report.page import page
 from megapipe.extras.report.profile import profiles_in, read_profile
 from megapipe.extras.report.profile_summary import summarize
 from megapipe.formatting import bytes_text
-from megapipe.plan.expert_load import expected_load
 from megapipe.profile.profile import profile_name, write_profile
 from tests.profile.synthetic import lowered, profile_of, step_of
 

@@ -12,9 +12,10 @@ import torch
 from card_bench.processes import MEGAPIPE, REPOSITORY
 from card_bench.report import Report
 from megapipe.errors import MegapipeError
+from megapipe.extras.calibrate.hardware_reader import read_hardware
 from megapipe.extras.calibrate.rates import GEMM_SIZES, SIZES
 from megapipe.plan.attention_rates import FUSED_BACKWARD
-from megapipe.plan.hardware import Hardware, read_hardware
+from megapipe.plan.hardware import Hardware
 from megapipe.schedule.action import Op
 from megapipe.trace.traced import CORE_ATTENTION, AttentionWork
 
