@@ -10,7 +10,7 @@ from typing import Any
 
 from megapipe.checkpoint.folder import CONFIG_NAME, CheckpointFolder, missing_extensions, read_listed, vocabulary_of
 from megapipe.config.changes import CLASSES, DATA, FUNCTION, NEUTRAL, OPTIMIZER, SCHEDULE, classes
-from megapipe.config.config import Config, all_fields, fields_by_key, make_config, sinkhorn_scores, value_of
+from megapipe.config.config import Config, all_fields, derived_options, fields_by_key, make_config, value_of
 from megapipe.config.fields import value_text
 from megapipe.config.files import CheckpointConfig
 from megapipe.config.layers import ROTARY_OPTIONS, LayerConfig, idle_options, layer_configs, layers_text
@@ -234,7 +234,8 @@ def model_differences(saved: ModelConfig, own: ModelConfig) -> Iterator[str]:
         yield change_text(_flag("num_layers"), saved.num_layers, own.num_layers)
     longest = max(saved.seq_length, own.seq_length)
     found: dict[tuple[str, Any, Any], list[int]] = {}
-    layers = list(zip(layer_configs(_sized(saved)), layer_configs(_sized(own)), strict=False))
+    of_both = (layer_configs(replace(model, **derived_options(model))) for model in (saved, own))
+    layers = list(zip(*of_both, strict=False))
     for number, (before, now) in enumerate(layers):
         if before == now:
             continue
@@ -256,22 +257,6 @@ def change_text(flag: str, saved: Any, own: Any) -> str:
 def _flag(name: str) -> str:
     field = fields_by_key().get(f"model.{name}")
     return f"--layer-pattern {name.removeprefix('has_')}" if field is None else field.main_flag
-
-
-def _sized(model: ModelConfig) -> ModelConfig:
-    """Fill in the sizes that `plan.resolve` derives from others."""
-    of_experts = model.moe_ffn_hidden_size
-    return replace(
-        model,
-        moe_ffn_hidden_size=model.feed_forward_size() if of_experts is None and model.num_experts else of_experts,
-        ffn_hidden_size=model.feed_forward_size(),
-        num_query_groups=model.query_groups(),
-        kv_channels=model.head_size(),
-        softmax_scale=model.attention_scale(),
-        latent_norm_epsilon=model.latent_epsilon(),
-        moe_router_group_score_topk=model.group_score_topk(),
-        **sinkhorn_scores(model),
-    )
 
 
 def _function_of(layer: LayerConfig, longest: int) -> dict[str, Any]:

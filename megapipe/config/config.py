@@ -176,19 +176,26 @@ def resolve_model(model: ModelConfig, tp: int) -> ResolvedModelConfig:
         ResolvedModelConfig,
         model,
         padded_vocab_size=model.padded_vocab_size or -(-model.vocab_size // multiple) * multiple,
-        ffn_hidden_size=model.feed_forward_size(),
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size or (model.num_experts and model.feed_forward_size()),
-        num_query_groups=model.query_groups(),
-        kv_channels=model.head_size(),
         max_position_embeddings=model.max_position_embeddings or model.seq_length,
-        softmax_scale=model.attention_scale(),
-        latent_norm_epsilon=model.latent_epsilon(),
-        moe_router_group_score_topk=model.group_score_topk(),
-        **sinkhorn_scores(model),
+        **derived_options(model),
     )
 
 
-def sinkhorn_scores(model: ModelConfig) -> dict[str, Any]:
+def derived_options(model: ModelConfig) -> dict[str, Any]:
+    """Return the options of the layers that follow from others where they are not given."""
+    return {
+        "ffn_hidden_size": model.feed_forward_size(),
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size or (model.num_experts and model.feed_forward_size()),
+        "num_query_groups": model.query_groups(),
+        "kv_channels": model.head_size(),
+        "softmax_scale": model.attention_scale(),
+        "latent_norm_epsilon": model.latent_epsilon(),
+        "moe_router_group_score_topk": model.group_score_topk(),
+        **_sinkhorn_scores(model),
+    }
+
+
+def _sinkhorn_scores(model: ModelConfig) -> dict[str, Any]:
     """Return how the scores of experts become weights if --moe-router-load-balancing-type is sinkhorn, as in Megatron:
     sigmoid of one chosen expert, softmax over all experts of several.
     """

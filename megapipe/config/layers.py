@@ -297,13 +297,13 @@ def has_narrow_values(model: ModelConfig) -> bool:
     return is_narrow and not is_explicit(model)
 
 
-def is_explicit(model: ModelConfig) -> bool:
-    """Return True if training writes attention out: fused kernels have no soft-cap, keyed dropout or softmax dtype, nor
-    the score function of an extension.
+def is_explicit(model: ModelConfig, has_dropout: bool = True) -> bool:
+    """Return True if attention is written out: fused kernels have no soft-cap, keyed dropout or softmax dtype, nor the
+    score function of an extension. has_dropout: False where a model is evaluated.
     """
-    if ATTENTIONS[model.attention_kind].function is not None:
+    if ATTENTIONS[model.attention_kind].function is not None or (has_dropout and model.attention_dropout > 0.0):
         return True
-    return model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32 or model.attention_dropout > 0
+    return model.attn_logit_softcapping is not None or model.attention_softmax_in_fp32
 
 
 def why_masked(config: Config, is_cuda: bool) -> str | None:

@@ -45,13 +45,6 @@ BATCH = 512  # conversations that are tokenized at once
 Message = dict[str, str]
 
 
-class Rendered(Protocol):
-    """A conversation as text."""
-
-    @property
-    def text(self) -> str: ...
-
-
 class ChatTokens(Protocol):
     """The tokens of a conversation and whether each is trained, both [n]. num_cut: the tokens of `CUT`."""
 

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.config import ResolvedModelConfig
-from megapipe.config.layers import LayerConfig, has_narrow_values
-from megapipe.config.model import ATTENTIONS
+from megapipe.config.layers import LayerConfig, has_narrow_values, is_explicit
 from megapipe.errors import ConfigError
 from megapipe.gpu.packed_attention import DocumentBorders
 from megapipe.model.block_attention import MaskedBlock
@@ -157,9 +156,7 @@ class ContextBuilder:
             if layer.has_attention:
                 seen = Visibility.of(place, microbatch.document_ids is not None, ring, **layer.limits)
             if seen is not None and not has_kernel:
-                explicit = layer.attn_logit_softcapping is not None or layer.attention_softmax_in_fp32
-                explicit = explicit or ATTENTIONS[layer.attention_kind].function is not None
-                explicit = explicit or (layer.attention_dropout > 0.0 and key is not None)
+                explicit = is_explicit(layer, has_dropout=key is not None)
                 has_sinks = layer.softmax_type != "vanilla"  # in blocks a sink is one more block
                 in_blocks = ring.ranks > 1 or of_slice is not None
                 is_one_block = has_sinks or has_narrow_values(layer)
