@@ -10,10 +10,10 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from megapipe.data.index_cache import Arrays, IndexCache, file_stamp
 from megapipe.data.indexed_file import token_dtype
 from megapipe.errors import DataError
 from megapipe.input_files import MOST_DOCUMENT_BYTES, bounded_lines, parse_json, regular
+from megapipe.tokenizers.chat import ChatTokenizer, Message
 
 ROLES = ("system", "user", "assistant", "tool")
 MAY_BE_EMPTY = ("system", "tool")
@@ -42,36 +43,6 @@ NOTES = (CUT, WEIGHTLESS, REPEATED)  # that are counted and said, see `ChatFile.
 SAID_BYTES = 1 << 24  # a larger file takes long enough to say that it is tokenized
 BATCH = 512  # conversations that are tokenized at once
 
-Message = dict[str, str]
-
-
-class ChatTokens(Protocol):
-    """The tokens of a conversation and whether each is trained, both [n]. num_cut: the tokens of `CUT`."""
-
-    @property
-    def tokens(self) -> Array: ...
-    @property
-    def trained(self) -> Array: ...
-    @property
-    def num_cut(self) -> int: ...
-
-
-class ChatEncoder(Protocol):
-    """The part of a tokenizer with a chat template that is used here."""
-
-    vocab_size: int
-    pad: int | None
-    eod: int | None
-
-    @property
-    def key(self) -> str:
-        """A checksum of everything that the tokens depend on."""
-        ...
-
-    def render(self, messages: Sequence[Message], untrained: Collection[int] = ()) -> Any: ...
-
-    def tokenize(self, chats: Sequence[Any]) -> Sequence[ChatTokens]: ...
-
 
 @dataclass(frozen=True)
 class ChatFile:
@@ -88,7 +59,7 @@ class ChatFile:
         return len(self.starts) - 1
 
 
-def open_chats(path: str, encoder: ChatEncoder, cache: IndexCache) -> ChatFile:
+def open_chats(path: str, encoder: ChatTokenizer, cache: IndexCache) -> ChatFile:
     """Read a file, from the cache if it holds the tokens of this file by this tokenizer and template.
 
     Raises DataError with file and line of the first invalid conversation.
@@ -102,7 +73,7 @@ def open_chats(path: str, encoder: ChatEncoder, cache: IndexCache) -> ChatFile:
     return ChatFile(path, **flat, counts=tuple(map(int, arrays["counts"])))
 
 
-def _encode(path: str, encoder: ChatEncoder) -> Arrays:
+def _encode(path: str, encoder: ChatTokenizer) -> Arrays:
     """Tokenize a file."""
     tokens: list[Array] = []
     trained: list[Array] = []
@@ -222,7 +193,7 @@ def _checked(messages: Any, origin: str) -> tuple[list[Message], tuple[int, ...]
     ]
     if not trained:
         raise DataError(f"{origin} has no message of the assistant with a weight, so nothing can be learned from it")
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    plain: list[Message] = [{"role": message["role"], "content": message["content"]} for message in messages]
     return plain, tuple(number for number in answers if number not in trained)
 
 

@@ -26,10 +26,11 @@ from megapipe.data.build_datasets import (
     paths_of_parts,
     sequence_range,
 )
-from megapipe.data.chat import NOTES, ChatEncoder, ChatFile, open_chats
+from megapipe.data.chat import NOTES, ChatFile, open_chats
 from megapipe.data.dataset import Array, TokenArray, TokenDataset
 from megapipe.data.index_cache import Arrays, IndexCache, file_stamp
 from megapipe.errors import DataError
+from megapipe.tokenizers.chat import ChatTokenizer
 
 OPEN_SEQUENCES = 256  # sequences that packing fills at the same time
 CHECKED_CHATS = 4096  # conversations at the beginning whose order the fingerprint holds
@@ -212,7 +213,7 @@ class ChatDataset:
         }
 
 
-def build_chat_datasets(request: DatasetRequest, encoder: ChatEncoder) -> tuple[Datasets, tuple[str, ...]]:
+def build_chat_datasets(request: DatasetRequest, encoder: ChatTokenizer) -> tuple[Datasets, tuple[str, ...]]:
     """Build the datasets of a run of --sft, and a line on each. Raises ConfigError, DataError."""
     data = request.data
     built: list[TokenDataset | None] = [None] * 3

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megapipe.data.chat import NOTES, ChatFile, Message
+from megapipe.data.chat import NOTES, ChatFile
 from megapipe.data.dataset import Array
+from megapipe.tokenizers.chat import Message
 
 
 def random_chats(lengths: Sequence[int], vocab_size: int = 50, seed: int = 0) -> ChatFile:
@@ -38,7 +39,9 @@ class Tokens:
 
 
 class ByteEncoder:
-    """'u' + content of each message of the user, 'a' + content of each answer; the bytes of answers are trained."""
+    """A `ChatTokenizer` of bytes: 'u' + content of each message of the user, 'a' + content of each answer, which is
+    trained.
+    """
 
     vocab_size, pad, eod = 257, 256, None
 
