@@ -358,15 +358,6 @@ def read_listed(folder: CheckpointFolder, name: str) -> str:
         raise DamageError(f"{path} cannot be read: {error}") from None
 
 
-def read_config(path: Path) -> Config:
-    """Read a configuration as YAML. Raises CheckpointError if the file cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return from_yaml(text, str(path))
-
-
 def prepare_root(root: Path, step: int, damaged: Sequence[int] = (), disk: Disk | None = None) -> tuple[str, ...]:
     """Prepare the root for a run that starts at `step` and saves there. Returns what was done, for the user.
 
