@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BENCH = REPOSITORY / "tools" / "bench"
 PAGE = (
     "# Title\n<!-- p2-m3 -->\nold\n<!-- /p2-m3 -->\nbetween\n<!-- p2-m4 -->\n<!-- /p2-m4 -->\n<!-- real -->\n<!-- "
-    "/real -->\n<!-- experts -->\n<!-- /experts -->\nend\n"
+    "/real -->\nend\n"
 )
 
 
@@ -36,7 +36,7 @@ def test_a_quick_run_measures_every_contender_and_fills_the_page(tmp_path: Path)
         str(page),
     )
     assert done.returncode == 0, done.stderr
-    emulated, v_shape, stream, real, *experts = json.loads(figures.read_text())["cases"]
+    emulated, v_shape, stream, real = json.loads(figures.read_text())["cases"]
     assert list(emulated["contenders"]) == ["megapipe", "torch", "floor"]
     for found in (*emulated["contenders"].values(), *v_shape["contenders"].values()):
         assert len(found["steps"]) == 2
@@ -46,30 +46,17 @@ def test_a_quick_run_measures_every_contender_and_fills_the_page(tmp_path: Path)
     for found in stream["contenders"].values():  # three steps, between which it does not drain
         assert all(step["replay_seconds"] >= (3 * 3 + 1) * 0.006 for step in found["steps"])
     assert {name for name, found in real["contenders"].items() if found["steps"]} == {"alone", "megapipe", "torch"}
-    assert [found["case"]["schedule"] for found in experts] == ["1f1b", "interleaved", "dualpipe", "dualpipe-v"]
-    for found in experts:
-        serial, overlapped = (found["contenders"][name]["steps"] for name in ("serial", "overlapped"))
-        assert overlapped[0]["replay_seconds"] < serial[0]["replay_seconds"]
-        for step in (*serial, *overlapped):  # sleeps last at least their time
-            assert step["measured_seconds"] >= 0.98 * step["replay_seconds"]
     text = page.read_text()
     assert "old" not in text and text.startswith("# Title\n<!-- p2-m3 -->\n") and "\nbetween\n" in text
-    assert text.count("| 1f1b |") == 3 and text.count("| zb-v |") == 1
+    assert text.count("| 1f1b |") == 2 and text.count("| zb-v |") == 1
 
 
 SPANS = """
-from schedule_bench.devices import Span
 from schedule_bench.figures import mean_durations, replay_seconds
 from megapipe.schedule.families import build_schedule
 
-ms = 1_000_000
-# two ranks, one microbatch: F 1 ms, a wait, F, a pause, B 2 ms, a wait, B
-def spans(stage, *parts):
-    return [Span(stage, op, 0, int(start * ms), int(end * ms)) for op, start, end in parts]
-ranks = [
-    spans(0, ("F", 0, 1), ("W", 5.25, 6.25), ("I", 6.25, 7.25)),
-    spans(1, ("F", 1.5, 2.5), ("W", 2.75, 3.75), ("I", 3.75, 4.75)),
-]
+# two ranks, one microbatch: F takes 1 ms, and B 2 ms
+ranks = [{(stage, op): [0.001] for op in "FIW"} for stage in range(2)]
 print(round(replay_seconds(build_schedule("1f1b", 2, 1, 1), mean_durations(ranks)) * 1e6))
 """
 

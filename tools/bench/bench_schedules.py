@@ -6,7 +6,6 @@ loop.
     python tools/bench/bench_schedules.py --part p4-m8 --part zero    some of them
     python tools/bench/bench_schedules.py --page docs/performance.md --check   put them into the page; exit code 1 if a
                                                                       bar is missed
-    python tools/bench/bench_schedules.py --part experts              all-to-alls that block, and that overlap
     python tools/bench/bench_schedules.py --part p8-m16 --no-real-time    eight ranks, with a core for each
 
 docs/performance.md explains what is emulated and the results. Needs an otherwise idle machine, and root for SCHED_FIFO.
@@ -34,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--part",
         action="append",
         choices=tuple(PARTS),
-        help=f"only this table; may be repeated (default: all but {' and '.join(NOT_BY_DEFAULT)})",
+        help=f"only this table; may be repeated (default: all but {NOT_BY_DEFAULT})",
     )
     parser.add_argument(
         "--schedule", action="append", metavar="NAME", help="only this schedule; may be repeated (default: all)"
@@ -65,7 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
-    parts = arguments.part or PARTS.keys() - {*NOT_BY_DEFAULT}
+    parts = arguments.part or PARTS.keys() - {NOT_BY_DEFAULT}
     cases = list(QUICK) if arguments.quick else [case for name in PARTS if name in parts for case in PARTS[name]]
     if arguments.schedule:
         cases = [case for case in cases if case.schedule in arguments.schedule]

@@ -2,7 +2,6 @@
 peers.
 
 - `cases`:     `Case`, one row of a table, and the parts of the whole table
-- `experts`:   the engine on stages with experts, whose all-to-alls block or overlap
 - `devices`:   `EmulatedStage`, a module whose F, I and W sleep for a set time, and the `Stopwatch` that records them
 - `model`:     small transformer stages for the rows with real computation
 - `megapipe_side`: the engine of megapipe on either kind of stage

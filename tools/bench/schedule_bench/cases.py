@@ -1,4 +1,4 @@
-"""The cases: a schedule at (p, m, v) with equal durations, with real computation, or with experts."""
+"""The cases: a schedule at (p, m, v) with equal durations, or with real computation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ FAMILIES = {  # in the order of the tables: chunks a rank
     "dualpipe": 1,  # and one for each direction
     "dualpipe-v": 2,
 }
-EXPERT_FAMILIES = ("1f1b", "interleaved", "dualpipe", "dualpipe-v")
 
 
 @dataclass(frozen=True)
@@ -69,34 +68,7 @@ class RealCase:
         return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}, real computation"
 
 
-@dataclass(frozen=True)
-class ExpertCase:
-    """One schedule of a model with experts in every layer.
-
-    Seconds of one layer: F, I and W of attention, experts and head, F and B of an all-to-all.
-    """
-
-    schedule: str
-    ranks: int = 8
-    microbatches: int = 12
-    chunks: int = 1
-    layers: int = 8
-    ep: int = 2
-    attention: tuple[float, float, float] = (0.020, 0.026, 0.014)
-    mlp: tuple[float, float, float] = (0.020, 0.020, 0.020)
-    head: tuple[float, float, float] = (0.004, 0.004, 0.004)
-    all_to_all: tuple[float, float] = (0.015, 0.015)
-
-    @property
-    def contenders(self) -> tuple[str, ...]:
-        """All-to-alls that block, and that overlap with the computation."""
-        return ("serial", "overlapped")
-
-    def __str__(self) -> str:
-        return f"{self.schedule} p {self.ranks // self.ep} ep {self.ep} m {self.microbatches} v {self.chunks}, experts"
-
-
-AnyCase = Case | RealCase | ExpertCase
+AnyCase = Case | RealCase
 
 
 def _all(ranks: int, microbatches: int, seconds: float = 0.010) -> tuple[Case, ...]:
@@ -116,17 +88,11 @@ PARTS: dict[str, tuple[AnyCase, ...]] = {
         RealCase(name, chunks=FAMILIES[name])
         for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
     ),
-    "experts": tuple(ExpertCase(name, chunks=FAMILIES[name]) for name in EXPERT_FAMILIES),
 }
-NOT_BY_DEFAULT = ("p8-m16", "experts")  # the first needs eight cores
-_SHORT = (0.002, 0.002, 0.002)
+NOT_BY_DEFAULT = "p8-m16"  # it needs eight cores
 QUICK: tuple[AnyCase, ...] = (
     Case("1f1b", 2, 3, 1, 0.002, 1024),
     Case("zb-v", 2, 4, 2, 0.002, 1024),
     Case("pipedream-2bw", 2, 3, 1, 0.002, 1024, steps=3),
     RealCase("1f1b", microbatches=2, layers=2, hidden=16, heads=2, seq=8, vocab=16),
-    *(
-        ExpertCase(name, 4, 4, FAMILIES[name], 4, 2, _SHORT, _SHORT, (0.001, 0.001, 0.001), (0.002, 0.002))
-        for name in EXPERT_FAMILIES
-    ),
 )

@@ -7,47 +7,42 @@ computation is real: Python between actions, autograd, messages, waits.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from megapipe.tensor_parallel.gradients import WeightQueue
+from schedule_bench.figures import Durations
 
 WIDTH = 256  # columns of a message
 
 
-class Span(NamedTuple):
-    """One part of one action of one rank; nanoseconds of the machine's monotonic clock. A full backward is a W and an
-    I."""
-
-    stage: int
-    op: str  # 'F', 'I' or 'W'
-    microbatch: int  # counted by this stage's forwards in this step
-    start_ns: int
-    end_ns: int
-
-
 class Stopwatch:
-    """A clock that sleeps on behalf of stages and records the durations of the sleeps alone."""
+    """A clock that sleeps on behalf of stages and records how long the sleeps alone took.
+
+    durations: seconds by (stage, op value), where a full backward is a W and an I. end_ns: of the last sleep, on the
+    machine's monotonic clock.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.spans: list[Span] = []
+        self.reset()
 
-    def pass_time(self, stage: int, op: str, microbatch: int) -> None:
+    def reset(self) -> None:
+        self.durations: Durations = defaultdict(list)
+        self.end_ns = 0
+
+    def pass_time(self, stage: int, op: str) -> None:
         """Sleep for the device's time of one operation."""
         start = time.perf_counter_ns()
         if self.seconds:
             time.sleep(self.seconds)
-        self.spans.append(Span(stage, op, microbatch, start, time.perf_counter_ns()))
-
-    def take(self) -> list[Span]:
-        """Return the spans since the last call."""
-        spans, self.spans = self.spans, []
-        return spans
+        self.end_ns = time.perf_counter_ns()
+        self.durations[stage, op].append((self.end_ns - start) / 1e9)
 
 
 class EmulatedStage(nn.Module):
@@ -62,55 +57,53 @@ class EmulatedStage(nn.Module):
         self.stage, self.watch, self.queue = stage, watch, queue
         self.factor = nn.Parameter(torch.ones(WIDTH))
         self.offset = nn.Parameter(torch.zeros(WIDTH)) if stage == 0 else None
-        self.num_forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        number, self.num_forwards = self.num_forwards, self.num_forwards + 1
-        self.watch.pass_time(self.stage, "F", number)
+        self.watch.pass_time(self.stage, "F")
         if self.offset is not None:
             x = x + self.offset
-        return _InputGradient.apply(x, self, number) * _WeightGradient.apply(self.factor, self, number)
+        return _InputGradient.apply(x, self) * _WeightGradient.apply(self.factor, self)
 
 
 class _InputGradient(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stage: EmulatedStage, number: int) -> Tensor:
-        ctx.stage, ctx.number = stage, number
+    def forward(ctx: Any, x: Tensor, stage: EmulatedStage) -> Tensor:
+        ctx.stage = stage
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.stage.watch.pass_time(ctx.stage.stage, "I", ctx.number)
-        return gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.stage.watch.pass_time(ctx.stage.stage, "I")
+        return gradient, None
 
 
 class _WeightGradient(Function):
     @staticmethod
-    def forward(ctx: Any, factor: Tensor, stage: EmulatedStage, number: int) -> Tensor:
-        ctx.stage, ctx.number = stage, number
+    def forward(ctx: Any, factor: Tensor, stage: EmulatedStage) -> Tensor:
+        ctx.stage = stage
         return factor.view_as(factor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
         stage: EmulatedStage = ctx.stage
         if stage.queue.is_deferring:
-            stage.queue.submit(_Waiting(stage, ctx.number, gradient))
-            return None, None, None
-        stage.watch.pass_time(stage.stage, "W", ctx.number)
-        return gradient, None, None
+            stage.queue.submit(_Waiting(stage, gradient))
+            return None, None
+        stage.watch.pass_time(stage.stage, "W")
+        return gradient, None
 
 
 class _Waiting:
     """A weight gradient between I and W."""
 
-    def __init__(self, stage: EmulatedStage, number: int, gradient: Tensor) -> None:
-        self._stage, self._number, self._gradient = stage, number, gradient
+    def __init__(self, stage: EmulatedStage, gradient: Tensor) -> None:
+        self._stage, self._gradient = stage, gradient
 
     def launch(self) -> None:
         """Do nothing: there is nothing to communicate."""
 
     def accumulate(self) -> None:
-        self._stage.watch.pass_time(self._stage.stage, "W", self._number)
+        self._stage.watch.pass_time(self._stage.stage, "W")
         factor = self._stage.factor
         factor.grad = self._gradient if factor.grad is None else factor.grad.add_(self._gradient)
 
@@ -123,8 +116,6 @@ class Stages(dict[int, nn.Module]):
         super().__init__({number: make(number, queue) for number, queue in self.queues.items()})
 
     def begin_step(self) -> None:
-        """Forget the gradients of the step before, and count microbatches from 0."""
+        """Forget the gradients of the step before."""
         for module in self.values():
             module.zero_grad()
-            if isinstance(module, EmulatedStage):
-                module.num_forwards = 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from bench_table import Quartiles
 
 from megapipe.schedule.action import COMPUTE_OPS, Op, parse_action
 from megapipe.schedule.costs import Costs
@@ -16,7 +18,7 @@ from megapipe.schedule.simulate import simulate
 if TYPE_CHECKING:
     from megapipe.comm.trace import Tracer
 
-Spans = Sequence[tuple[int, str, int, int, int]]  # devices.Span: stage, op, microbatch, start_ns, end_ns
+Durations = dict[tuple[int, str], list[float]]  # seconds of actions by (stage, op value)
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,11 @@ class Figures:
 
     @property
     def loss(self) -> float:
-        return lower_quartile([step.loss for step in self.steps])
+        return Quartiles.of([step.loss for step in self.steps]).low
 
     @property
     def measured_seconds(self) -> float:
-        return lower_quartile([step.measured_seconds for step in self.steps])
-
-    @property
-    def median_seconds(self) -> float:
-        return statistics.median(step.measured_seconds for step in self.steps)
+        return Quartiles.of([step.measured_seconds for step in self.steps]).low
 
     @property
     def replay_seconds(self) -> float:
@@ -68,26 +66,22 @@ class Figures:
         return self.measured_seconds / self.actions
 
 
-def lower_quartile(values: Sequence[float]) -> float:
-    return values[0] if len(values) == 1 else statistics.quantiles(values, n=4, method="inclusive")[0]
-
-
-def mean_durations(ranks: Iterable[Spans]) -> dict[tuple[int, Op], float]:
-    """Return the seconds of F, I and W of each stage, and of B as both."""
-    seconds: dict[tuple[int, Op], list[float]] = defaultdict(list)
-    for spans in ranks:
-        for stage, op, _, start_ns, end_ns in spans:
-            seconds[stage, Op(op)].append((end_ns - start_ns) / 1e9)
-    means = {key: sum(found) / len(found) for key, found in seconds.items()}
+def mean_durations(ranks: Iterable[Durations]) -> dict[tuple[int, Op], float]:
+    """Return the mean seconds of the actions of each stage, of B as I and W where it was not measured itself."""
+    seconds: Durations = defaultdict(list)
+    for durations in ranks:
+        for key, found in durations.items():
+            seconds[key] += found
+    means = {(stage, Op(op)): statistics.fmean(found) for (stage, op), found in seconds.items()}
     for stage in {stage for stage, _ in means}:
-        means[stage, Op.B] = means.get((stage, Op.I), 0.0) + means.get((stage, Op.W), 0.0)
+        means.setdefault((stage, Op.B), means.get((stage, Op.I), 0.0) + means.get((stage, Op.W), 0.0))
     return means
 
 
-def action_seconds(tracer: Tracer) -> dict[tuple[int, str], list[float]]:
+def action_seconds(tracer: Tracer) -> Durations:
     """Return the durations of computing actions, without their waits for messages."""
     waits = tracer.of_kind("wait")
-    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    found: Durations = defaultdict(list)
     for event in tracer.of_kind("action"):
         action = parse_action(event.name)
         if action.op in COMPUTE_OPS:

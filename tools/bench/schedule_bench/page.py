@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from bench_processes import BenchError, machine_text
-from bench_table import as_markdown
+from bench_table import Quartiles, as_markdown
 
-from schedule_bench.cases import AnyCase, Case, ExpertCase, RealCase
-from schedule_bench.figures import Figures, lower_quartile
+from schedule_bench.cases import AnyCase, Case, RealCase
+from schedule_bench.figures import Figures
 from schedule_bench.run import Result
 
 WORSE_THAN_TORCH = 0.005  # of the makespan, at four ranks
@@ -24,8 +24,6 @@ def part_of(case: AnyCase) -> str:
     """Return the table that a case belongs to."""
     if isinstance(case, RealCase):
         return "real"
-    if isinstance(case, ExpertCase):
-        return "experts"
     return f"p{case.ranks}-m{case.microbatches}" if case.seconds else "zero"
 
 
@@ -46,7 +44,7 @@ def line_of(result: Result) -> str:
 
 
 def _kind(part: str) -> str:
-    return part if part in ("zero", "real", "experts") else "emulated"
+    return part if part in ("zero", "real") else "emulated"
 
 
 def _emulated_row(result: Result) -> list[str]:
@@ -90,31 +88,21 @@ def _real_row(result: Result) -> list[str]:
 
 def _speed(alone: Figures, other: Figures) -> float:
     """Return the median of the rounds' ratios."""
-    ratios = sorted(a.measured_seconds / b.measured_seconds for a, b in zip(alone.steps, other.steps, strict=True))
-    return ratios[len(ratios) // 2]
+    pairs = zip(alone.steps, other.steps, strict=True)
+    return Quartiles.of([a.measured_seconds / b.measured_seconds for a, b in pairs]).median
 
 
 def _to_simulated(ours: Figures) -> float:
     """Return the ratio of simulated to measured step."""
-    return 1 / (1 + lower_quartile([step.loss for step in ours.steps]))
-
-
-def _expert_row(result: Result) -> list[str]:
-    serial, overlapped = result.figures["serial"], result.figures["overlapped"]
-    gain = serial.median_seconds - overlapped.median_seconds
-    simulated = serial.replay_seconds - overlapped.replay_seconds
-    times = [serial.median_seconds, serial.replay_seconds, overlapped.median_seconds, overlapped.replay_seconds]
-    milliseconds = [f"{1e3 * seconds:.0f}" for seconds in (*times, gain, simulated)]
-    return [result.case.schedule, *milliseconds, f"**{gain / simulated:.2f}**"]
+    return 1 / (1 + ours.loss)
 
 
 HEADS = {
     "emulated": ("schedule", "step ms", "torch's step ms", "loss", "torch's loss", "floor's loss", "to the floor"),
     "zero": ("schedule", "us an action", "torch", "floor", "to the floor"),
     "real": ("schedule", "one process ms", "step ms", "to one process", "torch to one process", "simulated / measured"),
-    "experts": ("schedule", "serial ms", "simulated", "overlapped ms", "simulated", "gain ms", "simulated", "ratio"),
 }
-ROWS = {"emulated": _emulated_row, "zero": _zero_row, "real": _real_row, "experts": _expert_row}
+ROWS = {"emulated": _emulated_row, "zero": _zero_row, "real": _real_row}
 
 
 def bars(results: Sequence[Result]) -> list[tuple[str, bool]]:
@@ -182,10 +170,9 @@ def machine(results: Sequence[Result], steps: int) -> str:
     emulated = [result for result in results if isinstance(result.case, Case)]
     is_real_time = bool(emulated) and all(result.real_time for result in emulated)
     policy = "SCHED_FIFO" if is_real_time else "the default scheduling policy"
-    statistic = "median" if all(isinstance(result.case, ExpertCase) for result in results) else "lower quartile"
     return (
-        f"{machine_text()}; torch {torch.__version__}; one thread a rank; emulated devices under {policy}; {statistic} "
-        f"of {steps} steps of each contender in turn."
+        f"{machine_text()}; torch {torch.__version__}; one thread a rank; emulated devices under {policy}; lower "
+        f"quartile of {steps} steps of each contender in turn."
     )
 
 

@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,10 +19,8 @@ from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.comm.trace import Tracer
 from megapipe.schedule.schedule import Schedule
 from megapipe.topology import Topology
-from schedule_bench.cases import AnyCase, ExpertCase, RealCase
-from schedule_bench.devices import Span, Stopwatch
-from schedule_bench.experts import ExpertSide, ExpertWork
-from schedule_bench.figures import action_seconds
+from schedule_bench.cases import AnyCase, RealCase
+from schedule_bench.figures import Durations, action_seconds
 from schedule_bench.megapipe_side import Alone, MegapipeSide
 from schedule_bench.peers.floor import Floor, new_group
 from schedule_bench.peers.torch_side import TorchSide
@@ -36,27 +34,23 @@ HEAD_START_NS = 2_000_000  # from the barrier to the common start
 class RankStep:
     """One step of one contender on one rank.
 
-    start_ns: agreed by all ranks. end_ns: when the step returned. cpu_seconds: of all threads. spans: of an emulated
-    device. action_seconds: with real computation under megapipe, by (stage, op value), without waits.
+    start_ns: agreed by all ranks. end_ns: of the last action of an emulated device; with real computation, when the
+    step returned. cpu_seconds: of all threads. durations: of actions without waits; with real computation those of
+    megapipe only.
     """
 
     start_ns: int
     end_ns: int
     cpu_seconds: float
-    spans: tuple[Span, ...] = ()
-    action_seconds: dict[tuple[int, str], list[float]] = field(default_factory=dict)
+    durations: Durations = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RankCase:
-    """A case on one rank: the schedule and the steps of each contender.
-
-    simulated_seconds: of a step, where the durations are set and not measured.
-    """
+    """A case on one rank: the schedule and the steps of each contender."""
 
     schedules: dict[str, Schedule]
     steps: dict[str, list[RankStep]]
-    simulated_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,8 +74,7 @@ def serve(connection: Connection, rank: int, ranks: int, port: int, real_time: b
     gc.collect()
     gc.freeze()  # existing objects are no garbage: collections in the steps skip them
     while (order := connection.recv()) is not None:
-        run = _run_experts if isinstance(order.case, ExpertCase) else _run_case
-        connection.send(run(order, rank, groups, others))
+        connection.send(_run_case(order, rank, groups, others))
     shutdown(0)
 
 
@@ -94,59 +87,42 @@ def _enter_real_time() -> bool:
 
 
 def _run_case(order: Order, rank: int, groups: ProcessGroups, others: dict[str, Any]) -> RankCase:
-    tracer = Tracer()
-    is_real = isinstance(order.case, RealCase)
+    """Let the contenders take turns, another one first in each; the first turn warms up."""
+    tracer = Tracer() if isinstance(order.case, RealCase) else None
     makers: dict[str, Callable[[Work], Contender]] = {
-        "megapipe": lambda work: MegapipeSide(work, groups.pp, order.receive_depth, tracer if is_real else None),
+        "megapipe": lambda work: MegapipeSide(work, groups.pp, order.receive_depth, tracer),
         "torch": lambda work: TorchSide(work, rank, others["torch"]),
         "floor": lambda work: Floor(work, rank, others["floor"]),
         "alone": lambda work: Alone(work, rank),
     }
-    assert not isinstance(order.case, ExpertCase)
-    works = {name: make_work(order.case) for name in order.case.contenders}
-    contenders = {name: makers[name](work) for name, work in works.items()}
-
-    def timed(name: str) -> RankStep:
-        tracer.events.clear()
-        step = _timed(contenders[name], works[name].watch, groups.world)
-        return replace(step, action_seconds=action_seconds(tracer)) if name == "megapipe" and is_real else step
-
-    steps = _in_turns(order, timed)
-    return RankCase({name: contender.schedule for name, contender in contenders.items()}, steps)
-
-
-def _run_experts(order: Order, rank: int, groups: ProcessGroups, others: dict[str, Any]) -> RankCase:
-    assert isinstance(order.case, ExpertCase)
-    work = ExpertWork(order.case, rank, TIMEOUT_SECONDS)
-    sides = {name: ExpertSide(work, name == "overlapped") for name in order.case.contenders}
-    steps = _in_turns(order, lambda name: _timed(sides[name], work.watch, groups.world))
-    simulated = {name: side.simulated_seconds for name, side in sides.items()}
-    return RankCase({name: side.schedule for name, side in sides.items()}, steps, simulated)
-
-
-def _in_turns(order: Order, timed: Callable[[str], RankStep]) -> dict[str, list[RankStep]]:
-    """Return the steps of each contender, which take turns, another one first in each; the first turn warms up."""
     names = order.case.contenders
+    works = {name: make_work(order.case) for name in names}
+    contenders = {name: makers[name](work) for name, work in works.items()}
     steps: dict[str, list[RankStep]] = {name: [] for name in names}
     for turn in range(order.steps + 1):
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
-            step = timed(name)
+            step = _timed(contenders[name], works[name], groups.world, tracer)
             if turn > 0:
                 steps[name].append(step)
-    return steps
+    return RankCase({name: contender.schedule for name, contender in contenders.items()}, steps)
 
 
-def _timed(contender: Contender, watch: Stopwatch, world: Group) -> RankStep:
+def _timed(contender: Contender, work: Work, world: Group, tracer: Tracer | None) -> RankStep:
+    """Time a step. tracer: of megapipe's real computation; None on an emulated device, which measures itself."""
     contender.begin_step()
     gc.collect()  # no contender pays for another's garbage
-    watch.take()
+    work.watch.reset()
+    if tracer is not None:
+        tracer.events.clear()
     begin = _agree_on_start(world)
     cpu = time.process_time_ns()
     time.sleep(max(0, begin - time.perf_counter_ns()) / 1e9)
     contender.step()
     end = time.perf_counter_ns()
-    return RankStep(begin, end, (time.process_time_ns() - cpu) / 1e9, tuple(watch.take()))
+    durations = work.watch.durations if tracer is None else action_seconds(tracer)
+    cpu_seconds = (time.process_time_ns() - cpu) / 1e9
+    return RankStep(begin, work.watch.end_ns or end, cpu_seconds, dict(durations))
 
 
 def _agree_on_start(world: Group) -> int:

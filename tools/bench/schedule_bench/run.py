@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bench_processes import Ranks
 
-from megapipe.schedule.action import Op
 from megapipe.schedule.schedule import Schedule
 from schedule_bench.cases import AnyCase, Case
-from schedule_bench.figures import (
-    Figures,
-    StepFigures,
-    count_actions,
-    mean_durations,
-    replay_seconds,
-)
-
-if TYPE_CHECKING:
-    from schedule_bench.rank import RankStep
+from schedule_bench.figures import Figures, StepFigures, count_actions, mean_durations, replay_seconds
+from schedule_bench.rank import Order, RankCase, RankStep, serve
 
 TIMEOUT_SECONDS = 240.0
 
@@ -45,42 +36,25 @@ class CaseRanks:
     """Processes that run cases for one number of ranks. real_time: under SCHED_FIFO, if that is permitted."""
 
     def __init__(self, count: int, real_time: bool) -> None:
-        from schedule_bench.rank import serve  # imports torch
-
         self.processes = Ranks(f"{count} ranks", count, serve, real_time)
         self.real_time = all(self.processes.answers(TIMEOUT_SECONDS))
 
     def run(self, case: AnyCase, steps: int, receive_depth: int) -> Result:
-        from schedule_bench.rank import Order, RankCase
-
         self.processes.name = str(case)
         found: list[RankCase] = self.processes.order(Order(case, steps, receive_depth), TIMEOUT_SECONDS)
         figures = {}
         for name in case.contenders:
-            schedule = found[0].schedules[name]
-            by_step = list(zip(*(rank.steps[name] for rank in found), strict=True))
-            if isinstance(case, Case):
-                figures[name] = _emulated_figures(schedule, by_step)
-            else:
-                figures[name] = _real_figures(schedule, by_step, found[0].simulated_seconds.get(name, 0.0))
+            by_step = zip(*(rank.steps[name] for rank in found), strict=True)
+            figures[name] = figures_of(found[0].schedules[name], by_step)
         return Result(case, figures, self.real_time)
 
 
-def _emulated_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]]) -> Figures:
+def figures_of(schedule: Schedule, by_step: Iterable[tuple[RankStep, ...]]) -> Figures:
+    """Return the figures of a contender. The replay takes 0 s where it has no durations."""
     steps = []
     for ranks in by_step:
-        end = max(span.end_ns for rank in ranks for span in rank.spans)
-        replay = replay_seconds(schedule, mean_durations(rank.spans for rank in ranks))
-        steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks)))
-    return Figures(tuple(steps), max(count_actions(schedule)))
-
-
-def _real_figures(schedule: Schedule, by_step: list[tuple[RankStep, ...]], simulated: float) -> Figures:
-    """Return the figures of a case whose stages record no spans. simulated: the replay where no action is timed."""
-    steps = []
-    for ranks in by_step:
-        seconds = {(stage, Op(op)): sum(t) / len(t) for rank in ranks for (stage, op), t in rank.action_seconds.items()}
-        replay = replay_seconds(schedule, seconds) if seconds else simulated
+        durations = mean_durations(rank.durations for rank in ranks)
+        replay = replay_seconds(schedule, durations) if durations else 0.0
         end = max(rank.end_ns for rank in ranks)
         steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks)))
     return Figures(tuple(steps), max(count_actions(schedule)))
