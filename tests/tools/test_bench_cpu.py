@@ -41,8 +41,8 @@ def test_a_tiny_run_prints_a_row_for_each_loop_and_writes_every_turn(tmp_path: P
     assert re.search(r"pp 2, simulated to measured step: \d\.\d{3}, at least 0.93 required", done.stdout)
     turns = json.loads(figures.read_text())["turns"]
     assert {name: len(row) for name, row in turns.items()} == {"plain": 2, "one": 2, "pp2": 2}
-    for turn in turns["pp2"]:  # the simulation never waits for messages, and the row is only a part of the step
-        assert 0 < turn["simulated_seconds"] <= turn["row_seconds"] <= turn["step_seconds"]
+    for turn in turns["pp2"]:  # the simulation never waits for messages
+        assert 0 < turn["simulated_seconds"] <= turn["step_seconds"]
 
 
 AGREEMENT = """
@@ -52,7 +52,10 @@ from plain_loop import Shape
 
 torch.set_num_threads(1)
 shape = Shape(layers=2, hidden=16, heads=2, seq=8, vocab=128, micro_batch=2, microbatches=3)
-print(agreement(shape))
+def worst():
+    found = agreement(shape)
+    return max(found.loss, found.norm)
+print(worst())
 made = PlainJob.__init__
 def dropped(self, shape):
     made(self, shape)
@@ -62,7 +65,7 @@ def faster(self, shape):
     for group in self._optimizer.param_groups:
         group["lr"] *= 30
 for PlainJob.__init__ in (dropped, faster):
-    print(agreement(shape))
+    print(worst())
 """
 
 
@@ -81,9 +84,9 @@ def test_the_predicted_step_of_each_grid_stands_beside_the_median_turn(
     bench, job = importlib.import_module("bench_cpu"), importlib.import_module("bench_job")
     path = tmp_path / "here.yaml"
     path.write_text("like: h100\nname: here\nflops: {fp32: 1e10}\nmemory_bytes_per_second: 1e10\n")
-    turns = {name: [bench.Turn(seconds, 0.5, 0.0, 0.0) for seconds in (9.0, 1.25, 1.0)] for name in ("one", "tp2")}
+    turns = {name: [bench.Turn(seconds, 0.5, 0.0) for seconds in (9.0, 1.25, 1.0)] for name in ("one", "tp2")}
     monkeypatch.setattr(bench, "measure", lambda shape, names, rounds, steps: {name: turns[name] for name in names})
-    monkeypatch.setattr(bench, "check_agreement", lambda shape: 0.0)
+    monkeypatch.setattr(bench, "check_agreement", lambda shape: "the same model")
     flags = ["--hardware", str(path), "--no-plain", "--rows", "one", "tp2", "--layers", "2", "--markdown"]
     assert bench.main(flags) == 0
     table = capsys.readouterr().out.partition("predicted parts")[2]

@@ -14,10 +14,11 @@ from multiprocessing.connection import Connection
 
 import torch
 from bench_processes import join
+from card_bench.agreement import Agreement
+from card_bench.agreement import agreement as compare
 from card_bench.contenders import CLIP, LR, WEIGHT_DECAY, Job, Peer
 from plain_loop import PlainGPT, Shape
-from schedule_bench.figures import action_seconds, replay_seconds
-from torch import Tensor
+from schedule_bench.figures import Durations, action_seconds
 
 from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import barrier
@@ -25,7 +26,6 @@ from megapipe.comm.trace import Tracer
 from megapipe.config.load import load_config
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
-from megapipe.schedule.action import Op
 
 TIMEOUT_SECONDS = 300.0
 
@@ -48,16 +48,15 @@ class Grid:
 class Measured:
     """One turn of one rank.
 
-    start, end: seconds of the machine's monotonic clock. cpu_seconds: of all threads of the process. stage_seconds:
-    mean time of (stage, op value) without waits. row_seconds: mean time of a step inside its schedule row.
+    start, end: seconds of the machine's monotonic clock. cpu_seconds: of all threads of the process. durations: of the
+    actions of a pipeline, without waits.
     """
 
     start: float
     end: float
     cpu_seconds: float
     losses: tuple[float, ...]
-    stage_seconds: dict[tuple[int, str], float] = field(default_factory=dict)
-    row_seconds: float = 0.0
+    durations: Durations = field(default_factory=dict)
 
 
 def make_plan(shape: Shape, grid: Grid) -> RunPlan:
@@ -90,10 +89,7 @@ class MegapipeJob(Job):
         if self.tracer is None:
             return timed(lambda: self.step()[0], steps)
         self.tracer.events.clear()
-        measured = timed(lambda: self.step()[0], steps)
-        stages = {key: sum(found) / len(found) for key, found in action_seconds(self.tracer).items()}
-        rows = sum(event.end_ns - event.start_ns for event in self.tracer.of_kind("row")) / 1e9
-        return replace(measured, stage_seconds=stages, row_seconds=rows / steps)
+        return replace(timed(lambda: self.step()[0], steps), durations=action_seconds(self.tracer))
 
 
 class PlainJob(Peer):
@@ -120,53 +116,14 @@ def timed(step: Callable[[], float], steps: int) -> Measured:
     return Measured(begin, end, cpu, losses)
 
 
-def simulated_seconds(plan: RunPlan, stage_seconds: dict[tuple[int, str], float]) -> float:
-    """Return the simulated step time with each action at its stage's mean time, and free messages."""
-    seconds = {(stage, Op(op)): value for (stage, op), value in stage_seconds.items()}
-    return replay_seconds(plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch), seconds)
-
-
-def agreement(shape: Shape) -> float:
-    """Return the largest relative difference of loss or gradient norm between the plain loop and megapipe over three
-    steps from the same weights."""
+def agreement(shape: Shape) -> Agreement:
+    """Compare megapipe and the plain loop over three steps from the same weights."""
     job, plain = MegapipeJob(shape, Grid(), 0, 0), PlainJob(shape)
     with torch.no_grad():
         for name, tensor in plain.model.named_parameters():
-            tensor.copy_(_in_plain_order(name, job.runtime.buffers[0].parameter(megatron_name(name)), shape))
-    worst = 0.0
-    for _ in range(3):
-        for one, other in zip(job.step(), plain.step(), strict=True):
-            worst = max(worst, abs(one / other - 1))
-    return worst
-
-
-MEGATRON_NAMES = {
-    "words.": "embedding.word_embeddings.",
-    "positions.": "embedding.position_embeddings.",
-    "final_norm.": "decoder.final_layernorm.",
-    "blocks.": "decoder.layers.",
-    "norm1.": "input_layernorm.",
-    "norm2.": "pre_mlp_layernorm.",
-    "attention.qkv.": "self_attention.linear_qkv.",
-    "attention.proj.": "self_attention.linear_proj.",
-    "fc1.": "mlp.linear_fc1.",
-    "fc2.": "mlp.linear_fc2.",
-}
-
-
-def megatron_name(name: str) -> str:
-    """Return megapipe's name of a parameter of the plain model."""
-    for plain, megatron in MEGATRON_NAMES.items():
-        name = name.replace(plain, megatron)
-    return name
-
-
-def _in_plain_order(name: str, values: Tensor, shape: Shape) -> Tensor:
-    """Reorder megapipe's fused rows, q|k|v of each head in turn, to all of q, all of k, all of v."""
-    if ".qkv." not in name:
-        return values
-    by_head = values.reshape(shape.heads, 3, shape.hidden // shape.heads, -1)
-    return by_head.transpose(0, 1).reshape(values.shape)
+            tensor.copy_(job.runtime.buffers[0].parameter(name))
+    (found,) = compare({"megapipe": job, "the plain loop": plain}, "fp32", steps=3)
+    return found
 
 
 def serve(orders: Connection, rank: int, ranks: int, port: int, shape: Shape, grid: Grid | None) -> None:

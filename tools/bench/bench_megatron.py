@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from multiprocessing.connection import Connection
@@ -60,34 +60,50 @@ def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
     return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared).permute(2, 0, 1, 3).flatten(2)
 
 
-def make_step(shape: Shape, tuned: bool) -> Callable[[], float]:
-    """Return Megatron's training step, which returns the mean loss; its parallel state must be initialized."""
-    import torch
-    import torch.nn.functional as F
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+def gpt_model(
+    sizes: Mapping[str, Any], dtype: Any, vocab_size: int, seq_length: int, *, tuned: bool, tied: bool, **model: Any
+) -> Any:
+    """Return Megatron-Core's GPTModel on its local kernels, without dropout; its parallel state must be initialized.
+
+    sizes: of its TransformerConfig. tuned: with torch's attention kernel and its own fusions. model: of GPTModel.
+    """
+    from megatron.core import tensor_parallel
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     tensor_parallel.random.CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()  # there is no dropout
     config = TransformerConfig(
-        num_layers=shape.layers, hidden_size=shape.hidden, num_attention_heads=shape.heads,
-        ffn_hidden_size=4 * shape.hidden, activation_func=F.gelu, hidden_dropout=0.0, attention_dropout=0.0,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(), use_cpu_initialization=True,
-        pipeline_dtype=torch.float32, params_dtype=torch.float32, finalize_model_grads_func=finalize_model_grads,
-        masked_softmax_fusion=False, bias_activation_fusion=tuned, bias_dropout_fusion=tuned,
+        **sizes, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True, pipeline_dtype=dtype,
+        params_dtype=dtype, masked_softmax_fusion=False, bias_activation_fusion=tuned, bias_dropout_fusion=tuned,
     )  # fmt: skip
-    gpt = GPTModel(
-        config, get_gpt_layer_local_spec(), vocab_size=shape.vocab, max_sequence_length=shape.seq,
-        share_embeddings_and_output_weights=True, position_embedding_type="learned_absolute",
-    )  # fmt: skip
-    if tuned:
-        for layer in gpt.decoder.layers:
-            layer.self_attention.core_attention.forward = attention
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    gpt = GPTModel(config, spec, vocab_size, seq_length, share_embeddings_and_output_weights=tied, **model)
+    for layer in gpt.decoder.layers if tuned else ():
+        layer.self_attention.core_attention.forward = attention
+    return gpt
+
+
+def make_step(shape: Shape, tuned: bool) -> Callable[[], float]:
+    """Return Megatron's training step, which returns the mean loss; its parallel state must be initialized."""
+    import torch
+    import torch.nn.functional as F
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    sizes = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "ffn_hidden_size": 4 * shape.hidden,
+        "activation_func": F.gelu,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "finalize_model_grads_func": finalize_model_grads,
+    }
+    gpt = gpt_model(sizes, torch.float32, shape.vocab, shape.seq, tuned=tuned, tied=True)
+    model = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
     options = OptimizerConfig(optimizer="adam", lr=LR, weight_decay=WEIGHT_DECAY, clip_grad=CLIP)
     optimizer = get_megatron_optimizer(options, [model])
     rows = torch.from_numpy(draw_rows(make_plan(shape, Grid())))

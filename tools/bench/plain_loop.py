@@ -1,13 +1,15 @@
 """The model of a plain PyTorch training loop of the GPT-2 shape, as a good engineer would write it for one process.
 
 nn.Linear, scaled_dot_product_attention, F.cross_entropy, tied embeddings; nothing of megapipe. Activations are
-[b, s, h]. `card_bench.contenders.Peer` trains it. Imported by tools/bench/bench_cpu.py, which also checks that it
-computes what megapipe computes; bench_schedules.py makes stages of its blocks.
+[b, s, h]. Parameters have Megatron's names and order, so that they can be copied. `card_bench.contenders.Peer` trains
+it for tools/bench/bench_cpu.py, which checks that it computes what megapipe computes; bench_schedules.py makes stages
+of its blocks.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,27 +40,38 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, linear: Linear) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv, self.proj = linear(hidden, 3 * hidden), linear(hidden, hidden)
+        self.linear_qkv, self.linear_proj = linear(hidden, 3 * hidden), linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
         # q, k, v: [b, heads, s, d], no copies
-        q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = self.linear_qkv(x).view(b, s, self.heads, 3, h // self.heads).permute(3, 0, 2, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         # the kernel's output is [b, s, heads, d] in memory: a view
-        return self.proj(y.transpose(1, 2).reshape(b, s, h))
+        return self.linear_proj(y.transpose(1, 2).reshape(b, s, h))
 
 
 class Block(nn.Module):
     def __init__(self, hidden: int, heads: int, linear: Linear = nn.Linear) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, heads, linear)
-        self.fc1, self.fc2 = linear(hidden, 4 * hidden), linear(4 * hidden, hidden)
+        self.input_layernorm, self.pre_mlp_layernorm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.self_attention = Attention(hidden, heads, linear)
+        fc1, fc2 = linear(hidden, 4 * hidden), linear(4 * hidden, hidden)
+        self.mlp = nn.Sequential(OrderedDict(linear_fc1=fc1, gelu=nn.GELU("tanh"), linear_fc2=fc2))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.fc2(F.gelu(self.fc1(self.norm2(x)), approximate="tanh"))
+        x = x + self.self_attention(self.input_layernorm(x))
+        return x + self.mlp(self.pre_mlp_layernorm(x))
+
+
+class Embedding(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(shape.vocab, shape.hidden)
+        self.position_embeddings = nn.Embedding(shape.seq, shape.hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.word_embeddings(tokens) + self.position_embeddings.weight[: tokens.shape[1]]
 
 
 class PlainGPT(nn.Module):
@@ -66,22 +79,18 @@ class PlainGPT(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.words = nn.Embedding(shape.vocab, shape.hidden)
-        self.positions = nn.Embedding(shape.seq, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape.hidden, shape.heads) for _ in range(shape.layers))
-        self.final_norm = nn.LayerNorm(shape.hidden)
+        self.embedding = Embedding(shape)
+        layers = nn.Sequential(*(Block(shape.hidden, shape.heads) for _ in range(shape.layers)))
+        self.decoder = nn.Sequential(OrderedDict(layers=layers, final_layernorm=nn.LayerNorm(shape.hidden)))
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                residual = name.endswith(("proj.weight", "fc2.weight"))
+                residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * shape.layers) if residual else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(self.final_norm(x), self.words.weight)
+        return F.linear(self.decoder(self.embedding(tokens)), self.embedding.word_embeddings.weight)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross entropy."""

@@ -8,7 +8,6 @@ from math import isfinite
 
 from card_bench.contenders import Contender
 
-STEPS = 2
 FP8 = "fp8"
 # largest relative difference of (loss, gradient norm); fp8: against the same model without, its operands rounded to
 # 2^-4
@@ -42,10 +41,10 @@ class Agreement:
         )
 
 
-def agreement(contenders: Mapping[str, Contender], dtype: str) -> list[Agreement]:
-    """Compare each contender with the first without fp8, by two steps of training."""
+def agreement(contenders: Mapping[str, Contender], dtype: str, steps: int = 2) -> list[Agreement]:
+    """Compare each contender with the first without fp8, by some steps of training."""
     found = {
-        name: [(float(contender.gradients()), float(contender.update())) for _ in range(STEPS)]
+        name: [(float(contender.gradients()), float(contender.update())) for _ in range(steps)]
         for name, contender in contenders.items()
     }
     reference = next((name for name in found if FP8 not in name), next(iter(found)))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 
 import torch
-from bench_megatron import attention, initialize, redirect_cuda
+from bench_megatron import gpt_model, initialize, redirect_cuda
 from bench_processes import free_port
 from torch import Tensor
 
@@ -24,29 +23,22 @@ def megatron_llama(plan: RunPlan, device: torch.device, weights: Mapping[str, Te
     shape, dtype = plan.config.model, dtype_of(plan)
     if device.type == "cpu":
         redirect_cuda()
-    import torch.nn.functional as F
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         initialize("nccl" if device.type == "cuda" else "gloo", 0, 1, free_port())
-    tensor_parallel.random.CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()  # there is no dropout
-    config = TransformerConfig(
-        num_layers=shape.num_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads, num_query_groups=shape.num_query_groups, gated_linear_unit=True,
-        activation_func=F.silu, normalization="RMSNorm", add_bias_linear=False, hidden_dropout=0.0,
-        attention_dropout=0.0, layernorm_epsilon=shape.norm_epsilon, use_cpu_initialization=True, params_dtype=dtype,
-        pipeline_dtype=dtype, bf16=dtype is torch.bfloat16, bias_activation_fusion=True, bias_dropout_fusion=True,
-        masked_softmax_fusion=False,
-    )  # fmt: skip
-    model = GPTModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=shape.vocab_size,
-        max_sequence_length=shape.seq_length, position_embedding_type="rope", share_embeddings_and_output_weights=False,
-    )  # fmt: skip
-    for layer in model.decoder.layers:
-        layer.self_attention.core_attention.forward = attention
+    same = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+    sizes = {name: getattr(shape, name) for name in same} | {
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_epsilon,
+        "add_bias_linear": False,
+        "bf16": dtype is torch.bfloat16,
+    }
+    model = gpt_model(
+        sizes, dtype, shape.vocab_size, shape.seq_length, tuned=True, tied=False, position_embedding_type="rope"
+    )
     missing = model.load_state_dict(megatron_weights(shape, weights), strict=False).missing_keys
     if lost := [name for name in missing if not name.endswith("_extra_state")]:
         raise RuntimeError(f"Megatron-Core's model has other tensors than expected: {', '.join(lost)}")
