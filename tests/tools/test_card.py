@@ -147,7 +147,7 @@ def test_what_a_card_runs_is_planned_and_fits_into_80_gigabytes(tools: Tools, on
     flags += [training.flags_of(on_card, name) for name in training.MODELS]
     flags += jobs.SHAPES.values()
     plans = [jobs.plan_of(on_card, each) for each in flags]
-    plans += [memory.plan_for(on_card, name) for name in memory.CONFIGURATIONS]
+    plans += [memory.plan_for(on_card, name) for name in memory.CONFIGURATIONS] + [memory.rank_plan(on_card)]
     assert len(memory.CONFIGURATIONS) == 12
     for plan in plans:
         assert rank_memory(plan, 0).total < 0.9 * H100_BYTES, plan.config.model
@@ -177,7 +177,7 @@ def test_a_missed_bar_fails_a_check_and_a_missed_goal_does_not(tools: Tools, mon
     card = tools("card")
     monkeypatch.setattr(card, "refusal", lambda arguments: None)
     for is_goal, code in ((True, 0), (False, 1)):
-        part = card.Part(lambda report: report.bar("speed", 0.7, 0.75, is_goal=is_goal), 1)  # noqa: B023
+        part = lambda report: report.bar("speed", 0.7, 0.75, is_goal=is_goal)  # noqa: B023, E731
         monkeypatch.setitem(card.PARTS, "muon", part)
         assert card.main(["muon", "--device", "cpu", "--check"]) == code
         assert card.main(["muon", "--device", "cpu"]) == 0

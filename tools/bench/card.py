@@ -4,7 +4,7 @@
     python tools/bench/card.py layer-bf16 layer-peers --device cuda --json figures.json
     python tools/bench/card.py layer-peers --shape 1.3b            layers of other sizes
     python tools/bench/card.py all --device cpu                    tiny twins, only to try the tool
-    python tools/bench/card.py --list                              what there is, with seconds on an H100
+    python tools/bench/card.py --list                              what there is
 
 Contenders take turns; figures are medians of synchronized clocks, warm-up left out. A measurement that fails is
 recorded and does not stop the others. Exits with 1 if one failed, with --check also if a bar was missed that is not a
@@ -17,7 +17,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [path for path in (str(REPOSITORY), str(Path(__file__).parent)) if path not in sys.path]
@@ -30,32 +29,24 @@ from card_bench.report import Report  # noqa: E402
 
 from megapipe.environment import set_for_libraries  # noqa: E402
 
-
-class Part(NamedTuple):
-    """A part: what measures it, and its seconds on an H100, compilation included."""
-
-    measure: Callable[[Report], None]
-    seconds: int
-
-
-PARTS = {
-    "layer-bf16": Part(layers.layer_bf16, 90),
-    "layer-fp8": Part(layers.layer_fp8, 80),
-    "layer-peers": Part(layers.layer_peers, 80),
-    "train-0.5b": Part(training.train_05b, 60),
-    "train-1.5b": Part(training.train_15b, 80),
-    "experts": Part(features.experts, 50),
-    "latent": Part(features.latent, 40),
-    "ring": Part(features.ring, 60),
-    "muon": Part(features.muon, 40),
-    "optimizer": Part(features.optimizer, 40),
-    "memory": Part(memory.memory, 80),
-    "rank": Part(memory.rank, 45),
-    "graphs": Part(switches.graphs, 40),
-    "compile": Part(switches.compile_blocks, 50),
-    "offload": Part(switches.offload, 40),
-    "calibrate": Part(calibrate.calibrate, 40),
-    "primitives": Part(primitives.primitives, 70),  # the last: a failed capture of a graph spoils the process
+PARTS: dict[str, Callable[[Report], None]] = {
+    "layer-bf16": layers.layer_bf16,
+    "layer-fp8": layers.layer_fp8,
+    "layer-peers": layers.layer_peers,
+    "train-0.5b": training.train_05b,
+    "train-1.5b": training.train_15b,
+    "experts": features.experts,
+    "latent": features.latent,
+    "ring": features.ring,
+    "muon": features.muon,
+    "optimizer": features.optimizer,
+    "memory": memory.memory,
+    "rank": memory.rank,
+    "graphs": switches.graphs,
+    "compile": switches.compile_blocks,
+    "offload": switches.offload,
+    "calibrate": calibrate.calibrate,
+    "primitives": primitives.primitives,  # the last: a failed capture of a graph spoils the process
 }
 ALL = "all"
 
@@ -67,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=tuple(SHAPES), help="of layer-*, by default 8b-8k; the bars are set for 8B")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written after every measurement")
-    parser.add_argument("--list", action="store_true", help="print the parts with their seconds on an H100")
+    parser.add_argument("--list", action="store_true", help="print the parts")
     return parser
 
 
@@ -90,7 +81,7 @@ def refusal(arguments: argparse.Namespace) -> str | None:
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
     if arguments.list:
-        print("\n".join(f"{name:<12}{part.seconds:>4} s" for name, part in PARTS.items()))
+        print("\n".join(f"{name:<13}{(measure.__doc__ or '').splitlines()[0]}" for name, measure in PARTS.items()))
         return 0
     refused = refusal(arguments)
     if refused is not None:
@@ -104,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     stance = torch.compiler.set_stance("default" if report.on_gpu else "force_eager")
     with stance:
         for name in names:
-            report.run(name, PARTS[name].measure)
+            report.run(name, PARTS[name])
     report.save()
     print(report.text(), flush=True)
     missed = [bar for bar in report.bars if not (bar.met or bar.is_goal)] if arguments.check else []

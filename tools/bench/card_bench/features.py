@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from card_bench.layers import is_installed
 from card_bench.processes import LOGGED, MEGAPIPE, steps_of
 from card_bench.report import Report
 from card_bench.timing import sustained_seconds
-from card_bench.turns import take_turns
+from card_bench.turns import build, take_turns
 from megapipe.extras.convert.families import choose_family
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.run_plan import RunPlan
@@ -70,17 +71,18 @@ def latent(report: Report) -> None:
 
 def _compare(report: Report, plans: Mapping[str, RunPlan], settings: Mapping[str, Any]) -> None:
     """Let jobs of plans of one model, and transformers' model of a config.json, take turns."""
-    contenders: dict[str, Contender] = {}
-    for name, plan in plans.items():
-        with report.attempt(name):
-            contenders[name] = job = Job(plan, report.device)
-            report.say(f"{name}: {job.choice or 'blocks are not compiled'}")
+    makers: dict[str, Callable[[], Contender]] = {
+        name: partial(Job, plan, report.device) for name, plan in plans.items()
+    }
     first = next(iter(plans.values()))
-    if not is_installed("transformers"):
-        report.say("transformers is not installed")
+    if is_installed("transformers"):
+        makers["transformers"] = partial(transformers_model, settings, first, report.device)
     else:
-        with report.attempt("transformers"):
-            contenders["transformers"] = transformers_model(settings, first, report.device)
+        report.say("transformers is not installed")
+    contenders = build(report, makers)
+    for name, job in contenders.items():
+        if isinstance(job, Job):
+            report.say(f"{name}: {job.choice or 'blocks are not compiled'}")
     flops = step_flops(first.config.model, first.batch.full, causal=True)
     measured = take_turns(report, contenders, flops)
     best = min(plans.keys() & contenders.keys(), key=measured.step_seconds)
@@ -144,10 +146,7 @@ def copy_rate(report: Report) -> float:
 
 def _updates(report: Report, plans: Mapping[str, RunPlan]) -> dict[str, float]:
     """Return the median seconds of the update of jobs that take turns; add them as figures."""
-    jobs: dict[str, Contender] = {}
-    for name, plan in plans.items():
-        with report.attempt(name):
-            jobs[name] = Job(plan, report.device)
+    jobs = build(report, {name: partial(Job, plan, report.device) for name, plan in plans.items()})
     measured, found = take_turns(report, jobs), {}
     for name in jobs:
         found[name] = measured.update_seconds(name)

@@ -23,7 +23,7 @@ from card_bench.jobs import SHAPES, plan_of, predicted_ms
 from card_bench.megatron import megatron_llama
 from card_bench.report import Report
 from card_bench.timing import fp8_gemm_rate, gemm_rate, profile_of
-from card_bench.turns import FP8_GEMM, GEMM, Measured, take_turns
+from card_bench.turns import FP8_GEMM, GEMM, Measured, build, take_turns
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.run_plan import RunPlan
 
@@ -44,7 +44,7 @@ PEERS = {  # with the bar of megapipe's speed to theirs, and the module that may
     "transformers": (transformers_llama, 1.15, "transformers"),
     "Megatron-Core": (megatron_llama, 1.0, "megatron.core"),
 }
-Makers = Mapping[str, Callable[[dict[str, torch.Tensor]], Contender]]
+Makers = Mapping[str, Callable[[dict[str, torch.Tensor]], Contender]]  # from weights
 
 
 def is_installed(module: str) -> bool:
@@ -69,15 +69,10 @@ def compare(
     report: Report, plan: RunPlan, makers: Makers, with_fp8: bool = False
 ) -> tuple[Measured, dict[str, Contender]]:
     """Build contenders on the same weights, check that they train the same model, and let them take turns."""
-    device, contenders = report.device, dict[str, Contender]()
+    device, weights = report.device, draw_weights(plan, report.device)
     layers = f"{plan.config.model.num_layers} layers"
-    weights = draw_weights(plan, device)
-    for name, make in makers.items():
-        with report.attempt(f"{layers}, {name}"):
-            contenders[name] = make(weights)
+    contenders = build(report, {name: partial(make, weights) for name, make in makers.items()}, f"{layers}, ")
     weights.clear()
-    if not contenders:
-        raise RuntimeError("no contender could be built")
     for one in agreement(contenders, plan.config.precision.dtype):
         if not one.holds:
             report.failed[f"agreement of {layers}, {one.name}"] = str(one)

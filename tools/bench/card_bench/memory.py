@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from card_bench.contenders import LR, WEIGHT_DECAY, Job, whole_step
+from card_bench.contenders import Job, whole_step
 from card_bench.jobs import EAGER_BLOCKS, LLAMA, STEPS, TINY, plan_of, predicted_ms
 from card_bench.report import Report
 from card_bench.timing import seconds_of
-from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups, Traffic, fake_process_groups
 from megapipe.config.load import load_config
 from megapipe.extras.dry_run.rank import count_rank, count_step
 from megapipe.extras.streams.ranks import random_batches
-from megapipe.optimizer.schedule import Rates
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.sharding.spec import ParamSpec
 from megapipe.trace.meta import LiveBytes
-from megapipe.train.stream import train_step
 
 WITHIN = 0.03
 GIB, MIB = 1 << 30, 1 << 20
@@ -62,7 +58,11 @@ CONFIGURATIONS = {
     "Muon": f"--optimizer muon {EAGER}",
 }
 GRIDS = {  # ranks, and the flags of a grid of which rank 0 runs
-    "cuda": (8, "--config llama3_8b --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 2"),
+    "cuda": (
+        8,
+        "--config llama3_8b --mock-data --train-iters 100000 --micro-batch-size 1 --global-batch-size 8 "
+        "--tensor-model-parallel-size 2",
+    ),
     "cpu": (
         4,
         f"{LLAMA} {STEPS} {TINY} --micro-batch-size 2 --global-batch-size 8 --tensor-model-parallel-size 2 "
@@ -136,9 +136,7 @@ def rank(report: Report) -> None:
 
     The planned step has bubbles and collectives; this one has neither.
     """
-    world, flags = GRIDS[report.device.type]
-    words = f"{flags} --pipeline-model-parallel-size 2 --mock-data --device {report.device.type}".split()
-    plan = resolve(load_config(words).config, world)
+    plan = rank_plan(report)
     seconds: list[float] = []
     if report.on_gpu:
         allocated, rest = _allocated(lambda: seconds.extend(_steps_of_a_rank(plan, report.device)), report.device)
@@ -151,6 +149,13 @@ def rank(report: Report) -> None:
     report.figure("step", 1e3 * min(seconds[1:]), "ms", predicted_ms(report, plan))
 
 
+def rank_plan(report: Report) -> RunPlan:
+    """Return the plan of the grid of which rank 0 runs."""
+    world, flags = GRIDS[report.device.type]
+    words = f"{flags} --pipeline-model-parallel-size 2 {EAGER_BLOCKS} --device {report.device.type}"
+    return resolve(load_config(words.split()).config, world)
+
+
 def _steps_of_a_rank(plan: RunPlan, device: torch.device) -> list[float]:
     """Return the seconds of each step of rank 0."""
 
@@ -159,15 +164,10 @@ def _steps_of_a_rank(plan: RunPlan, device: torch.device) -> list[float]:
         return torch.ones(shape, device=device) if len(shape) < 2 else torch.randn(shape, device=device) * 0.02
 
     torch.manual_seed(0)
-    read = random_batches(plan)
-    runtime = TrainingRuntime(plan, fake_process_groups(plan.topology, 0, Traffic()), device, draw)
-    step, rates, seconds = train_step(runtime), Rates(LR, WEIGHT_DECAY), []
+    job = Job(plan, device, draw, fake_process_groups(plan.topology, 0, Traffic()))
 
-    def run(number: int) -> None:
-        batch = runtime.microbatches(plan.batch.num_microbatches, partial(read, 0), number)
-        step.run(batch, rates)
-        runtime.stores.finish_weights()
+    def step() -> None:
+        job.step()
+        job.runtime.stores.finish_weights()
 
-    for number in range(RANK_STEPS):
-        seconds.append(seconds_of(partial(run, number), device))
-    return seconds
+    return [seconds_of(step, device) for _ in range(RANK_STEPS)]

@@ -67,6 +67,17 @@ class Measured:
         return [self.flops / turn.gradients for turn in self.turns[name]]
 
 
+def build(report: Report, makers: Mapping[str, Callable[[], Contender]], of: str = "") -> dict[str, Contender]:
+    """Build contenders. One that fails is recorded, after `of`, and raises RuntimeError only if there is no other."""
+    contenders = {}
+    for name, make in makers.items():
+        with report.attempt(f"{of}{name}"):
+            contenders[name] = make()
+    if not contenders:
+        raise RuntimeError("no contender could be built")
+    return contenders
+
+
 def take_turns(
     report: Report,
     contenders: Mapping[str, Contender],
