@@ -42,7 +42,7 @@ def test_a_tiny_run_prints_a_row_for_each_loop_and_writes_every_turn(tmp_path: P
     turns = json.loads(figures.read_text())["turns"]
     assert {name: len(row) for name, row in turns.items()} == {"plain": 2, "one": 2, "pp2": 2}
     for turn in turns["pp2"]:  # the simulation never waits for messages
-        assert 0 < turn["simulated_seconds"] <= turn["step_seconds"]
+        assert 0 < turn["replay_seconds"] <= turn["measured_seconds"]
 
 
 AGREEMENT = """
@@ -84,8 +84,8 @@ def test_the_predicted_step_of_each_grid_stands_beside_the_median_turn(
     bench, job = importlib.import_module("bench_cpu"), importlib.import_module("bench_job")
     path = tmp_path / "here.yaml"
     path.write_text("like: h100\nname: here\nflops: {fp32: 1e10}\nmemory_bytes_per_second: 1e10\n")
-    turns = {name: [bench.Turn(seconds, 0.5, 0.0) for seconds in (9.0, 1.25, 1.0)] for name in ("one", "tp2")}
-    monkeypatch.setattr(bench, "measure", lambda shape, names, rounds, steps: {name: turns[name] for name in names})
+    turns = {name: [bench.StepFigures(seconds, 0.0, 0.5) for seconds in (9.0, 1.25, 1.0)] for name in ("one", "tp2")}
+    monkeypatch.setattr(bench, "measure", lambda shape, names, rounds: {name: turns[name] for name in names})
     monkeypatch.setattr(bench, "check_agreement", lambda shape: "the same model")
     flags = ["--hardware", str(path), "--no-plain", "--rows", "one", "tp2", "--layers", "2", "--markdown"]
     assert bench.main(flags) == 0

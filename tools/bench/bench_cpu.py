@@ -20,16 +20,15 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench_job import TIMEOUT_SECONDS, Grid, Measured, check, make_plan, serve
+from bench_job import TIMEOUT_SECONDS, Grid, check, make_plan, serve
 from bench_processes import BenchError, Ranks, exit_code, machine_text, make_parser
 from bench_table import Quartiles, as_markdown
 from card_bench.agreement import Agreement
 from plain_loop import Shape
-from schedule_bench.figures import mean_durations, replay_seconds
+from schedule_bench.figures import StepFigures
 
 from megapipe.extras.calibrate.hardware_reader import read_hardware
 from megapipe.extras.doctor.host import resources
@@ -51,27 +50,6 @@ BARS = (  # row, ratio, the least that is required, and what it is
 )
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One turn of a row: all its ranks together."""
-
-    step_seconds: float
-    cpu_seconds: float  # a step, all ranks
-    simulated_seconds: float  # a simulated step; 0 without a pipeline
-
-    @classmethod
-    def of(cls, ranks: Sequence[Measured], plan: RunPlan | None) -> Turn:
-        simulated, steps = 0.0, len(ranks[0].losses)
-        if plan is not None and plan.topology.pp > 1:
-            schedule = plan.schedule(plan.batch.full // plan.batch.samples_per_microbatch)
-            simulated = replay_seconds(schedule, mean_durations(rank.durations for rank in ranks))
-        return cls(
-            (max(rank.end for rank in ranks) - min(rank.start for rank in ranks)) / steps,
-            sum(rank.cpu_seconds for rank in ranks) / steps,
-            simulated,
-        )
-
-
 def start(name: str, shape: Shape) -> Ranks:
     """Start the processes of a row."""
     grid = GRIDS.get(name)
@@ -87,37 +65,40 @@ def check_agreement(shape: Shape) -> Agreement:
     return found
 
 
-def measure(shape: Shape, names: Sequence[str], pairs: int, steps: int) -> dict[str, list[Turn]]:
-    """Return the turns of every row, [round]."""
-    turns = take_turns({name: partial(start, name, shape) for name in names}, pairs, steps, 2)
-    plans = {name: make_plan(shape, GRIDS[name]) for name in names if name in GRIDS}
-    return {name: [Turn.of(ranks, plans.get(name)) for ranks in found] for name, found in turns.items()}
+def measure(shape: Shape, names: Sequence[str], pairs: int) -> dict[str, list[StepFigures]]:
+    """Return the steps of every row, [round]."""
+    plans = {name: make_plan(shape, GRIDS.get(name, Grid())) for name in names}
+    return take_turns({name: (partial(start, name, shape), plans[name]) for name in names}, pairs, 2)
 
 
 def take_turns(
-    starts: Mapping[str, Callable[[], Ranks]], rounds: int, steps: int, warm_ups: int
-) -> dict[str, list[list[Measured]]]:
+    starts: Mapping[str, tuple[Callable[[], Ranks], RunPlan]], rounds: int, warm_ups: int
+) -> dict[str, list[StepFigures]]:
     """Start rows and let them take turns, in the opposite order every second round, while all others wait.
 
-    Returns the measurements of all ranks by row, [round]. warm_ups: steps of each before, which are not counted.
+    starts: of each row what starts it, and its plan. warm_ups: steps of each before, which are not counted. Returns the
+    steps of each row, [round].
     """
     rows: dict[str, Ranks] = {}
-    turns: dict[str, list[list[Measured]]] = {name: [] for name in starts}
+    turns: dict[str, list[StepFigures]] = {name: [] for name in starts}
+    schedules = {name: plan.schedule(plan.batch.num_microbatches) for name, (_, plan) in starts.items()}
     try:
-        for name, begin in starts.items():
+        for name, (begin, _) in starts.items():
             rows[name] = begin()
         for row in rows.values():
             row.answers(TIMEOUT_SECONDS)
         for row in rows.values():
-            row.order(warm_ups, TIMEOUT_SECONDS)
+            for _ in range(warm_ups):
+                row.order("step", TIMEOUT_SECONDS)
         for number in range(rounds):
             for name in rows if number % 2 == 0 else reversed(rows):
-                turns[name].append(rows[name].order(steps, TIMEOUT_SECONDS))
+                ranks = rows[name].order("step", TIMEOUT_SECONDS)
+                turns[name].append(StepFigures.of(ranks, schedules[name]))
             if sys.stderr.isatty():
                 end = "\n" if number + 1 == rounds else ""
                 print(f"\rround {number + 1} of {rounds}", end=end, file=sys.stderr, flush=True)
         for row in rows.values():
-            row.close(0)
+            row.close(None)
     except BaseException:
         for row in rows.values():
             row.kill()
@@ -130,10 +111,10 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Quartiles:
     return Quartiles.of([a / b for a, b in zip(above, below, strict=True)])
 
 
-def figures(shape: Shape, turns: dict[str, list[Turn]]) -> dict[str, dict[str, Quartiles]]:
+def figures(shape: Shape, turns: dict[str, list[StepFigures]]) -> dict[str, dict[str, Quartiles]]:
     """Return tokens/s, CPU seconds a step and the ratios of each round, by row."""
     found: dict[str, dict[str, Quartiles]] = {}
-    seconds = {name: [turn.step_seconds for turn in row] for name, row in turns.items()}
+    seconds = {name: [turn.measured_seconds for turn in row] for name, row in turns.items()}
     for name, row in turns.items():
         cpu = [turn.cpu_seconds for turn in row]
         mine = {
@@ -145,8 +126,8 @@ def figures(shape: Shape, turns: dict[str, list[Turn]]) -> dict[str, dict[str, Q
             mine["speed_to_plain"] = ratios(seconds["plain"], seconds["one"])
         if name not in ("plain", "one") and "one" in turns:
             mine["speed_to_one"] = ratios(seconds["one"], seconds[name])
-        if row[0].simulated_seconds:
-            mine["simulated_to_measured"] = ratios([turn.simulated_seconds for turn in row], seconds[name])
+        if row[0].replay_seconds:
+            mine["simulated_to_measured"] = ratios([turn.replay_seconds for turn in row], seconds[name])
         found[name] = mine
     return found
 
@@ -179,12 +160,12 @@ def table(shape: Shape, found: dict[str, dict[str, Quartiles]]) -> list[tuple[st
     return rows
 
 
-def predictions(shape: Shape, turns: dict[str, list[Turn]], hardware: Hardware) -> list[tuple[str, ...]]:
+def predictions(shape: Shape, turns: dict[str, list[StepFigures]], hardware: Hardware) -> list[tuple[str, ...]]:
     """Return predicted and measured milliseconds of a step, their ratio, and the predicted parts, headings first."""
     rows: list[tuple[str, ...]] = [("row", "predicted ms", "measured ms", "ratio", "predicted parts, ms")]
     for name in (name for name in turns if name in GRIDS):
         predicted = predict_step(make_plan(shape, GRIDS[name]), hardware)
-        measured = Quartiles.of([turn.step_seconds for turn in turns[name]]).median
+        measured = Quartiles.of([turn.measured_seconds for turn in turns[name]]).median
         parts = [f"{part} {1e3 * seconds:.0f}" for part, seconds in predicted.parts.items() if seconds >= 0.0005]
         times = f"{1e3 * predicted.seconds:.0f}", f"{1e3 * measured:.0f}", f"{predicted.seconds / measured:.2f}"
         rows.append((title(name, shape), *times, ", ".join(parts)))
@@ -202,7 +183,7 @@ def verdicts(found: dict[str, dict[str, Quartiles]]) -> list[tuple[str, bool]]:
     return said
 
 
-def remarks(shape: Shape, found: dict[str, dict[str, Quartiles]], pairs: int, steps: int, same: Agreement) -> list[str]:
+def remarks(shape: Shape, found: dict[str, dict[str, Quartiles]], pairs: int, same: Agreement) -> list[str]:
     """Return the machine and its load, and warnings if it was not idle."""
     import torch
 
@@ -211,7 +192,7 @@ def remarks(shape: Shape, found: dict[str, dict[str, Quartiles]], pairs: int, st
         f"{shape.layers} layers, hidden {shape.hidden}, {shape.heads} heads, sequence {shape.seq}, vocabulary "
         f"{shape.vocab}, fp32, tied; "
         f"{shape.microbatches} microbatches of {shape.micro_batch} sequences a step; AdamW and clipping included",
-        f"median [quartiles] of {pairs} rounds of {steps} step(s) a row; one thread a rank; {machine_text()}; torch "
+        f"median [quartiles] of {pairs} rounds of a step of each row; one thread a rank; {machine_text()}; torch "
         f"{torch.__version__}",
         f"three steps of both loops: {same}",
     ]
@@ -234,7 +215,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-plain", action="store_true", help="omit the plain loop")
     parser.add_argument("--pairs", type=int, default=10, metavar="N", help="rounds of turns of all rows (default: 10)")
-    parser.add_argument("--steps", type=int, default=1, metavar="N", help="steps in a turn (default: 1)")
     for field in dataclasses.fields(Shape):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, default=field.default, metavar="N", help=f"default: {field.default}")
@@ -251,14 +231,14 @@ def main(argv: Sequence[str]) -> int:
     names = ([] if arguments.no_plain else ["plain"]) + [name for name in GRIDS if name in arguments.rows]
     hardware = None if arguments.hardware is None else read_hardware(arguments.hardware)
     same = check_agreement(shape)
-    turns = measure(shape, names, arguments.pairs, arguments.steps)
+    turns = measure(shape, names, arguments.pairs)
     found = figures(shape, turns)
     rows = table(shape, found)
     as_text = as_markdown if arguments.markdown else lambda rows: "\n".join(text_table(rows, (0,), 0))
     print(as_text(rows))
     if hardware is not None:
         print("\n" + as_text(predictions(shape, turns, hardware)))
-    print("\n" + "\n".join(f"- {line}" for line in remarks(shape, found, arguments.pairs, arguments.steps, same)))
+    print("\n" + "\n".join(f"- {line}" for line in remarks(shape, found, arguments.pairs, same)))
     said = verdicts(found)
     print("\n".join(f"- {line}" for line, _ in said))
     if arguments.json is not None:

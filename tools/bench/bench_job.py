@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -18,7 +18,7 @@ from card_bench.agreement import Agreement
 from card_bench.agreement import agreement as compare
 from card_bench.contenders import CLIP, LR, WEIGHT_DECAY, Job, Peer
 from plain_loop import PlainGPT, Shape
-from schedule_bench.figures import Durations, action_seconds
+from schedule_bench.figures import RankStep, action_seconds
 
 from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import barrier
@@ -42,21 +42,6 @@ class Grid:
     @property
     def world(self) -> int:
         return self.tp * self.pp * self.dp
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One turn of one rank.
-
-    start, end: seconds of the machine's monotonic clock. cpu_seconds: of all threads of the process. durations: of the
-    actions of a pipeline, without waits.
-    """
-
-    start: float
-    end: float
-    cpu_seconds: float
-    losses: tuple[float, ...]
-    durations: Durations = field(default_factory=dict)
 
 
 def make_plan(shape: Shape, grid: Grid) -> RunPlan:
@@ -83,13 +68,13 @@ class MegapipeJob(Job):
         groups = join(rank, grid.world, port, plan.topology, TIMEOUT_SECONDS)
         super().__init__(plan, torch.device("cpu"), groups=groups, tracer=self.tracer)
 
-    def turn(self, steps: int) -> Measured:
-        """Wait at a barrier, then time some steps."""
+    def turn(self) -> RankStep:
+        """Wait at a barrier, then time a step."""
         barrier(self.runtime.groups.world)
         if self.tracer is None:
-            return timed(lambda: self.step()[0], steps)
+            return timed(self.step)
         self.tracer.events.clear()
-        return replace(timed(lambda: self.step()[0], steps), durations=action_seconds(self.tracer))
+        return replace(timed(self.step), durations=action_seconds(self.tracer))
 
 
 class PlainJob(Peer):
@@ -100,20 +85,15 @@ class PlainJob(Peer):
         super().__init__(make_plan(shape, Grid()), torch.device("cpu"), model, model.loss)
         self.model = model
 
-    def step(self) -> tuple[float, float]:
-        """Make one step; return (mean loss, gradient norm)."""
-        return float(self.gradients()), self.update()
-
-    def turn(self, steps: int) -> Measured:
-        return timed(lambda: self.step()[0], steps)
+    def turn(self) -> RankStep:
+        return timed(lambda: (float(self.gradients()), self.update()))
 
 
-def timed(step: Callable[[], float], steps: int) -> Measured:
-    """Time some steps, each of which returns its loss."""
-    cpu, begin = time.process_time(), time.perf_counter()
-    losses = tuple(step() for _ in range(steps))
-    end, cpu = time.perf_counter(), time.process_time() - cpu
-    return Measured(begin, end, cpu, losses)
+def timed(step: Callable[[], object]) -> RankStep:
+    """Time a step."""
+    cpu, begin = time.process_time(), time.perf_counter_ns()
+    step()
+    return RankStep(begin, time.perf_counter_ns(), time.process_time() - cpu)
 
 
 def agreement(shape: Shape) -> Agreement:
@@ -127,12 +107,12 @@ def agreement(shape: Shape) -> Agreement:
 
 
 def serve(orders: Connection, rank: int, ranks: int, port: int, shape: Shape, grid: Grid | None) -> None:
-    """Build the job and answer each number of steps with its measurement, until 0. grid None: the plain loop."""
+    """Build the job and answer each order with a step, until None. grid None: the plain loop."""
     torch.set_num_threads(1)
     job: PlainJob | MegapipeJob = PlainJob(shape) if grid is None else MegapipeJob(shape, grid, rank, port)
     orders.send(None)
-    while steps := orders.recv():
-        orders.send(job.turn(steps))
+    while orders.recv() is not None:
+        orders.send(job.turn())
     shutdown(0)
 
 

@@ -20,12 +20,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench_cpu import Turn, ratios, take_turns
+from bench_cpu import ratios, take_turns
 from bench_job import Grid, make_plan, serve, timed
 from bench_processes import BenchError, Ranks, exit_code, machine_text, make_parser
 from bench_table import Quartiles
 from card_bench.contenders import CLIP, LR, WEIGHT_DECAY, draw_rows
 from plain_loop import Shape
+from schedule_bench.figures import StepFigures
 
 from megapipe.environment import set_for_libraries
 
@@ -143,7 +144,7 @@ def initialize(backend: str, rank: int, tp: int, port: int) -> None:
 
 
 def serve_megatron(orders: Connection, rank: int, tp: int, port: int, folder: str, shape: Shape, tuned: bool) -> None:
-    """Answer each number of steps with its measurement, until 0, as `bench_job.serve` does."""
+    """Answer each order with a step, until None, as `bench_job.serve` does."""
     sys.path.append(folder)  # last, so that everything else comes from this environment
     import torch
     import torch.distributed as dist
@@ -153,20 +154,20 @@ def serve_megatron(orders: Connection, rank: int, tp: int, port: int, folder: st
     initialize("gloo", rank, tp, port)
     step = make_step(shape, tuned)
     orders.send(None)
-    while steps := orders.recv():
+    while orders.recv() is not None:
         dist.barrier()
-        orders.send(timed(step, steps))
+        orders.send(timed(step))
     os._exit(0)  # gloo may abort at interpreter exit
 
 
-def measure(folder: str, shape: Shape, tp: int, rounds: int, tuned: bool) -> dict[str, list[Turn]]:
+def measure(folder: str, shape: Shape, tp: int, rounds: int, tuned: bool) -> dict[str, list[StepFigures]]:
     """Return each round's step by name; a first step is not counted."""
+    plan = make_plan(shape, Grid(tp=tp))
     starts = {
-        "megapipe": partial(Ranks, "megapipe", tp, serve, shape, Grid(tp=tp)),
-        "Megatron-Core": partial(Ranks, "Megatron-Core", tp, serve_megatron, folder, shape, tuned),
+        "megapipe": (partial(Ranks, "megapipe", tp, serve, shape, Grid(tp=tp)), plan),
+        "Megatron-Core": (partial(Ranks, "Megatron-Core", tp, serve_megatron, folder, shape, tuned), plan),
     }
-    turns = take_turns(starts, rounds, 1, 1)
-    return {name: [Turn.of(ranks, None) for ranks in found] for name, found in turns.items()}
+    return take_turns(starts, rounds, 1)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -180,11 +181,11 @@ def main(argv: Sequence[str]) -> int:
         raise BenchError(f"no megatron/core in {given.folder}; see --help")
     turns = measure(str(given.folder), shape, given.tp, given.rounds, given.tuned)
     for name, found in turns.items():
-        tokens = Quartiles.of([shape.step_tokens / turn.step_seconds for turn in found])
+        tokens = Quartiles.of([shape.step_tokens / turn.measured_seconds for turn in found])
         cpu = Quartiles.of([turn.cpu_seconds for turn in found])
         print(f"{name}: {tokens.text(',.0f')} tokens/s, {cpu.text('.3f')} CPU s a step")
     theirs, ours = turns["Megatron-Core"], turns["megapipe"]
-    speed = ratios([turn.step_seconds for turn in theirs], [turn.step_seconds for turn in ours])
+    speed = ratios([turn.measured_seconds for turn in theirs], [turn.measured_seconds for turn in ours])
     cpu_speed = ratios([turn.cpu_seconds for turn in theirs], [turn.cpu_seconds for turn in ours])
     print(f"megapipe / Megatron-Core, tokens/s: {speed.text('.3f')}")
     print(f"megapipe / Megatron-Core, tokens per CPU second: {cpu_speed.text('.3f')}")

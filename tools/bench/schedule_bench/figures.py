@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench_table import Quartiles
@@ -22,15 +22,33 @@ Durations = dict[tuple[int, str], list[float]]  # seconds of actions by (stage, 
 
 
 @dataclass(frozen=True)
-class StepFigures:
-    """One step of one contender, all ranks.
+class RankStep:
+    """One step of one contender on one rank, on the machine's monotonic clock.
 
-    measured: from the common start to the end of the last action.
+    end_ns: of the last action of an emulated device; with real computation, when the step returned. cpu_seconds: of all
+    threads. durations: of the actions of a pipeline without waits, where they were measured.
     """
+
+    start_ns: int
+    end_ns: int
+    cpu_seconds: float
+    durations: Durations = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step of one contender, all ranks. replay_seconds: 0 where no actions were measured."""
 
     measured_seconds: float
     replay_seconds: float
     cpu_seconds: float
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankStep], schedule: Schedule) -> StepFigures:
+        durations = mean_durations(rank.durations for rank in ranks)
+        measured_ns = max(rank.end_ns for rank in ranks) - min(rank.start_ns for rank in ranks)
+        replay = replay_seconds(schedule, durations) if durations else 0.0
+        return cls(measured_ns / 1e9, replay, sum(rank.cpu_seconds for rank in ranks))
 
     @property
     def loss(self) -> float:

@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,7 +20,7 @@ from megapipe.comm.trace import Tracer
 from megapipe.schedule.schedule import Schedule
 from megapipe.topology import Topology
 from schedule_bench.cases import AnyCase, RealCase
-from schedule_bench.figures import Durations, action_seconds
+from schedule_bench.figures import RankStep, action_seconds
 from schedule_bench.megapipe_side import Alone, MegapipeSide
 from schedule_bench.peers.floor import Floor, new_group
 from schedule_bench.peers.torch_side import TorchSide
@@ -28,21 +28,6 @@ from schedule_bench.work import Contender, Work, make_work
 
 TIMEOUT_SECONDS = 120.0
 HEAD_START_NS = 2_000_000  # from the barrier to the common start
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """One step of one contender on one rank.
-
-    start_ns: agreed by all ranks. end_ns: of the last action of an emulated device; with real computation, when the
-    step returned. cpu_seconds: of all threads. durations: of actions without waits; with real computation those of
-    megapipe only.
-    """
-
-    start_ns: int
-    end_ns: int
-    cpu_seconds: float
-    durations: Durations = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from typing import Any
 
 from bench_processes import Ranks
 
-from megapipe.schedule.schedule import Schedule
 from schedule_bench.cases import AnyCase, Case
-from schedule_bench.figures import Figures, StepFigures, count_actions, mean_durations, replay_seconds
-from schedule_bench.rank import Order, RankCase, RankStep, serve
+from schedule_bench.figures import Figures, StepFigures, count_actions
+from schedule_bench.rank import Order, RankCase, serve
 
 TIMEOUT_SECONDS = 240.0
 
@@ -44,20 +43,10 @@ class CaseRanks:
         found: list[RankCase] = self.processes.order(Order(case, steps, receive_depth), TIMEOUT_SECONDS)
         figures = {}
         for name in case.contenders:
-            by_step = zip(*(rank.steps[name] for rank in found), strict=True)
-            figures[name] = figures_of(found[0].schedules[name], by_step)
+            schedule, by_step = found[0].schedules[name], zip(*(rank.steps[name] for rank in found), strict=True)
+            steps_of = tuple(StepFigures.of(ranks, schedule) for ranks in by_step)
+            figures[name] = Figures(steps_of, max(count_actions(schedule)))
         return Result(case, figures, self.real_time)
-
-
-def figures_of(schedule: Schedule, by_step: Iterable[tuple[RankStep, ...]]) -> Figures:
-    """Return the figures of a contender. The replay takes 0 s where it has no durations."""
-    steps = []
-    for ranks in by_step:
-        durations = mean_durations(rank.durations for rank in ranks)
-        replay = replay_seconds(schedule, durations) if durations else 0.0
-        end = max(rank.end_ns for rank in ranks)
-        steps.append(StepFigures((end - ranks[0].start_ns) / 1e9, replay, sum(rank.cpu_seconds for rank in ranks)))
-    return Figures(tuple(steps), max(count_actions(schedule)))
 
 
 def run_cases(
