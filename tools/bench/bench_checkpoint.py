@@ -180,14 +180,12 @@ def main(argv: Sequence[str]) -> int:
     folder: Path = arguments.folder / f"bench_checkpoint_{os.getpid()}"
     found: Seconds = defaultdict(list)
     folder.mkdir(parents=True)
-    ranks = Ranks("save and load", arguments.ranks, serve, state_bytes)
     try:
-        ranks.answers(TIMEOUT_SECONDS)
-        for number in range(arguments.rounds):
-            one_round(ranks, folder, state_bytes, found, dd_first=number % 2 == 0)
-        ranks.close(None)
+        with Ranks("save and load", arguments.ranks, serve, state_bytes) as ranks:
+            ranks.answers(TIMEOUT_SECONDS)
+            for number in range(arguments.rounds):
+                one_round(ranks, folder, state_bytes, found, dd_first=number % 2 == 0)
     finally:
-        ranks.kill()
         shutil.rmtree(folder)
     rows = lines(found, state_bytes, arguments.ranks)
     print(as_markdown(rows) if arguments.markdown else "\n".join(text_table(rows, left=(0,))))

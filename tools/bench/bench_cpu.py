@@ -20,6 +20,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -79,12 +80,10 @@ def take_turns(
     starts: of each row what starts it, and its plan. warm_ups: steps of each before, which are not counted. Returns the
     steps of each row, [round].
     """
-    rows: dict[str, Ranks] = {}
     turns: dict[str, list[StepFigures]] = {name: [] for name in starts}
     schedules = {name: plan.schedule(plan.batch.num_microbatches) for name, (_, plan) in starts.items()}
-    try:
-        for name, (begin, _) in starts.items():
-            rows[name] = begin()
+    with ExitStack() as stack:
+        rows = {name: stack.enter_context(begin()) for name, (begin, _) in starts.items()}
         for row in rows.values():
             row.answers(TIMEOUT_SECONDS)
         for row in rows.values():
@@ -97,12 +96,6 @@ def take_turns(
             if sys.stderr.isatty():
                 end = "\n" if number + 1 == rounds else ""
                 print(f"\rround {number + 1} of {rounds}", end=end, file=sys.stderr, flush=True)
-        for row in rows.values():
-            row.close(None)
-    except BaseException:
-        for row in rows.values():
-            row.kill()
-        raise
     return turns
 
 

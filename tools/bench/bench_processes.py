@@ -44,7 +44,7 @@ def exit_code(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
 
 class Ranks:
     """The processes of one contender, each of which runs `target(connection, rank, number of ranks, port, *arguments)`
-    and answers every order.
+    and answers every order until None. A context at whose end they have ended.
 
     name: for errors. port: for their rendezvous.
     """
@@ -59,6 +59,18 @@ class Ranks:
             process.start()
             there.close()
             self._ranks.append((process, here))
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        for process, connection in self._ranks:
+            if error is None:
+                connection.send(None)
+            else:
+                process.kill()
+        for process, _ in self._ranks:
+            process.join(20)
 
     def answers(self, timeout_seconds: float) -> list[Any]:
         """Return what each rank sends next. Raises BenchError if one is silent for too long or has ended."""
@@ -77,17 +89,6 @@ class Ranks:
         for _, connection in self._ranks:
             connection.send(order)
         return self.answers(timeout_seconds)
-
-    def close(self, order: Any) -> None:
-        """Give all ranks their last order, after which they end."""
-        for _, connection in self._ranks:
-            connection.send(order)
-        for process, _ in self._ranks:
-            process.join(20)
-
-    def kill(self) -> None:
-        for process, _ in self._ranks:
-            process.kill()
 
 
 def join(rank: int, ranks: int, port: int, topology: Topology, timeout_seconds: float) -> ProcessGroups:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from bench_processes import Ranks
@@ -31,47 +32,30 @@ class Result:
         }
 
 
-class CaseRanks:
-    """Processes that run cases for one number of ranks. real_time: under SCHED_FIFO, if that is permitted."""
-
-    def __init__(self, count: int, real_time: bool) -> None:
-        self.processes = Ranks(f"{count} ranks", count, serve, real_time)
-        self.real_time = all(self.processes.answers(TIMEOUT_SECONDS))
-
-    def run(self, case: AnyCase, steps: int, receive_depth: int) -> Result:
-        self.processes.name = str(case)
-        found: list[RankCase] = self.processes.order(Order(case, steps, receive_depth), TIMEOUT_SECONDS)
-        figures = {}
-        for name in case.contenders:
-            schedule, by_step = found[0].schedules[name], zip(*(rank.steps[name] for rank in found), strict=True)
-            steps_of = tuple(StepFigures.of(ranks, schedule) for ranks in by_step)
-            figures[name] = Figures(steps_of, max(count_actions(schedule)))
-        return Result(case, figures, self.real_time)
-
-
 def run_cases(
     cases: Iterable[AnyCase], steps: int, receive_depth: int, real_time: bool, report: Callable[[Result], None]
 ) -> list[Result]:
     """Run all cases in order, successive ones of one size on the same processes; `report` gets each result as it comes.
 
-    Only emulated stages run under SCHED_FIFO: busy ranks would be throttled.
+    real_time: under SCHED_FIFO, if that is permitted; only emulated stages, since busy ranks would be throttled.
     """
     results: list[Result] = []
-    ranks: CaseRanks | None = None
-    key: tuple[int, bool] | None = None
-    try:
-        for case in cases:
-            wanted = case.ranks, real_time and isinstance(case, Case)
-            if wanted != key or ranks is None:
-                if ranks is not None:
-                    ranks.processes.close(None)
-                ranks, key = CaseRanks(*wanted), wanted
-            results.append(ranks.run(case, steps, receive_depth))
-            report(results[-1])
-        if ranks is not None:
-            ranks.processes.close(None)
-    except BaseException:
-        if ranks is not None:
-            ranks.processes.kill()
-        raise
+    for (count, wanted), group in groupby(cases, lambda case: (case.ranks, real_time and isinstance(case, Case))):
+        with Ranks(f"{count} ranks", count, serve, wanted) as ranks:
+            is_real_time = all(ranks.answers(TIMEOUT_SECONDS))
+            for case in group:
+                ranks.name = str(case)
+                found: list[RankCase] = ranks.order(Order(case, steps, receive_depth), TIMEOUT_SECONDS)
+                results.append(Result(case, figures_of(case, found), is_real_time))
+                report(results[-1])
     return results
+
+
+def figures_of(case: AnyCase, found: Sequence[RankCase]) -> dict[str, Figures]:
+    """Return the figures of each contender from the records of all ranks."""
+    figures = {}
+    for name in case.contenders:
+        schedule, by_step = found[0].schedules[name], zip(*(rank.steps[name] for rank in found), strict=True)
+        steps = tuple(StepFigures.of(ranks, schedule) for ranks in by_step)
+        figures[name] = Figures(steps, max(count_actions(schedule)))
+    return figures
