@@ -164,7 +164,6 @@ def test_the_same_command_goes_on_behind_the_record(
     del ran[:]
     day(first_day, tmp_path, "--again")
     assert ran == ["fails", "good", "figures"]
-    day(first_day, tmp_path, "--pack")
     day(first_day, tmp_path, "--list")
     assert len(ran) == 3
 

@@ -42,7 +42,7 @@ from gpu_day.figures import figures_of  # noqa: E402
 from gpu_day.parts import PARTS, Part  # noqa: E402
 from gpu_day.record import Record, RecordError, Row  # noqa: E402
 from gpu_day.running import FAILED, GRACE_SECONDS, PASSED, SKIPPED, TIMEOUT, run  # noqa: E402
-from gpu_day.summary import SUMMARY, pack, summary_text, without_names  # noqa: E402
+from gpu_day.summary import ARCHIVE, SUMMARY, pack, summary_text, without_names  # noqa: E402
 
 from megapipe.environment import prefixed  # noqa: E402
 
@@ -56,6 +56,10 @@ ENVIRONMENT = {  # of all parts; what the user has set wins
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+def say(text: str) -> None:
+    print(f"first_day: {text}", file=sys.stderr, flush=True)
 
 
 class DayError(Exception):
@@ -149,10 +153,9 @@ class Day:
         all_passed = True
         for part in self.order():
             left = self.deadline - time.monotonic() - RESERVE_SECONDS
-            if part.expected(self.machine.device) > left:
-                self.left_out[part.name] = (
-                    f"expected to take {part.expected(self.machine.device):.0f} s: no time was left"
-                )
+            expected = part.expected(self.machine.device)
+            if expected > left:
+                self.left_out[part.name] = f"expected to take {expected:.0f} s: no time was left"
                 continue
             row = self._run_part(part, work, min(part.most(self.machine.device), left))
             if row is not None:
@@ -163,43 +166,29 @@ class Day:
 
     def _run_part(self, part: Part, work: Path, limit: float) -> Row | None:
         """Run a part and return its row; None if the day ended before the part's own limit."""
-        out, log = work / part.name, work / f"{part.name}.log"
-        words = part.words(self.machine.device, out)
-        print(f"first_day: {part.name} (at most {limit:.0f} s): {' '.join(words)}", file=sys.stderr, flush=True)
+        machine, out, log = self.machine, work / part.name, work / f"{part.name}.log"
+        words = part.words(machine.device, out)
+        say(f"{part.name} (at most {limit:.0f} s): {' '.join(words)}")
         given = prefixed("")
         path = os.pathsep.join(filter(None, [str(REPOSITORY), given.get("PYTHONPATH")]))
         environment = {**ENVIRONMENT, **given, **part.environment, "PYTHONPATH": path}
         ended = run(words, log, limit, environment, REPOSITORY)
-        found = figures_of(part, words, out, log, self.machine.name)
+        found = figures_of(part, words, out, log, machine.name)
         result, text = ended.result, log.read_text(errors="replace")
         if result == PASSED and found.problem:
             result, text = FAILED, f"{text}\n{found.problem}"
         elif result == PASSED and "pytest" in words and not {"passed", "collected"} & set(found.figures):
             result = SKIPPED
         self.said += [f"{part.name}: {sentence}" for sentence in found.sentences]
-        print(
-            f"first_day: {part.name}: {result} after {ended.seconds:.0f} s {found.figures}", file=sys.stderr, flush=True
-        )
-        if result == TIMEOUT and limit < part.most(self.machine.device):
-            self.left_out[part.name] = (
-                f"the time was up after {ended.seconds:.0f} s of it; the next call begins with it"
-            )
+        say(f"{part.name}: {result} after {ended.seconds:.0f} s {found.figures}")
+        if result == TIMEOUT and limit < part.most(machine.device):
+            self.left_out[part.name] = f"the time was up after {ended.seconds:.0f} s; the next call begins with it"
             return None
         tail = "" if result == PASSED else "\n".join(text.rstrip().splitlines()[-LOG_LINES:])[-LOG_CHARACTERS:]
-        machine, date = self.machine, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        digest, seconds = part.digest(machine.device), round(ended.seconds, 1)
-        log_text = without_names(tail, (work, "WORK"), (self.out, "OUT"))
         return Row(
-            part.name,
-            machine.name,
-            machine.torch,
-            machine.commit,
-            date,
-            result,
-            seconds,
-            digest,
-            found.figures,
-            log_text,
+            *(part.name, machine.name, machine.torch, machine.commit, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")),
+            *(result, round(ended.seconds, 1), part.digest(machine.device), found.figures),
+            log=without_names(tail, (work, "WORK"), (self.out, "OUT")),
         )
 
     def write(self, work: Path) -> None:
@@ -230,10 +219,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--record", type=Path, metavar="FILE", help=f"default: {page.RECORD}; with --device cpu a file in DIR"
     )
-    parser.add_argument("--only", nargs="+", metavar="PART", help="no other parts than these")
-    parser.add_argument("--again", nargs="*", metavar="PART", help="first repeat these, though they passed; none: all")
+    names, again = [part.name for part in PARTS], "first repeat these, though they passed; none: all"
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help="no other parts than these")
+    parser.add_argument("--again", nargs="*", choices=names, metavar="PART", help=again)
     parser.add_argument("--list", action="store_true", help="run nothing, list the parts")
-    parser.add_argument("--pack", action="store_true", help="run nothing, write the summary and the archive")
     parser.add_argument("--merge", type=Path, metavar="FILE", help="run nothing, add the rows of another record")
     return parser
 
@@ -247,21 +236,11 @@ def _minutes(text: str) -> float:
 
 def record_file(arguments: argparse.Namespace) -> Path:
     """Return the file of the record. Raises DayError if a run on CPUs would write that of the repository."""
-    own = REPOSITORY / page.RECORD
-    if arguments.device == "cpu" and not arguments.merge:
-        file = (arguments.record or arguments.out / COPY).resolve()
-        if file == own:
-            raise DayError(f"--record {arguments.record}: it records what ran on GPUs, and --device cpu uses none")
-        return Path(file)
-    return Path((arguments.record or own).resolve())
-
-
-def check_names(arguments: argparse.Namespace) -> None:
-    """Raise DayError if a part that was named does not exist."""
-    for flag, named in (("--only", arguments.only), ("--again", arguments.again)):
-        unknown = [name for name in named or () if name not in {part.name for part in PARTS}]
-        if unknown:
-            raise DayError(f"{flag} {' '.join(unknown)}: unknown; parts are {', '.join(part.name for part in PARTS)}")
+    own, on_cpus = REPOSITORY / page.RECORD, arguments.device == "cpu" and not arguments.merge
+    file: Path = (arguments.record or (arguments.out / COPY if on_cpus else own)).resolve()
+    if on_cpus and file == own:
+        raise DayError(f"--record {arguments.record}: it records what ran on GPUs, and --device cpu uses none")
+    return file
 
 
 def merge(other: Path, file: Path) -> None:
@@ -269,8 +248,7 @@ def merge(other: Path, file: Path) -> None:
     if not other.exists():
         raise DayError(f"--merge {other}: there is no such file")
     record = Record.read(file)
-    rows = Record.read(other)
-    print(f"first_day: {record.merge(rows)} rows of {other} are new in {file}")
+    print(f"first_day: {record.merge(Record.read(other))} rows of {other} are new in {file}")
     record.write(file)
     write_pages(file)
 
@@ -278,12 +256,11 @@ def merge(other: Path, file: Path) -> None:
 def write_pages(file: Path) -> None:
     if file == REPOSITORY / page.RECORD:
         for changed in page.write(REPOSITORY):
-            print(f"first_day: wrote {changed}", file=sys.stderr)
+            say(f"wrote {changed}")
 
 
 def start(arguments: argparse.Namespace) -> Day:
     """Return the day that was asked for. Raises DayError or RecordError before anything runs."""
-    check_names(arguments)
     file, out = record_file(arguments), arguments.out.resolve()
     record = Record.read(file)
     deadline = BEGAN + 60.0 * arguments.minutes
@@ -307,24 +284,22 @@ def main(argv: Sequence[str]) -> int:
             return 0
         day = start(arguments)
     except (DayError, RecordError) as error:
-        print(f"first_day: error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         return 2
     if arguments.list:
         print(listing(day))
         return 0
-    code = 0
     with tempfile.TemporaryDirectory(prefix="first_day_") as folder:
         work = Path(folder)
         try:
-            if not arguments.pack:
-                code = 0 if day.run(work) else 1
+            code = 0 if day.run(work) else 1
         except KeyboardInterrupt:
-            print("first_day: interrupted; the same command goes on", file=sys.stderr)
+            say("interrupted; the same command goes on")
             code = 130
         day.write(work)
     write_pages(day.files[0])
     print((day.out / SUMMARY).read_text())
-    print(f"first_day: see {day.out}; for a report: {day.out / 'first_day.tar.gz'}", file=sys.stderr)
+    say(f"see {day.out}; for a report: {day.out / ARCHIVE}")
     return code
 
 

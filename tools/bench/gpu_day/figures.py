@@ -48,12 +48,8 @@ def figures_of(part: Part, words: Sequence[str], out: Path, log: Path, device_na
             found.problem = "it has written no figures"
     except (KeyError, TypeError, ValueError, OSError, MegapipeError) as error:
         found.problem = f"first_day cannot read what this part wrote: {type(error).__name__}: {error}"
-    found.figures = {name: rounded(value) for name, value in found.figures.items() if math.isfinite(value)}
+    found.figures = {name: float(f"{value:.5g}") for name, value in found.figures.items() if math.isfinite(value)}
     return found
-
-
-def rounded(value: float) -> float:
-    return float(f"{value:.5g}")
 
 
 def _test_counts(log: Path) -> dict[str, float]:
@@ -76,7 +72,8 @@ def _add_run(
     losses = [float(step["loss"]) for step in steps]
     if losses:
         found.figures["loss"] = losses[-1]
-    if part.losses and not _are_close(losses, part.losses, part.tolerance):
+    differences = (abs(mine / other - 1) for mine, other in zip(losses, part.losses, strict=False))
+    if part.losses and not (len(losses) == len(part.losses) and all(each <= part.tolerance for each in differences)):
         found.problem = f"the losses {losses} are not those of one process, {list(part.losses)}"
     if part.shares_gpu or not steps:
         return
@@ -96,12 +93,6 @@ def _add_run(
         return
     ratio = measured / estimate.seconds
     found.figures |= {"planned_ms": 1e3 * estimate.seconds, "measured/planned": ratio, "mfu": estimate.mfu / ratio}
-
-
-def _are_close(losses: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
-    return len(losses) == len(expected) and all(
-        map(lambda a, b: math.isclose(a, b, rel_tol=tolerance), losses, expected)
-    )
 
 
 def _add_tool(found: Found, data: Mapping[str, Any]) -> None:

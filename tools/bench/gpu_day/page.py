@@ -55,10 +55,8 @@ class State(NamedTuple):
         if self.passed:
             where = ", ".join(sorted({f"{row.device}, torch {row.torch}" for row in self.passed}))
             days = sorted(row.date[:10] for row in self.passed)
-            names = "" if self.is_proved else f" in part ({_names(row.part for row in self.passed)})"
-            lines.append(
-                f"**yes**{names}: {where}, {days[-1]}" if self.is_proved else f"yes{names}: {where}, {days[-1]}"
-            )
+            in_part = f"yes in part ({_names(row.part for row in self.passed)})"
+            lines.append(f"{'**yes**' if self.is_proved else in_part}: {where}, {days[-1]}")
         for result in sorted({row.result for row in self.others}):
             lines.append(f"**{result}**: {_names(row.part for row in self.others if row.result == result)}")
         if self.missing and lines:
