@@ -7,7 +7,8 @@
                   (--data-parallel-sharding-strategy optim_grads, optim_grads_params; plan.sharded)
     optimizer     moments of this rank's shard, and masters where the weights are narrower or have several versions;
                   none with --optimizer-cpu-offload, which keeps them in host memory
-    fp8 weights   two 8-bit copies of each weight of the fp8 linears, from the first forward of a step to the next step
+    fp8 weights   two 8-bit copies of each weight of the fp8 linears, from the first forward of a step to the next step;
+                  asynchronous schedules have them for each version
     activations   tensors kept from forward to backward, at the step's peak, each (stage, microbatch) with its stage's
                   bytes; with --pipe-sp-splits each (stage, slice), with the keys and values that the slices of a
                   microbatch share, and their gradients in at least fp32 while it is in the backward
@@ -260,7 +261,7 @@ def _state(plan: RunPlan, pp_rank: int) -> dict[str, int]:
         "gradients": (1 + plan.accumulates_apart)
         * (gradients * dtypes.gradient_bytes + BUFFER_ALIGNMENT_BYTES * len(plan.trained_buffers(stages))),
         "optimizer": sum(count * dtypes.state_bytes(kind) for kind, count in shard.items()),
-        "fp8 weights": copies,
+        "fp8 weights": num_versions * copies,
     }
 
 
