@@ -63,8 +63,6 @@ ENDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("2bw", "zero3"): (CRASH, "cannot be sharded"),
     ("2bw", "hsdp"): (CRASH, "cannot be sharded"),
     # what is compared drains after every step
-    ("2bw", "fp8 local"): (EQUAL, ""),
-    ("2bw", "fp8 te"): (EQUAL, ""),
     ("2bw", "cuda graphs"): (EQUAL, ""),
     ("2bw", "act offload"): (EQUAL, ""),
     ("dualpipe-v", "slices2"): (REFUSED, "has no order for 2 slices"),

@@ -174,7 +174,8 @@ def compose_stage(
     for router in module.routers().values():
         if router.expert_bias is not None:
             router.expert_bias = router.expert_bias.to(device)
-    return ComposedStage(module, buffers, StageRunner(module, queue, module.begin_row))
+    begin_row = partial(module.begin_row, buffers.num_versions)
+    return ComposedStage(module, buffers, StageRunner(module, queue, begin_row))
 
 
 def _buffers(

@@ -185,10 +185,18 @@ class GPTStage(nn.Module):
         blocks = (module for module in self.modules() if isinstance(module, Block))
         return {block.layer: block.mlp.router for block in blocks if isinstance(block.mlp, MoE)}
 
-    def begin_row(self) -> None:
-        """Start a run of a schedule: forwards and, if it trains, backwards, with one set of weights."""
+    def begin_row(self, num_versions: int = 1) -> None:
+        """Start a run of a schedule: forwards and, if it trains, backwards.
+
+        num_versions: of the weights that are in use at the same time.
+        """
         for gemms, _, _ in self._fp8_weights:
-            gemms.begin()
+            gemms.begin(num_versions)
+
+    def use_version(self, version: int) -> None:
+        """Multiply by the copies in 8 bits of this version of the weights, which are counted from the run's start."""
+        for gemms, _, _ in self._fp8_weights:
+            gemms.version = version
 
     def cast_weights(self) -> None:
         """Cast to 8 bits the weights that this run has not cast yet, before a forward that will not do it itself."""

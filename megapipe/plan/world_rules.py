@@ -282,7 +282,7 @@ REFUSED_BY_SCHEDULES = (
     ),
     Refusal(
         "updates between microbatches",
-        ("sharded gradients alone", "fp8", "CUDA graphs", "activation offload", "pipeline profile"),
+        ("sharded gradients alone", "CUDA graphs", "activation offload", "pipeline profile"),
         NOT_BUILT,
         "it updates weights while microbatches are in flight, and does not drain between steps",
         "use a synchronous schedule, such as 1f1b",

@@ -12,8 +12,9 @@ one for each block of 128, so that an outlier costs precision in its own block a
 Recipe mxfp8, Blackwell's, has blocks of 32 along the summed dim for all operands: a weight and its transpose have
 blocks of their own.
 
-Weights are cast once per run of a schedule (`begin`), not once per microbatch. Inputs are saved for the backward in the
-model's dtype, as without fp8, and cast when used. A gradient is cast once for both of its products, unless W waits.
+Weights are cast once per run of a schedule (`begin`), not once per microbatch; in a stream, once per version. Inputs
+are saved for the backward in the model's dtype, as without fp8, and cast when used. A gradient is cast once for both of
+its products, unless W waits.
 
 In 8 bits are the linears of attention (latent attention's projections down to latents, too), of MLPs and shared
 experts, the experts, and eh_proj of multi-token prediction, whose modules count as the last layer. Embedding, norms,
@@ -106,14 +107,17 @@ class Fp8Gemms(Gemms):
         of_gradients = E4M3 if precision.fp8_format == "e4m3" else E5M2
         self.x, self.weight, self.gradient = (scales(each, precision, compiler) for each in (E4M3, E4M3, of_gradients))
         self._num_matrices = num_matrices
-        self._weight: list[Fp8Tensor] | None = None  # and its transpose, in fixed memory
-        self._weight_is_current = False
+        self.version = 0  # of the weight that products are given
+        self._num_versions = 1
+        # of as many versions: the weight and its transpose, in fixed memory
+        self._weights: list[list[Fp8Tensor]] = []
+        self._cast: dict[int, int] = {}  # place in `_weights` -> version that was cast to it in this run
         self._gradient_columns: Fp8Tensor | None = None  # from `input_gradient` to the weight gradient after it
         self._gradient_rows: Fp8Rows | None = None  # from the weight gradient of groups to the input gradient after
 
-    def begin(self) -> None:
-        """Start a run of a schedule, possibly with new weights."""
-        self._weight_is_current = False
+    def begin(self, num_versions: int = 1) -> None:
+        """Start a run of a schedule, possibly with new weights. num_versions: that are in use at the same time."""
+        self._num_versions, self._cast = num_versions, {}
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         (rows,) = self.x.cast(x.reshape(-1, x.shape[-1]))
@@ -206,9 +210,16 @@ class Fp8Gemms(Gemms):
 
     @torch.no_grad()
     def cast_weight(self, weight: Tensor) -> list[Fp8Tensor]:
-        """Return the weight and its transpose in 8 bits, cast on the first call of a run."""
-        if self._weight is None or not self._weight_is_current:
+        """Return the weight and its transpose in 8 bits, cast on the first call of a run with this version.
+
+        The first call of all allocates the memory of every version.
+        """
+        place = self.version % self._num_versions
+        if self._cast.get(place) != self.version:
             matrices = weight.detach().view(self._num_matrices, -1, weight.shape[1])
-            self._weight = self.weight.cast_weight(matrices, self._weight)
-            self._weight_is_current = True
-        return self._weight
+            if self._weights:
+                self.weight.cast_weight(matrices, self._weights[place])
+            else:
+                self._weights = [self.weight.cast_weight(matrices, None) for _ in range(self._num_versions)]
+            self._cast[place] = self.version
+        return self._weights[place]

@@ -49,6 +49,7 @@ class StreamStep(TrainStep):
         assert versions is not None, f"{runtime.plan.schedule_name} is synchronous"
         self._versions, self._num_ranks = versions, runtime.plan.topology.pp
         ((self._stage, self._buffers),) = runtime.buffers.items()
+        self._module = runtime.stages[self._stage]
         handlers = {Op.UPDATE: self._update_later if versions.is_delayed else self._update_at_once}
         if versions.is_delayed:
             handlers |= {Op.REDUCE_GRAD: lambda action: self._close(), Op.NORM: lambda action: self._sum()}
@@ -128,6 +129,7 @@ class StreamStep(TrainStep):
             return
         self._installed = version
         self._buffers.install(self._place_of(version))
+        self._module.use_version(version)
         for bias, values in zip(self.expert_loads.biases, self._biases.get(version, ()), strict=False):
             bias.copy_(values)
 

@@ -221,6 +221,22 @@ def test_weights_are_cast_once_per_run_into_fixed_memory(precision: PrecisionCon
     assert [(e.values.data_ptr(), e.scale_inverse.data_ptr()) for e in gemms.cast_weight(weight)] == addresses
 
 
+@all_recipes
+def test_two_versions_of_a_weight_are_cast_once_each_into_memory_of_their_own(precision: PrecisionConfig) -> None:
+    torch.manual_seed(0)
+    gemms, weights, x = Fp8Gemms(precision), [torch.randn(256, 336) for _ in range(3)], torch.randn(32, 336)
+
+    def product(version: int) -> Tensor:
+        gemms.version = version
+        return gemms.forward(x, weights[version], None)
+
+    wanted = [Fp8Gemms(precision).forward(x, weight, None) for weight in weights]
+    gemms.begin(2)
+    first = product(0)
+    weights[0].zero_()  # which would show in a second cast
+    assert all(map(torch.equal, (first, product(1), product(0), product(2)), (*wanted[:2], *wanted[::2])))
+
+
 @both_recipes
 def test_chunks_of_rows_are_multiplied_with_the_scales_of_the_whole(precision: PrecisionConfig) -> None:
     torch.manual_seed(0)

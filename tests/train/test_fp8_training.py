@@ -1,7 +1,7 @@
 """Training with fp8 linears, emulated on CPUs.
 
-The loss falls, every schedule gives the same bits as one process, and tensor parallelism stays within the rounding of
-fp8.
+The loss falls, every schedule gives the same bits as one process, asynchronous ones those of one process that keeps old
+weights, and tensor parallelism stays within the rounding of fp8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 from megapipe.config.load import load_config
+from megapipe.extras.reference.asynchronous import StreamRule
 from megapipe.optimizer.schedule import Rates
+from megapipe.schedule.action import Op
+from megapipe.train.step import StepBatch, TrainStep
+from megapipe.train.stream import train_step
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches, trainer, whole_parameters
 
@@ -85,6 +89,91 @@ def test_every_schedule_and_recomputation_gives_the_bits_of_one_process(
         assert losses == pytest.approx(expected, rel=1e-7)  # the mean over microbatches is summed in another order
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0, msg=name)
+
+
+STREAMS = {
+    "pipedream-2bw": StreamRule.pipedream_2bw(),
+    "pipedream": StreamRule.pipedream(2),
+    "pipedream-vertical-sync": StreamRule.pipedream(2, vertical_sync=True),
+    "paci": StreamRule.paci(2),
+}
+STEPS, DRAINS = 6, (2, 5)
+
+
+def streamed(rank: int, world_size: int, flags: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Train a stream with a drain and an evaluation in it; return the losses and this rank's final weights."""
+    runtime = runtime_of(load_config(f"{BASE} {flags}".split()).config, rank, world_size)
+    step, losses = train_step(runtime), []
+    rows = np.random.RandomState(0).randint(0, 32, (STEPS, 4, 17))
+    batches = [
+        StepBatch(number, 0, 4, step_microbatches(runtime, each, number), Rates(1e-2, 0.0))
+        for number, each in enumerate(rows)
+    ]
+    for number, batch in enumerate(batches):
+        following = None if number in DRAINS else batches[number + 1]
+        losses += [result.loss for _, result in step.advance(batch, following)]
+        if following is None:
+            step.evaluate(step_microbatches(runtime, rows[0], number))
+    return losses, {name: tensor.clone() for name, tensor in whole_parameters(runtime)}
+
+
+def emulated(flags: str, rule: StreamRule) -> tuple[list[float], dict[str, Tensor]]:
+    """Train as `streamed` does on two stages, in one process without a stream that loads old weights when they are due.
+
+    Every microbatch is a run of the synchronous schedule, in which the forward casts the weights that are loaded.
+    """
+    runtime = runtime_of(load_config(f"{BASE} {flags}".split()).config, 0, 1)
+    runtime.handlers[Op.REDUCE_GRAD] = lambda action: None  # which would end a step
+    step, module, buffers = TrainStep(runtime), runtime.stages[0], runtime.buffers[0]
+    (engine, losses), rows = (runtime.engine(1), []), np.random.RandomState(0).randint(0, 32, (STEPS, 4, 17))
+    stages = {name: int("layers.2" in name or "layers.3" in name or "final" in name or "output" in name)
+              for name in buffers.names}  # fmt: skip
+    versions: list[dict[str, Tensor]] = []
+
+    def load(version_of: Callable[[int], int]) -> None:
+        for name, stage in stages.items():
+            buffers.parameter(name).data.copy_(versions[version_of(stage)][name])
+        module.begin_row()
+
+    def newest() -> None:
+        versions.append({name: buffers.parameter(name).detach().clone() for name in buffers.names})
+
+    if rule.backward_reads_newest:
+        runtime.runners[0].observe = lambda microbatch, output: load(lambda stage: -1)
+    newest()
+    size, in_stream = 1 if rule.updates_each_microbatch else 4, 0
+    for number, batch in enumerate(rows):
+        reports = []
+        for first in range(0, 4, size):
+            runtime.stores.begin_step(size)
+            for row in batch[first : first + size]:
+                load(lambda stage, k=in_stream: rule.version(stage, k, 4))  # type: ignore[misc]
+                reports += engine.run(step._engine_step(step_microbatches(runtime, row[None], number)))
+                in_stream += 1
+            runtime.stores.finish_gradients()
+            load(lambda stage: -1)
+            runtime.optimizer.step(1.0 / size, Rates(1e-2, 0.0))
+            newest()
+        losses.append(step._average.pending(reports, runtime.groups, runtime.device, 4).summed.loss)
+        if number in DRAINS:
+            versions, in_stream = versions[-1:], 0
+    return losses, versions[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [*((name, "tensorwise") for name in STREAMS), ("pipedream-2bw", "blockwise"), ("pipedream-2bw", "mxfp8")],
+)
+def test_a_stream_gives_the_bits_of_one_process_that_keeps_old_weights(
+    rank_pools: Pools, name: str, recipe: str
+) -> None:
+    precision = f"--fp8 hybrid --fp8-recipe {recipe}"
+    expected, weights = emulated(precision, STREAMS[name])
+    grid = f"--pipeline-model-parallel-size 2 --pipeline-schedule {name}"
+    for losses, found in rank_pools(2).run(streamed, f"{grid} {precision}"):
+        assert losses == pytest.approx(expected, rel=1e-7)  # the mean over microbatches is summed in another order
+        for tensor_name, tensor in found.items():
+            torch.testing.assert_close(tensor, weights[tensor_name], rtol=0, atol=0, msg=tensor_name)
 
 
 def test_tensor_parallel_ranks_stay_within_fp8s_rounding(rank_pools: Pools) -> None:

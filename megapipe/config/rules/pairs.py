@@ -156,7 +156,6 @@ OPTIONS: dict[str, Option] = {
     "another optimizer than Adam": _field("optimizer.optimizer"),
     "narrow moments": _field("optimizer.use_precision_aware_optimizer"),
     "frozen parameters": _field("optimizer.freeze"),
-    "fp8": _field("precision.fp8_format"),
     "fp8 of parts without its modules": _fp8_of_own_parts,
     "fp64": _field("precision.dtype", "fp64"),
     "delayed scales": lambda c: (
