@@ -34,11 +34,9 @@ from megapipe.registry import Registry
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Shape
 from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_lowered, build_stream
-from megapipe.schedule.gradients import prove_gradients
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.schedule.schedule import Row
 from megapipe.sharding.state_dtypes import MASTER
-from megapipe.topology import Topology
 
 __all__ = [
     "Action",
@@ -89,9 +87,8 @@ def register_schedule(name: str, summary: str, **properties: Any) -> Callable[[F
 
     The actions are F and B, or with splits_backward I and W; messages and reductions are added by megapipe. summary: a
     line for `megapipe schedule --help`. properties: other fields of `ScheduleFamily`, such as placement=v_shape,
-    takes_chunks=True, splits_backward=True. The schedule is proven for some sizes here: to be complete and free of
-    deadlocks, and by the gradients of a small model; in each run it is proven complete and free of deadlocks for its
-    own size. Raises ScheduleError, with the grid and the action at fault.
+    takes_chunks=True, splits_backward=True. The schedule is proven complete and free of deadlocks for some sizes here,
+    and in each run for its own size. Raises ScheduleError, with the grid and the action at fault.
     """
 
     def register(function: Function) -> Function:
@@ -123,7 +120,7 @@ def _rows(function: Callable[..., Any], name: str, shape: Shape) -> tuple[Row, .
 
 
 def _prove(family: ScheduleFamily) -> None:
-    """Prove a schedule for some sizes: by rules, and by gradients with the replicas of its placement.
+    """Prove a schedule for some sizes.
 
     Raises ScheduleError, also where properties do not fit the rows, or none of the sizes can run.
     """
@@ -137,8 +134,6 @@ def _prove(family: ScheduleFamily) -> None:
             raise ScheduleError(f"schedule {family.name!r} has UPDATE, so it must be registered with its versions")
         if not schedule.is_synchronous and microbatches >= ranks:
             build_stream(family.name, ranks, microbatches)
-        topology = Topology(pp=ranks, mirrored_pipeline=schedule.placement.is_mirrored)
-        prove_gradients(schedule, [topology.group_of("replicas", rank) for rank in range(ranks)])
 
 
 def _sizes(family: ScheduleFamily) -> tuple[tuple[int, int, int], ...]:

@@ -2,7 +2,7 @@
 
 `validate` proves rules about actions. `prove_gradients` computes what the actions are for: it delivers messages by the
 SEND and RECV of the rows, keeps what F and I leave behind, and sums weight gradients over the ranks over which the
-engine sums them. It is run for every schedule that an extension registers.
+engine sums them.
 """
 
 from __future__ import annotations
