@@ -14,7 +14,7 @@ import torch
 from megapipe.assembly.compose import DrawSlice, communicators, compose_stage, parameter_dtype
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.checkpoint.shard import TensorBox, tensor_box
-from megapipe.comm.channels import Channels, MessageSpec
+from megapipe.comm.channels import Channel, ChannelKey, Channels, MessageSpec
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import ProcessGroups
 from megapipe.comm.trace import Tracer
@@ -43,6 +43,16 @@ from megapipe.schedule.schedule import Schedule
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.sequence import SequencePart
 from megapipe.topology import GROUP_NAMES
+
+EngineArguments = tuple[
+    int,
+    Mapping[int, Stage],
+    Mapping[ChannelKey, Channel],
+    Mapping[Op, Handler],
+    Sequence[Around],
+    Tracer | None,
+    Heartbeat | None,
+]
 
 
 class InferenceRuntime:
@@ -119,17 +129,25 @@ class InferenceRuntime:
         key = num_microbatches, num_slices
         if key not in self._forward_engines:
             schedule = self.plan.forward_schedule(*key)
-            self._forward_engines[key] = Engine(
-                schedule,
-                self.coordinates.pp_rank,
-                self.runners,
-                self.channels,
-                self.handlers,
-                self.around(schedule),
-                self.tracer,
-                self.groups.world.heartbeat,
-            )
+            self._forward_engines[key] = Engine(schedule, *self._of_engines(self.around(schedule)))
         return self._forward_engines[key]
+
+    def _of_engines(
+        self,
+        around: Sequence[Around],
+        handlers: Mapping[Op, Handler] | None = None,
+        runners: Mapping[int, Stage] | None = None,
+    ) -> EngineArguments:
+        """Return what follows the schedule in the arguments of an engine. handlers, runners: instead of this rank's."""
+        return (
+            self.coordinates.pp_rank,
+            self.runners if runners is None else runners,
+            self.channels,
+            self.handlers if handlers is None else handlers,
+            around,
+            self.tracer,
+            self.groups.world.heartbeat,
+        )
 
     def around(self, schedule: Schedule, parts: Parts | None = None) -> list[Around]:
         """Return what surrounds the actions of this rank's row: with sharded gradients, memory for them and waits for
@@ -290,23 +308,13 @@ class TrainingRuntime(InferenceRuntime):
             begin, clear = partial(self.offload.begin, moves), self.offload.clear
             around.append(Around.computing(self.offload.computing, begin, clear))
         around += self.around(schedule)
-        heartbeat = self.groups.world.heartbeat
-        return Engine(schedule, pp_rank, runners, self.channels, handlers, around, self.tracer, heartbeat, streams)
+        return Engine(schedule, *self._of_engines(around, handlers, runners), streams)
 
     def stream_engine(self, num_microbatches: int, updates: Updates) -> StreamEngine:
         """Return a new engine of this rank's row of an asynchronous schedule, for steps of this many microbatches."""
         stream = self.plan.stream(num_microbatches)
         around = [*self._marked(stream.alone.text), Around(updates.around)]
-        return StreamEngine(
-            stream,
-            self.coordinates.pp_rank,
-            self.runners,
-            self.channels,
-            updates.handlers,
-            around,
-            self.tracer,
-            self.groups.world.heartbeat,
-        )
+        return StreamEngine(stream, *self._of_engines(around, updates.handlers))
 
     def _part_engine(self, parts: Parts, num_microbatches: int) -> Engine:
         """Build the engine of this rank's row of parts. A collective over ep, which compares the rows."""
@@ -322,19 +330,10 @@ class TrainingRuntime(InferenceRuntime):
         runners: dict[int, Stage] = {}
         for stage, module in self.stages.items():
             runners |= part_runners(parts, stage, module, self.runners[stage], Op.RESHARD in schedule.ops)
-        heartbeat = self.groups.world.heartbeat
-        return Engine(
-            schedule,
-            pp_rank,
-            runners,
-            self.channels,
-            self.handlers,
-            [*self._marked(parts.text), *self.around(schedule, parts)],
-            self.tracer,
-            heartbeat,
-            parts=parts,
-            deliveries=deliveries_for(self.device, heartbeat),
-        )
+        around = [*self._marked(parts.text), *self.around(schedule, parts)]
+        deliveries = deliveries_for(self.device, self.groups.world.heartbeat)
+        arguments = self._of_engines(around, runners=runners)
+        return Engine(schedule, *arguments, parts=parts, deliveries=deliveries)
 
     def _marked(self, text: Callable[[Action], str]) -> list[Around]:
         """Return the marks of a profiler around every action, named by its text."""

@@ -48,11 +48,13 @@ class StreamStep(TrainStep):
         versions = SCHEDULES[runtime.plan.schedule_name].versions
         assert versions is not None, f"{runtime.plan.schedule_name} is synchronous"
         self._versions, self._num_ranks = versions, runtime.plan.topology.pp
-        ((self._stage, self._buffers),) = runtime.buffers.items()
-        self._module = runtime.stages[self._stage]
-        handlers = {Op.UPDATE: self._update_later if versions.is_delayed else self._update_at_once}
-        if versions.is_delayed:
-            handlers |= {Op.REDUCE_GRAD: lambda action: self._close(), Op.NORM: lambda action: self._sum()}
+        ((stage, self._buffers),) = runtime.buffers.items()
+        self._module = runtime.stages[stage]
+        handlers = {
+            Op.UPDATE: self._update_later if versions.is_delayed else self._update_at_once,
+            Op.REDUCE_GRAD: lambda action: runtime.stores.close(action.stage),
+            Op.NORM: lambda action: self._sum(),
+        }
         self._hooks = Updates(self._around, handlers)
         self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None
         self._objective = self._average.objective(lambda: runtime.optimizer.loss_scale)
@@ -61,7 +63,7 @@ class StreamStep(TrainStep):
         self._update_size = 0  # microbatches whose gradients an update takes
         self._begun: dict[int, BegunStep] = {}  # by number in this stream, until they are finished
         self._finished: list[tuple[StepBatch, StepResult]] = []  # during this call of `advance`
-        self._num_run = self._num_forwards = self._num_closed = self._num_updates = 0  # of this stream
+        self._num_run = self._num_forwards = self._num_updates = 0  # of this stream
         self._first = 0  # buffer of version 0
         self._installed = -1  # version
         # (step, version of the weights) by the number that the microbatch's actions carry
@@ -70,11 +72,6 @@ class StreamStep(TrainStep):
         for router in self.expert_loads.routers:
             router.loss_scale = lambda: self._loss_scale
         self._biases: dict[int, list[Tensor]] = {}  # of the experts' routers, by version
-
-    @property
-    def is_flowing(self) -> bool:
-        """True if microbatches are in flight."""
-        return self._size > 0
 
     def run(self, microbatches: Microbatches, rates: Rates) -> StepResult:
         """Run one step in a pipeline that fills and drains. Raises nothing for a NaN: norm and loss show it."""
@@ -87,7 +84,7 @@ class StreamStep(TrainStep):
         batch: in a stream the `following` of the call before. following: the step after it, with as many microbatches,
         of which the first forwards are run; None drains the pipeline.
         """
-        if not self.is_flowing:
+        if not self._size:
             self._begin(batch)
         if following is not None:
             self._begun[self._num_run + 1] = BegunStep(following)
@@ -108,7 +105,7 @@ class StreamStep(TrainStep):
             self._engines[self._size] = runtime.stream_engine(self._size, self._hooks)
         self._update_size = runtime.plan.stream(self._size).update_size
         self._begun, self._first = {0: BegunStep(batch)}, self._buffers.newest
-        self._num_run = self._num_forwards = self._num_closed = self._num_updates = 0
+        self._num_run = self._num_forwards = self._num_updates = 0
         self._biases, self._installed = {0: [bias.clone() for bias in self.expert_loads.biases]}, -1
         self.expert_loads.clear()
         runtime.stores.begin_step(self._update_size)
@@ -212,13 +209,8 @@ class StreamStep(TrainStep):
             norm = raw_norm * factor / begun.loss_scale
             self._finish(number, StepReport(norm, 1.0, False, begun.loss_scale, num_zeros, tuple(others)))
 
-    def _close(self) -> None:
-        """Start to reduce the gradients of a step, while those of the next one are added up (REDUCE_GRAD)."""
-        self._num_closed += 1
-        self.runtime.stores.close(self._stage)
-
     def _sum(self) -> None:
-        """Finish that, and start to sum over the model what decides on the update (NORM)."""
+        """Finish the reductions of a step, and start to sum over the model what decides on its update (NORM)."""
         self.runtime.stores.finish_gradients()
         self._start_sums(self._begun[self._num_updates])
 
@@ -226,8 +218,8 @@ class StreamStep(TrainStep):
         """Update with the gradients of the step before (UPDATE), or with those of this one where the stream ends."""
         number, optimizer = self._num_updates, self.runtime.optimizer
         begun = self._begun[number]
-        if self._num_closed == number:
-            self._close()
+        if begun.sums is None:
+            self.runtime.stores.close(action.stage)
             self._sum()
         assert begun.sums is not None and begun.pending is not None
         others = begun.sums.values[2]
