@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megapipe.comm.collectives import all_reduce
+from megapipe.comm.collectives import Work, all_reduce
 from megapipe.comm.groups import Group, ProcessGroups
 from megapipe.comm.trace import Tracer
 from megapipe.data_parallel.buffers import StageBuffers
@@ -89,6 +89,7 @@ class Stores:
         self._whole: set[int] = set()  # stages between UNSHARD and RESHARD
         self._tp_sums: dict[Store, TpSums] = {}
         self._reduced: list[int] = []  # stages whose gradients of the step are complete
+        self._tied_sums: list[Work] = []  # in flight
         if groups.embedding is None and any(store.layout.kind == "tied" for store in self.all):
             raise ValueError("this rank holds a tied embedding but has no embedding group")
         is_mirrored = groups.replicas.size > groups.dp_cp.size
@@ -228,6 +229,11 @@ class Stores:
 
     def finish_gradients(self) -> None:
         """Complete all reductions of the step; then sum over instances, and the tied embedding over its group."""
+        self.finish_own_gradients()
+        self.finish_tied()
+
+    def finish_own_gradients(self) -> None:
+        """Do so without waiting for the sum of the tied embedding, which another stage joins at its own time."""
         for stage in self._own:
             if stage not in self._reduced:
                 self.reduce(stage)
@@ -244,8 +250,13 @@ class Stores:
         for store in (each for each in self._trained if each.layout.kind == "tied"):
             assert self._groups.embedding is not None
             for gradient in store.all_own_gradients():
-                all_reduce(gradient, self._groups.embedding)
+                self._tied_sums.append(all_reduce(gradient, self._groups.embedding, async_op=True))
         self._reduced = []
+
+    def finish_tied(self) -> None:
+        """Wait for the sum of the tied embedding's gradient."""
+        while self._tied_sums:
+            self._tied_sums.pop().wait()
 
     def _complete_ones(self, stage: int) -> list[Store]:
         """Return the stores that are complete with this stage."""

@@ -53,7 +53,7 @@ class StreamStep(TrainStep):
         handlers = {
             Op.UPDATE: self._update_later if versions.is_delayed else self._update_at_once,
             Op.REDUCE_GRAD: lambda action: runtime.stores.close(action.stage),
-            Op.NORM: lambda action: self._sum(),
+            Op.NORM: self._sum,
         }
         self._hooks = Updates(self._around, handlers)
         self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None
@@ -209,9 +209,11 @@ class StreamStep(TrainStep):
             norm = raw_norm * factor / begun.loss_scale
             self._finish(number, StepReport(norm, 1.0, False, begun.loss_scale, num_zeros, tuple(others)))
 
-    def _sum(self) -> None:
+    def _sum(self, action: Action) -> None:
         """Finish the reductions of a step, and start to sum over the model what decides on its update (NORM)."""
-        self.runtime.stores.finish_gradients()
+        self.runtime.stores.finish_own_gradients()
+        if action.stage == 0:  # the tied embedding counts in its norm, and the last stage is here before the first
+            self.runtime.stores.finish_tied()
         self._start_sums(self._begun[self._num_updates])
 
     def _update_later(self, action: Action) -> None:
@@ -220,9 +222,10 @@ class StreamStep(TrainStep):
         begun = self._begun[number]
         if begun.sums is None:
             self.runtime.stores.close(action.stage)
-            self._sum()
+            self._sum(action)
         assert begun.sums is not None and begun.pending is not None
         others = begun.sums.values[2]
+        self.runtime.stores.finish_tied()
         self._before_update(begun.pending.gradient_factor(others) / begun.loss_scale)
         self._start_version()
         factor = begun.pending.gradient_factor

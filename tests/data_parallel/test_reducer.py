@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from megapipe.comm.collectives import broadcast_object
 from megapipe.comm.groups import build_process_groups
 from megapipe.data_parallel.store import Sharing
 from megapipe.data_parallel.stores import Stores
@@ -86,3 +89,30 @@ def surplus_microbatch(rank: int, world: int) -> None:
 def test_gradient_after_its_reduction_is_an_error(two_ranks: RankPool) -> None:
     with pytest.raises(RankFailure, match=r"down\.weight got a gradient after the reduction of its bucket had started"):
         two_ranks.run(surplus_microbatch)
+
+
+def at_both_ends(rank: int, world: int) -> Tensor:
+    """Sum a tied embedding; the second rank sends the first one a message before that one begins."""
+    groups = build_process_groups(Topology(pp=world), rank, "gloo", 10.0)
+    specs = [replace(spec, tied=spec.name.startswith("embedding")) for spec in toy_specs()]
+    buffers, module = stage_buffers(specs, tied_kind="tied"), Toy()
+    buffers.materialize(module, draw)
+    stores = Stores({rank: buffers}, groups)
+    stores.begin_step(1)
+    module(tokens_of(0, rank)).backward()
+    if rank == 0:
+        broadcast_object(None, groups.world, source=1)
+    stores.finish_own_gradients()
+    if rank == 1:
+        broadcast_object(None, groups.world, source=1)
+    stores.finish_tied()
+    return buffers.main_grad("embedding.weight")
+
+
+def test_an_end_of_the_pipeline_goes_on_while_the_other_joins_the_sum_of_a_tied_embedding(two_ranks: RankPool) -> None:
+    expected, module = stage_buffers(toy_specs()), Toy()
+    expected.materialize(module, draw)
+    for rank in range(2):
+        module(tokens_of(0, rank)).backward()
+    for found in two_ranks.run(at_both_ends):
+        torch.testing.assert_close(found, expected.main_grad("embedding.weight"), rtol=1e-12, atol=1e-12)
