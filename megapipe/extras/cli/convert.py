@@ -161,9 +161,9 @@ def read(source_format: str, own: argparse.Namespace) -> Snapshot:
         return read_checkpoint(own.source, own.step)
     if source_format == HUGGING_FACE:
         return hugging_face.read(own.source, frozenset(own.ignore_key), own.text_only)
-    is_distributed = megatron_dist.is_distributed(iteration_folder(own.source, own.step))
-    module = megatron_dist if is_distributed else megatron_legacy
-    return module.read(own.source, own.step, own.vocab_size, own.weights_only, own.drop_vocab_padding)
+    if megatron_dist.is_distributed(iteration_folder(own.source, own.step)):
+        return megatron_dist.read(own.source, own.step, own.vocab_size, own.weights_only, own.drop_vocab_padding)
+    return megatron_legacy.read(own.source, own.step, own.vocab_size, own.weights_only)
 
 
 def write(target_format: str, snapshot: Snapshot, own: argparse.Namespace) -> str:

@@ -282,9 +282,8 @@ def steps_of(groups: Iterable[Mapping[str, Any]]) -> set[int]:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state of one rank."""
+    """The state of an optimizer other than tensors."""
 
-    tensors: list[dict[str, dict[str, Tensor]]]  # of each chunk, by key and name; masters if they are not the weights
     num_steps: int  # updates made
     scaler: Mapping[str, Any] | None
 
@@ -506,11 +505,6 @@ def has_writable_optimizer(snapshot: Snapshot) -> bool:
         )
         and all(tensor.dtype == torch.float32 for tensor in weights.values())
     )
-
-
-def is_decayed(name: str, shape: Sequence[int]) -> bool:
-    """Return True if Megatron decays a parameter: matrices."""
-    return len(shape) > 1 and not name.endswith("bias")
 
 
 def param_groups(snapshot: Snapshot, of_experts: bool = False) -> list[dict[str, Any]]:

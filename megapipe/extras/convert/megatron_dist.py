@@ -427,7 +427,7 @@ def _lazy(folder: Path, entry: StoredTensor, layer: int | None, spec: ParamSpec)
 def _optimizer(
     folder: Path, common: Settings, stored: Stored, others: Others, has_buckets: bool
 ) -> OptimizerState | None:
-    """Return the optimizer's state other than tensors, or None if the checkpoint has no optimizer state.
+    """Return the optimizer's state, or None if the checkpoint has no optimizer state.
 
     With several ranks of ep it is a chain of two optimizers, of which the second has the experts' parameters. Raises
     CheckpointError for a kind of state that cannot be read.
@@ -456,7 +456,7 @@ def _optimizer(
         inner = content.get("optimizer", content)
         common_step = inner.get("state", {}).get("common_step")
         steps |= megatron.steps_of(inner["param_groups"]) if common_step is None else {int(common_step)}
-    return OptimizerState([], one_step(folder, steps), chain[0].get("grad_scaler"))
+    return OptimizerState(one_step(folder, steps), chain[0].get("grad_scaler"))
 
 
 def write(

@@ -54,20 +54,15 @@ class StandIn:
         return id(self)
 
 
-def load_pickled(path: Path, num_parts: int | None = None) -> Any:
-    """Return the dictionary that torch.save wrote, with tensors mapped from disk. Raises CheckpointError.
-
-    num_parts: the file holds a list of so many.
-    """
+def load_pickled(path: Path) -> dict[Any, Any]:
+    """Return the dictionary that torch.save wrote, with tensors mapped from disk. Raises CheckpointError."""
     try:
         content = _load(path, mmap=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read: {_first_line(error)}") from None
-    if num_parts is not None and not (isinstance(content, list) and len(content) == num_parts):
-        raise CheckpointError(f"{path} holds {type(content).__name__}, not a list of {num_parts} optimizers' states")
-    if num_parts is None and not isinstance(content, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds {type(content).__name__}, not the dictionary of a checkpoint")
     return content
 

@@ -25,11 +25,9 @@ from megapipe.extras.cli.convert import guess, main
 from megapipe.extras.cli.convert import read as read_source
 from megapipe.extras.convert import megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron_args import MegatronGrid, read_config
-from megapipe.extras.convert.megatron_legacy import read_distributed, read_plain
 from megapipe.extras.convert.pickled import StandIn, load_pickled, read_folder
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, fresh_state
 from megapipe.extras.convert.tables import meaning, unpadded
-from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.trace.parameters import model_parameters
 from megapipe.train.state import Schedules, TrainingState
 from tests.extras.convert.test_refusals import folder as hugging_face_folder
@@ -68,33 +66,25 @@ def test_a_run_is_what_megatron_itself_loads_on_one_rank(real: Path, case: str, 
 
     Megatron resharded the same state to one rank through its torch_dist format.
     """
-    truth = {
-        name: t for name, t in load_file(real / case / "truth.safetensors").items() if not name.startswith("weights/")
-    }
-    snapshot = read_source("megatron", main.parse([str(real / case / kind), "--vocab-size", str(VOCAB)]))
+    is_legacy = kind == "legacy"  # whose weights alone are read
+    stored = load_file(real / case / "truth.safetensors")
+    weights = {name.replace("weights", "master"): stored.pop(name) for name in list(stored) if "weights/" in name}
+    truth = {name: weights.get(name, t) for name, t in stored.items() if "master/" in name} if is_legacy else stored
+    words = [str(real / case / kind), "--vocab-size", str(VOCAB), *(["--weights-only"] if is_legacy else [])]
+    snapshot = read_source("megatron", main.parse(words))
     assert differing(snapshot, truth) == []
-    assert len(snapshot.tensors) == 3 * len(model_parameters(unpadded(snapshot.config.model), sequence_parallel=False))
+    parameters = model_parameters(unpadded(snapshot.config.model), sequence_parallel=False)
+    assert len(snapshot.tensors) == len(parameters) * (1 if is_legacy else 3)
 
 
-def test_the_flat_buffers_of_the_distributed_optimizer_are_its_reshardable_state(real: Path) -> None:
-    """The case is tp 2 x dp 2 in bf16.
-
-    The legacy file stores no parameter names, torch_dist does; both were written from the same state.
-    """
-    legacy = megatron_legacy.read(real / LLAMA / "legacy", None, VOCAB)
-    dist = megatron_dist.read(real / LLAMA / "dist_fully_reshardable", None, VOCAB)
-    assert differing(legacy, {name: tensor.detach() for name, tensor in dist.tensors.items()}) == []
-    assert {tensor.dtype for tensor in legacy.tensors.values()} == {torch.float32}
-    assert (legacy.state, legacy.config) == (dist.state, dist.config)
-    weights = megatron_legacy.read(real / LLAMA / "legacy", None, VOCAB, weights_only=True)
-    assert all(
-        torch.equal(legacy.weights[name].detach().bfloat16()[: tensor.shape[0]], tensor.detach())
-        for name, tensor in weights.weights.items()
-    )
+@pytest.mark.parametrize("case", [GPT2, LLAMA])
+def test_optimizer_state_of_the_legacy_format_is_refused_with_megatrons_own_conversion(real: Path, case: str) -> None:
+    with pytest.raises(CheckpointError, match=r"--ckpt-convert-format torch_dist --ckpt-convert-save.*--weights-only"):
+        megatron_legacy.read(real / case / "legacy", None, VOCAB)
 
 
 def test_position_schedules_and_configuration_come_along(real: Path) -> None:
-    snapshot = megatron_legacy.read(real / LLAMA / "legacy", None, VOCAB)
+    snapshot = megatron_dist.read(real / LLAMA / "dist_fully_reshardable", None, VOCAB)
     assert TrainingState.from_dict(snapshot.state["training"]) == TrainingState(3, 24, 24 * 16, 0)
     assert snapshot.state["optimizer"] == {
         "num_steps": 3, "loss_scaler": {"scale": 1.0, "good_steps": 0, "overflows_left": 1}, "rule": "adam"
@@ -116,8 +106,8 @@ def test_position_schedules_and_configuration_come_along(real: Path) -> None:
 
 
 def test_a_folder_of_one_iteration_is_read_too_and_a_step_can_be_asked_for(real: Path) -> None:
-    whole = megatron_legacy.read(real / GPT2 / "legacy", 3, VOCAB)
-    one = megatron_legacy.read(real / GPT2 / "legacy" / "iter_0000003", None, VOCAB)
+    whole = megatron_legacy.read(real / GPT2 / "legacy", 3, VOCAB, weights_only=True)
+    one = megatron_legacy.read(real / GPT2 / "legacy" / "iter_0000003", None, VOCAB, weights_only=True)
     assert whole.state == one.state and guess(real / GPT2 / "legacy" / "iter_0000003") == "megatron"
     assert {guess(real / GPT2 / kind) for kind in ("legacy", "dist")} == {"megatron"}
     with pytest.raises(CheckpointError, match="has no iter_0000007"):
@@ -201,38 +191,6 @@ def test_a_format_that_is_tied_to_its_grid_is_refused_with_the_reason(real: Path
         CheckpointError, match=r"stored as separate objects, which cannot be read.*fully-reshardable.*--weights-only"
     ):
         megatron_dist._optimizer(Path("folder"), {}, ["optimizer.distributed.dp_group_idx_0.param_state"], {}, False)
-    with pytest.raises(
-        CheckpointError, match=r"stores the distributed optimizer's state by buckets.*tied to that grid"
-    ):
-        read_distributed(Path("distrib_optim.pt"), {}, {0: {}}, [])
-
-
-def test_optimizer_state_in_another_order_is_found_out() -> None:
-    weights = {
-        "a.weight": torch.randn(2, 3).bfloat16(),
-        "b.weight": torch.randn(2, 3).bfloat16(),
-        "b.bias": torch.randn(3).bfloat16(),
-    }
-
-    def optimizer(first: str, second: str) -> dict[str, Any]:
-        state = {
-            n: {"exp_avg": w.float(), "exp_avg_sq": w.float()}
-            for n, w in enumerate((weights[first], weights[second], weights["b.bias"]))
-        }
-        groups = [{"params": [0, 1], "wd_mult": 1.0, "step": 5}, {"params": [2], "wd_mult": 0.0, "step": 5}]
-        masters = [[weights[first].float(), weights[second].float()], [weights["b.bias"].float()]]
-        return {"optimizer": {"state": state, "param_groups": groups}, "fp32_from_fp16_params": masters}
-
-    found = read_plain(Path("f"), optimizer("a.weight", "b.weight"), [weights])
-    assert found.num_steps == 5 and torch.equal(found.tensors[0]["exp_avg"]["b.weight"], weights["b.weight"].float())
-    with pytest.raises(
-        CheckpointError, match=r"master of a.weight differs from the weight: the parameters are in an unknown order"
-    ):
-        read_plain(Path("f"), optimizer("b.weight", "a.weight"), [weights])
-    flat = torch.cat([weights[name].float().flatten() for name in weights])  # neither reversed nor aligned
-    buffers = {"buckets_coalesced": True, 0: {torch.float32: {"param": flat, "exp_avg": flat, "exp_avg_sq": flat}}}
-    with pytest.raises(CheckpointError, match=r"not the concatenation of this model's parameters.*tied to that grid"):
-        read_distributed(Path("f"), {"optimizer": {"param_groups": [{"step": 1}]}}, buffers, [weights])
 
 
 def args_of(real: Path, **changes: Any) -> dict[str, Any]:
@@ -343,27 +301,6 @@ def test_a_missing_rank_and_a_damaged_file_are_named(legacy: Path) -> None:
         CheckpointError, match=r"holds \[2, 1\] tensor-parallel ranks of its stages, expected 2 of each"
     ):
         megatron_legacy.read(legacy, None, VOCAB)
-
-
-SEPARATE = {"one_bucket": (), "tied_embedding": (WORD_EMBEDDING,), "a_bucket_each": ("all",)}
-
-
-@pytest.mark.parametrize("separate", SEPARATE.values(), ids=SEPARATE)
-def test_flat_buffers_are_read_whatever_their_buckets(separate: tuple[str, ...]) -> None:
-    """A buffer has its parameters in reverse order, each from a multiple of 64 elements of its bucket on."""
-    shapes = {WORD_EMBEDDING: (5, 7), "a.weight": (7, 3), "a.bias": (3,)}
-    weights = {name: torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-    parts, start = list[torch.Tensor](), 0
-    for name in reversed(weights):
-        end = sum(map(len, parts))
-        start = end if {name, "all"} & {*separate} else start
-        parts += [torch.zeros(-(end - start) % 64), weights[name].float().flatten()]
-    flat = torch.cat(parts)
-    buffers = {"buckets_coalesced": True, 0: {torch.float32: {"param": flat, "exp_avg": 2 * flat, "exp_avg_sq": flat}}}
-    found = read_distributed(Path("f"), {"optimizer": {"param_groups": [{"step": 1}]}}, buffers, [weights])
-    for name, weight in weights.items():
-        assert torch.equal(found.tensors[0]["master"][name], weight.float()), name
-        assert torch.equal(found.tensors[0]["exp_avg"][name], 2 * weight.float()), name
 
 
 @pytest.mark.parametrize(("changes", "message"), ROWS["written"])

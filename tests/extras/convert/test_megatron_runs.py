@@ -59,13 +59,13 @@ def test_buckets_hold_the_state_that_megatron_stores_by_name(runs: Path) -> None
 FORMS_BACK = {"plain": False, "fully_reshardable": True}  # of Megatron's runs -> if their optimizer is distributed
 # a run that is converted and trained here to step 13 -> the forms in which Megatron then continued it
 CONTINUED = {
-    "legacy": list(FORMS_BACK),
+    "plain": list(FORMS_BACK),
     "sinks_plain": [f"sinks_{form}" for form in FORMS_BACK],
     "stages_plain": ["stages_plain"],
     "groups_plain": ["groups_plain"],
 }
 TRAINED = (
-    *("legacy", "plain", "dp_reshardable", "fully_reshardable"),
+    *("plain", "dp_reshardable", "fully_reshardable"),
     *("sinks_plain", "interleaved", "stages_plain", "groups_plain", "fsdp_experts", "fsdp"),
 )
 
