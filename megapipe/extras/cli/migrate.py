@@ -7,14 +7,12 @@ import json
 from pathlib import Path
 
 from megapipe.errors import ConfigError
-from megapipe.extras.cli.frame import HARDWARE_OPTIONS, command, hardware_given, option, switch, write_file
+from megapipe.extras.cli.frame import command, option, switch, write_file
 from megapipe.extras.migrate.judge import json_report, text_report, written
 from megapipe.extras.migrate.script_report import migration_of
 
 OPTIONS = (
     option("--set", "a variable of the script's environment", metavar="NAME=VALUE", action="append", default=[]),
-    option("--ranks", "check for N ranks and print their command, not those of the launcher", type=int, above=0),
-    *HARDWARE_OPTIONS,
     option("--write", "write the configuration here as YAML, with every decision as a comment", type=Path),
     switch("--json", "print everything as JSON"),
 )
@@ -32,18 +30,18 @@ def main(own: argparse.Namespace) -> int:
 
     Variables, arrays, arithmetic and conditions of the script are followed. What only a run shows ($(hostname), a
     variable that nothing sets) stays as it is and is named. Exit code 0: the script runs as it is, but perhaps for
-    files that are not here; 1: something has to be changed, or --gpu is given and too small; 2: no call of
-    pretrain_gpt.py could be read.
+    files that are not here; 1: something has to be changed; 2: no call of pretrain_gpt.py could be read. `megapipe plan
+    --config` of the file of --write says what a rank needs, and whether it fits on a GPU.
     """
     if not own.flags:
         raise ConfigError("no script; give a file, - for standard input, or -- and the arguments of pretrain_gpt.py")
-    given, hardware = [], hardware_given(own)
+    given = []
     for text in own.set:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise ConfigError(f"--set {text}: expected NAME=VALUE, a variable of the script")
         given.append((name, value))
-    migration = migration_of(own.flags, given, own.ranks, hardware)
+    migration = migration_of(own.flags, given)
     if own.write is not None:
         write_file(own.write, written(migration), "--write")
     print(json.dumps(json_report(migration), indent=2) if own.json else "\n".join(text_report(migration)))

@@ -144,7 +144,6 @@ class World:
 
     size: int | None
     ranks_per_node: int | None
-    origin: str = "by the launcher"
 
 
 def world_of(launcher: Sequence[str], variables: Mapping[str, Sequence[str]]) -> World:
@@ -170,36 +169,6 @@ def world_of(launcher: Sequence[str], variables: Mapping[str, Sequence[str]]) ->
     return World(number("--ntasks|-n") or size, number("--ntasks-per-node") or per_node)
 
 
-def launcher_of(launcher: Sequence[str], ranks: int) -> tuple[str, ...] | None:
-    """Return the words before the training script changed so that they start so many ranks; None if that is not known.
-
-    torchrun keeps its ranks on a node if they divide the ranks.
-    """
-    words = tuple(launcher)
-    if not words or words[0].startswith("python"):
-        words = ("torchrun", "--nproc-per-node", "8")
-    if any(re.search(r"torchrun|torch\.distributed", word) for word in words):
-        per_node = world_of(words, {}).ranks_per_node
-        if per_node is None:
-            return None
-        per_node = max(size for size in range(1, per_node + 1) if ranks % size == 0)
-        words = _with_number(words, "--nproc[-_]per[-_]node", per_node) or words
-        nodes = _with_number(words, "--nnodes", ranks // per_node)
-        at = next(at for at, word in enumerate(words) if word.startswith("--nproc"))
-        return nodes or (*words[:at], *(("--nnodes", str(ranks // per_node)) if ranks > per_node else ()), *words[at:])
-    return _with_number(words, "--ntasks|-np|-n|--np|-c", ranks)
-
-
-def _with_number(words: tuple[str, ...], names: str, number: int) -> tuple[str, ...] | None:
-    """Return the words with another number after an option, None if it is not given with a number."""
-    for at, word in enumerate(words):
-        if re.fullmatch(names, word) and words[at + 1 : at + 2] and is_known(words[at + 1]):
-            return (*words[: at + 1], str(number), *words[at + 2 :])
-        if re.fullmatch(rf"({names})=\d+", word):
-            return (*words[:at], f"{word.partition('=')[0]}={number}", *words[at + 1 :])
-    return None
-
-
 # ---------------------------------------------------------------------------------------------------------- the report
 
 WIDEST = 60  # of the left column; longer values are cut in the table, not in the command and the JSON
@@ -217,21 +186,17 @@ class Migration:
     world: str  # the ranks and the grid in words
     grid_problems: tuple[str, ...]
     missing: tuple[tuple[str, str], ...]  # (flag, path)
-    memory: tuple[str, ...] = ()  # of the fullest rank, in words
-    fit: Mapping[str, Any] | None = None  # whether that fits on the GPU that was given, as JSON data
-    ways: tuple[str, ...] = ()  # options of `megapipe migrate` with which the grid is possible
 
     @property
     def runs(self) -> bool:
         """Whether the script runs as it is, but for missing files."""
-        return self.judgement.runs and not self.grid_problems and (self.fit is None or self.fit["fits"])
+        return self.judgement.runs and not self.grid_problems
 
     @property
     def to_change(self) -> tuple[str, ...]:
         """Return the changes that are needed, a line each."""
         rows = [row.note for row in self.judgement.rows if row.outcome in TO_CHANGE]
-        too_large = () if self.fit is None or self.fit["fits"] else self.memory
-        return (*dict.fromkeys(rows), *self.judgement.problems, *self.grid_problems, *too_large)
+        return (*dict.fromkeys(rows), *self.judgement.problems, *self.grid_problems)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -291,14 +256,11 @@ def text_report(migration: Migration) -> Iterator[str]:
     yield from headed("conditions of the script that decide about these flags", decided)
     yield from headed("not followed", migration.notes)
     yield f"ranks: {migration.world}"
-    if migration.fit is None or migration.fit["fits"]:
-        yield from (f"memory: {line}" for line in migration.memory)
     yield from headed("files that are not here", [f"{path} ({flag})" for flag, path in migration.missing])
     if any(row.flag.replace("_", "-") == "--load" for row in judgement.rows):
         yield "--load: a checkpoint of Megatron-LM is converted first: megapipe convert (docs/convert.md)"
     yield from headed("a run says at its start", migration.remarks)
     yield from headed("to change", migration.to_change)
-    yield from headed("the grid is possible with", [f"megapipe migrate {way}" for way in migration.ways])
     verdict = "runs as it is" if migration.runs else "runs after these changes"
     but = " with files that are missing or named outside it" if migration.missing or migration.outside() else ""
     yield f"the script {verdict}{but if migration.runs else ''}; the command:"
@@ -357,9 +319,6 @@ def json_report(migration: Migration) -> dict[str, Any]:
         ],
         "not_followed": list(migration.notes),
         "ranks": migration.world,
-        "memory": list(migration.memory),
-        "fit": migration.fit,
-        "ways": list(migration.ways),
         "missing_files": [{"flag": flag, "path": path} for flag, path in migration.missing],
         "remarks": list(migration.remarks),
         "to_change": list(migration.to_change),

@@ -326,8 +326,6 @@ class Reading:
     notes: list[str] = field(default_factory=list)
     # name -> elements; one of a variable that is no array
     variables: dict[str, list[str]] = field(default_factory=dict)
-    # variables of the environment that were not given -> the script's default, as in ${NAME:-1}
-    defaults: dict[str, str] = field(default_factory=dict)
 
 
 def placeholder(source: str) -> str:
@@ -728,8 +726,6 @@ class Walk(Reading):
                 return ""
             if kind == "+" or (kind != "?" and not is_set):
                 text = self.expand(rest, in_quotes, splits)
-                if values is None:
-                    self.defaults.setdefault(name, plain(text))
                 if kind == "=":
                     self.assign_text(name, plain(text))
                 return text

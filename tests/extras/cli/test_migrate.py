@@ -12,7 +12,6 @@ from megapipe.errors import DataError
 from megapipe.extras.cli.migrate import main
 from megapipe.extras.cli.plan import main as plan
 from megapipe.extras.cli.pretrain import main as run
-from tests.extras.migrate.public_scripts import public_scripts
 from tests.extras.migrate.test_judge import MODEL
 
 
@@ -48,7 +47,7 @@ def test_arguments_alone_and_from_standard_input(
 
 
 def test_json_has_the_same_facts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json", "--ranks", "2", *MODEL.split(), "--mtp-hybrid-override-pattern", "M"]) == 1
+    assert main(["--json", *MODEL.split(), "--mtp-hybrid-override-pattern", "M"]) == 1
     report = json.loads(capsys.readouterr().out)
     assert report["runs"] is False
     outcomes = {row["flag"]: row["outcome"] for row in report["flags"]}
@@ -73,28 +72,6 @@ torchrun --nproc_per_node $GPUS --nnodes $NNODES pretrain_gpt.py {MODEL} --pipel
 """
 
 
-def test_the_command_is_that_of_the_ranks_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "train.sh"
-    script.write_text(NODES)
-    for ranks, launcher in ((8, "--nproc_per_node 4 --nnodes 2"), (2, "--nproc_per_node 2 --nnodes 1")):
-        assert main(["--json", "--ranks", str(ranks), "--set", "PP=1", str(script)]) == 0
-        report = json.loads(capsys.readouterr().out)
-        assert launcher in report["command"] and report["ranks"].startswith(str(ranks))
-
-
-def test_a_grid_that_is_too_large_names_the_variable_and_the_ranks_that_hold_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "train.sh"
-    script.write_text(NODES.replace("--bf16", "--bf16 --tensor-model-parallel-size 4").replace("layers 4", "layers 8"))
-    assert main(["--json", "--set", "PP=4", str(script)]) == 1
-    ways = json.loads(capsys.readouterr().out)["ways"]
-    assert [way.split(" (")[0] for way in ways] == ["--set SLURM_NNODES=4", "--ranks 16"]
-    for way in ways:
-        assert main([*way.split(" (")[0].split(), "--set", "PP=4", str(script)]) == 0
-        assert "16" in capsys.readouterr().out
-
-
 def test_a_variable_that_the_script_sets_or_does_not_read_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,23 +82,6 @@ def test_a_variable_that_the_script_sets_or_does_not_read_is_named(
     notes = json.loads(capsys.readouterr().out)["not_followed"]
     assert len(notes) == 2
     assert "GPUS=2" in notes[0] and "line 2" in notes[0] and "PQ=2" in notes[1]
-
-
-def test_memory_is_said_and_a_gpu_that_is_too_small_is_something_to_change(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = next(script for script in public_scripts() if script.name == "nvidia_llama3_8b_fp8").flags
-    words = ["torchrun", "--nproc_per_node", "8", "pretrain_gpt.py", *" ".join(flags).split()]
-    assert main(["--json", *words]) == 0
-    report = json.loads(capsys.readouterr().out)
-    notes = {row["flag"]: row["note"] for row in report["flags"]}
-    assert "29.9 GiB" in notes["--grad-reduce-in-bf16"] and "15.0 GiB" in notes["--grad-reduce-in-bf16"]
-    assert "13.0 GiB" in notes["--fp8-param-gather"]
-    assert "h200" in report["memory"][0] and "h100" not in report["memory"][0]
-    assert main(["--json", "--gpu", "h100", *words]) == 1
-    report = json.loads(capsys.readouterr().out)
-    assert report["fit"]["fits"] is False and report["fit"]["would_fit"] and report["to_change"]
-    assert main(["--json", "--gpu", "H-200", *words]) == 0
 
 
 def test_the_written_configuration_plans_without_the_files_that_it_names(

@@ -89,7 +89,8 @@ def test_another_file_is_refused_in_one_message(text: str, message: str) -> None
 )
 def test_the_written_configuration_is_that_of_the_flags(name: str, tmp_path: Path) -> None:
     words = list(functional_tests_of_experts()[name].arguments)
-    assert main(["--ranks", "8", "--write", str(tmp_path / "run.yaml"), "--", *words]) == 0
+    launcher = "torchrun --nproc-per-node 8 pretrain_gpt.py".split()
+    assert main(["--write", str(tmp_path / "run.yaml"), *launcher, *words]) == 0
     written = load_config(["--config", str(tmp_path / "run.yaml")])
     assert written.config == load_config(words).config
     text = (tmp_path / "run.yaml").read_text()
