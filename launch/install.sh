@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Create a virtual environment and install megapipe into it with the versions in constraints.txt, which the tests use.
 #
-#   launch/install.sh [--extras NAME[,NAME...]]      extras of pyproject.toml: test, tokenizers, data, serve, transformers, wandb, tensorboard
+#   launch/install.sh [--extras NAME[,NAME...]]      extras of pyproject.toml: test, tokenizers, data, transformers, wandb, tensorboard
 #
 #   VENV=DIR      the virtual environment, created if missing (default: .venv in the repository)
 #   PYTHON=EXE    the Python to create it with, 3.11 or newer (default: the first one found)

@@ -16,7 +16,6 @@ from megapipe.train.facts import extensions_fact, file_fact, process_facts, soft
 # option -> why ranks may differ in it
 MAY_DIFFER: Mapping[str, str] = {
     **dict.fromkeys(("--output", "--force", "--json", "--name"), "the output of rank 0"),
-    **dict.fromkeys(("--host", "--port", "--token", "--queue", "--max-request-bytes"), "the server of rank 0"),
 }
 FILES = ("--prompts-file", "--tokenizer-model", "--hardware")  # compared by content
 

@@ -31,7 +31,6 @@ SUBCOMMANDS = {
     "verify": ("verify", "main", "compare the grid with one process; with --streams look for CUDA races"),
     "generate": ("inference", "generate", "generate texts with a trained model"),
     "chat": ("chat", "chat", "talk to a trained model in the terminal"),
-    "serve": ("chat", "serve", "serve a trained model over HTTP, in the form of OpenAI's API"),
     "evaluate": ("inference", "evaluate", "compute a model's loss and perplexity on a text or token file"),
     "preprocess": ("data", "preprocess", "tokenize text into token files"),
     "train-tokenizer": ("data", "train_tokenizer", "train a tokenizer on text"),

@@ -1,7 +1,7 @@
 """usage: megapipe launch [flags of torchrun] SCRIPT [flags of the script]
 
 Starts SCRIPT on several ranks, as torchrun does and with torchrun's flags. SCRIPT is a Python file, or a command of
-megapipe that runs on ranks (pretrain, verify, evaluate, serve, generate, doctor):
+megapipe that runs on ranks (pretrain, verify, evaluate, generate, doctor):
 
   megapipe launch --nproc-per-node 8 pretrain --config configs/quickstart.yaml
   megapipe launch --nnodes 2 --node-rank 0 --master-addr node0 --master-port 29500 --nproc-per-node 8 \\

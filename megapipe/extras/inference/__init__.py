@@ -3,8 +3,5 @@
 saved_model the model of a checkpoint on these ranks; the tokens that it is scored on
 generate    prompts through the pipeline once, then one token at a time: greedy, temperature, top-k, top-p; streaming;
             perplexity: the loss of a text under a model, window by window
-logprobs    log probabilities of new tokens and of a prompt
-session     the weights of a checkpoint; a model that answers requests, on ranks that follow rank 0
 dialog      a conversation in a terminal
-server      requests over HTTP; openai_api: their fields and answers
 """

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from megapipe.errors import ConfigError, DataError
-from megapipe.extras.inference.generate import Sampling, TextStream, another_draw
+from megapipe.extras.inference.generate import Generator, Limits, Sampling, TextStream
 from megapipe.extras.inference.saved_model import SavedModel
-from megapipe.extras.inference.session import Request, Session
 from megapipe.tokenizers.chat import ChatTokenizer
 from megapipe.tokenizers.tokenizer import end_tokens
 
@@ -26,7 +26,7 @@ class Dialog:
         self._tokenizer = self._chats or model.required_tokenizer()
         self._positions = model.plan.config.model.max_position_embeddings
         self._max_new_tokens = max_new_tokens or self._positions
-        self._session, self._numbers = Session(model.runtime()), itertools.count()
+        self._runtime, self._numbers = model.runtime(), itertools.count()
         self.messages: list[dict[str, str]] = []
 
     def answer(self, line: str) -> tuple[str, bool]:
@@ -36,17 +36,18 @@ class Dialog:
         """
         message = {"role": "user", "content": line}
         prompt = self._tokenizer.encode(line) if self._chats is None else self._fitting(self._chats, message)
-        sampling = another_draw(self._sampling, next(self._numbers))
-        request = Request(tuple(prompt), self._max_new_tokens, end_tokens(self._tokenizer), sampling)
+        seed = (self._sampling.seed + next(self._numbers)) % (1 << 63)  # other tokens for each line
+        generator = Generator(self._runtime, replace(self._sampling, seed=seed), batch_size=1)
+        limits = Limits(self._max_new_tokens, frozenset(end_tokens(self._tokenizer)))
         stream = TextStream(self._tokenizer.decode, prompt, partial(print, end="", flush=True))
         tokens: list[int] = []
 
-        def take(token: int) -> None:
+        def take(_: int, token: int) -> None:
             tokens.append(token)
             stream.add(token)
 
         with suppress(KeyboardInterrupt):
-            self._session.answer(request, take)
+            generator.continue_prompts([prompt], limits, take)
         stream.close()
         print(flush=True)
         text = self._tokenizer.decode([*prompt, *tokens])[len(self._tokenizer.decode(prompt)) :]

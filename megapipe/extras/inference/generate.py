@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from megapipe.assembly.runtime import InferenceRuntime
 from megapipe.comm.channels import MessageSpec
-from megapipe.comm.collectives import all_gather, all_reduce, broadcast, broadcast_object
+from megapipe.comm.collectives import all_gather, all_reduce, broadcast
 from megapipe.config.layers import layer_configs
 from megapipe.errors import CheckpointError, ConfigError
-from megapipe.extras.inference.logprobs import Scored, Scoring, scores
 from megapipe.model.microbatch import KVCache, Microbatch, StageLoss
 from megapipe.monitor.progress import reported
 from megapipe.pipeline.engine import Engine, Step
@@ -31,7 +30,6 @@ from megapipe.topology import Coordinates
 
 MOST_EXPONENT = 700.0  # of a perplexity that is a finite number
 OnToken = Callable[[int, int], None]  # (index of the prompt, token)
-OnScores = Callable[[int, list[Scored]], None]  # (index of the prompt, its next tokens)
 INCOMPLETE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -97,11 +95,6 @@ class Sampling:
         return probabilities.masked_fill(before >= self.top_p, 0.0), tokens[:, :count]
 
 
-def another_draw(sampling: Sampling, number: int) -> Sampling:
-    """Return options that draw other tokens for each number."""
-    return replace(sampling, seed=(sampling.seed + number) % (1 << 63))
-
-
 @dataclass(frozen=True)
 class Limits:
     """The end of a text: after max_new_tokens, or before the first of stop_tokens."""
@@ -116,7 +109,6 @@ class _Batch:
 
     numbers: list[int]  # index of each row's prompt
     max_tokens: list[int]  # the most tokens that each row's text may get
-    lengths: list[int]  # of each row's prompt
     newest: Tensor  # [b, s], the input of the next forward
     cache: KVCache
     texts: list[list[int]]
@@ -127,13 +119,10 @@ class Generator:
     """Continues prompts. All ranks call it, and each returns the same texts; the first replica's draws count.
 
     batch_size: prompts that go through the pipeline as one microbatch. As many batches are in flight as the pipeline
-    has ranks. Sequence parallelism is switched off meanwhile, since one token cannot be split. scoring: also report log
-    probabilities.
+    has ranks. Sequence parallelism is switched off meanwhile, since one token cannot be split.
     """
 
-    def __init__(
-        self, runtime: InferenceRuntime, sampling: Sampling, batch_size: int = 8, scoring: Scoring | None = None
-    ) -> None:
+    def __init__(self, runtime: InferenceRuntime, sampling: Sampling, batch_size: int = 8) -> None:
         if batch_size < 1:
             raise ConfigError(f"--batch-size {batch_size} must be at least 1")
         mixers = {layer.mixer for layer in layer_configs(runtime.plan.config.model)} - {None}
@@ -143,15 +132,14 @@ class Generator:
                 f"--attention-kind {names} keeps no state between tokens, so it cannot continue a text; its model can "
                 "be trained, and evaluated with `megapipe evaluate`"
             )
-        self._runtime, self._sampling, self._batch_size, self._scoring = runtime, sampling, batch_size, scoring
-        last_position = scoring is None or not scoring.with_prompt
+        self._runtime, self._sampling, self._batch_size = runtime, sampling, batch_size
         self._vocab_size = runtime.plan.config.model.vocab_size
         self._num_positions = runtime.plan.config.model.max_position_embeddings
         self._runners: dict[int, StageRunner] = {}
         for stage, module in runtime.stages.items():
             forward: Any = module
             if module.stage_layers.has_head:
-                forward = partial(module, return_logits=True, last_position=last_position)
+                forward = partial(module, return_logits=True, last_position=True)
             self._runners[stage] = StageRunner(forward)
         self._engines: dict[int, Engine] = {}
         placement = runtime.plan.placement
@@ -160,20 +148,13 @@ class Generator:
 
     @torch.no_grad()
     def continue_prompts(
-        self,
-        prompts: Sequence[Sequence[int]],
-        limits: Limits,
-        on_token: OnToken = ignore,
-        is_stopped: Callable[[], bool] | None = None,
-        on_scores: OnScores = ignore,
+        self, prompts: Sequence[Sequence[int]], limits: Limits, on_token: OnToken = ignore
     ) -> list[list[int]]:
         """Return the tokens that follow each prompt, without stop tokens.
 
-        on_token: called on every rank for each new token. is_stopped: given on every rank or on none, asked on rank 0
-        after each token; True ends the texts as they are. on_scores: called, with `scoring`, before on_token for the
-        new token, also for a stop token, and at first for those of the prompt. Raises ConfigError for an empty prompt,
-        a token outside the vocabulary, and a prompt that fills all --max-position-embeddings positions; a text also
-        ends there. Raises CheckpointError for logits that are NaN or infinite. All ranks raise.
+        on_token: called on every rank for each new token. Raises ConfigError for an empty prompt, a token outside the
+        vocabulary, and a prompt that fills all --max-position-embeddings positions; a text also ends there. Raises
+        CheckpointError for logits that are NaN or infinite. All ranks raise.
         """
         for number, prompt in enumerate(prompts):
             if not prompt:
@@ -187,7 +168,7 @@ class Generator:
                 outside = f"outside the vocabulary of {self._vocab_size}"
                 raise ConfigError(f"prompt {number} has tokens {outside}; use the model's tokenizer")
         self._runtime.stores.finish_weights()
-        world, at_once = self._runtime.groups.world, self._batch_size * self._num_in_flight
+        at_once = self._batch_size * self._num_in_flight
         texts: list[list[int]] = []
         with without_sequence_parallelism(self._runtime.stages.values()):
             for first in range(0, len(prompts), at_once):
@@ -199,14 +180,8 @@ class Generator:
                 for position in range(max(max_tokens)):
                     if not any(any(batch.is_open) for batch in batches):
                         break
-                    tokens, scored = self._next_tokens(batches, position)
-                    for batch, row_tokens, row_scores in zip(batches, tokens, scored, strict=True):
-                        self._append(batch, row_tokens, row_scores, limits, on_token, on_scores)
-                    if is_stopped is not None:
-                        stops = torch.tensor([world.rank == 0 and is_stopped()], device=self._runtime.device)
-                        broadcast(stops, world)
-                        if stops:
-                            break
+                    for batch, tokens in zip(batches, self._next_tokens(batches, position), strict=True):
+                        _append(batch, tokens, limits, on_token)
                 texts += [text for batch in batches for text in batch.texts][: len(numbers)]
         return texts
 
@@ -225,7 +200,6 @@ class Generator:
                 _Batch(
                     numbers=[numbers[member] for member in padded],
                     max_tokens=[max_tokens[member] for member in padded],
-                    lengths=[len(prompts[member]) for member in padded],
                     newest=tokens.to(self._runtime.device),
                     cache=KVCache(longest + max(max_tokens), starts if bool(starts.any()) else None),
                     texts=[[] for _ in padded],
@@ -234,26 +208,22 @@ class Generator:
             )
         return batches
 
-    def _next_tokens(self, batches: list[_Batch], position: int) -> tuple[list[list[int]], list[list[Scored]]]:
-        """Run one forward of every batch; return the next token of each row, -1 for logits that are not finite, and the
-        scores by position and row if they are asked for. Both are the same on every rank.
+    def _next_tokens(self, batches: list[_Batch], position: int) -> list[list[int]]:
+        """Run one forward of every batch; return the next token of each row, the same on every rank: -1 for logits that
+        are not finite.
         """
         runtime, plan = self._runtime, self._runtime.plan
         size, seq = batches[0].newest.shape
         message = (MessageSpec((seq, size, plan.config.model.hidden_size), runtime.parameter_dtype),)
 
-        def choose(logits: Tensor, payload: Microbatch) -> tuple[Tensor, tuple[Tensor, list[Scored]]]:
+        def choose(logits: Tensor, payload: Microbatch) -> tuple[Tensor, Tensor]:
             batch = next(batch for batch in batches if batch.cache is payload.cache)
-            mine = logits.flatten(0, 1).t().contiguous()  # [V / tp, positions x batch]
+            mine = logits[0].t().contiguous()  # [V / tp, batch]
             whole = mine.new_empty(mine.shape[0] * runtime.groups.tp.size, mine.shape[1])
             all_gather(whole, mine, runtime.groups.tp)
             rows = whole[: self._vocab_size].t()
-            new = self._sampling.choose(rows[-size:].nan_to_num(), batch.numbers, position)
-            found: list[Scored] = []
-            if self._scoring is not None:
-                following = torch.cat([payload.tokens[:, 1:], new[:, None]], dim=1)[:, -len(logits) :]
-                found = scores(rows, following.t().flatten(), self._scoring.num_top)
-            return logits, (new.where(rows[-size:].isfinite().all(-1), -1), found)
+            new = self._sampling.choose(rows.nan_to_num(), batch.numbers, position)
+            return logits, new.where(rows.isfinite().all(-1), -1)
 
         microbatches = []
         for batch in batches:
@@ -271,43 +241,15 @@ class Generator:
         drawn = self._engine(len(batches)).run(Step(microbatches, lambda boundary: message, choose))
         chosen = torch.zeros(len(batches), size, dtype=torch.int64, device=runtime.device)
         if drawn:  # this rank has the last stage
-            chosen = torch.stack([tokens for tokens, _ in drawn])
+            chosen = torch.stack(drawn)
         # the draws of one rank count: the first tp rank of the last stage of the first replica
         source = plan.topology.global_rank(Coordinates(0, 0, 0, plan.placement.rank_of_stage[-1]))
         broadcast(chosen, runtime.groups.world, source=source)
-        scored: list[list[Scored]] = [[] for _ in batches]
-        if self._scoring is not None:
-            scored = broadcast_object([found for _, found in drawn], runtime.groups.world, source=source)
         for batch, row in zip(batches, chosen, strict=True):
             batch.cache.advance(seq)
             batch.newest = row[:, None].clamp(min=0)
         as_lists: list[list[int]] = chosen.tolist()
-        return as_lists, scored
-
-    def _append(
-        self,
-        batch: _Batch,
-        tokens: list[int],
-        scored: list[Scored],
-        limits: Limits,
-        on_token: OnToken,
-        on_scores: OnScores,
-    ) -> None:
-        for row, (number, token) in enumerate(zip(batch.numbers, tokens, strict=True)):
-            if not batch.is_open[row]:
-                continue
-            mine = scored[row :: len(tokens)][-batch.lengths[row] :]  # those before are of padding
-            if token < 0 or not all(math.isfinite(score.logprob or 0.0) for score in mine):
-                place = f"token {len(batch.texts[row])} after prompt {number}"
-                way = "load an earlier checkpoint, or choose a wider --dtype"
-                raise CheckpointError(f"{place}: the model computes NaN or infinite logits; {way}")
-            on_scores(number, mine)
-            if token in limits.stop_tokens:
-                batch.is_open[row] = False
-                continue
-            batch.texts[row].append(token)
-            on_token(number, token)
-            batch.is_open[row] = len(batch.texts[row]) < batch.max_tokens[row]
+        return as_lists
 
     def _engine(self, num_batches: int) -> Engine:
         runtime = self._runtime
@@ -317,6 +259,23 @@ class Generator:
             engine = Engine(schedule, pp_rank, self._runners, runtime.channels, runtime.handlers, around)
             self._engines[num_batches] = engine
         return self._engines[num_batches]
+
+
+def _append(batch: _Batch, tokens: list[int], limits: Limits, on_token: OnToken) -> None:
+    """Append the next token of each row that is open, and close those that end. Raises CheckpointError."""
+    for row, (number, token) in enumerate(zip(batch.numbers, tokens, strict=True)):
+        if not batch.is_open[row]:
+            continue
+        if token < 0:
+            place = f"token {len(batch.texts[row])} after prompt {number}"
+            way = "load an earlier checkpoint, or choose a wider --dtype"
+            raise CheckpointError(f"{place}: the model computes NaN or infinite logits; {way}")
+        if token in limits.stop_tokens:
+            batch.is_open[row] = False
+            continue
+        batch.texts[row].append(token)
+        on_token(number, token)
+        batch.is_open[row] = len(batch.texts[row]) < batch.max_tokens[row]
 
 
 @contextmanager
@@ -345,7 +304,7 @@ class TextStream:
         self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], write: Callable[[str], None]
     ) -> None:
         self._decode, self._write = decode, write
-        self._tokens, self.text = list(prompt), ""  # what was written
+        self._tokens = list(prompt)
         self._written = len(decode(self._tokens))
 
     def add(self, token: int) -> None:
@@ -361,7 +320,6 @@ class TextStream:
 
     def _write_new(self, text: str) -> None:
         new, self._written = text[self._written :], max(self._written, len(text))
-        self.text += new
         if new:
             self._write(new)
 

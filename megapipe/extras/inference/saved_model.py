@@ -99,7 +99,6 @@ class SavedModel:
         from megapipe.assembly.runtime import InferenceRuntime
         from megapipe.comm.bootstrap import start
         from megapipe.comm.groups import build_process_groups
-        from megapipe.extras.inference.session import load_weights
         from megapipe.train.state import on_rank_0
 
         device = self.plan.config.training.device
@@ -143,6 +142,22 @@ class SavedModel:
             copies = f"{ranks.world_size} ranks hold {num_copies} copies of the model, which write the same text"
             remark = f"{copies}: {ranks.world_size // num_copies} generate as fast"
             print(remark, file=sys.stderr)
+
+
+def load_weights(runtime: InferenceRuntime, folder: CheckpointFolder) -> int:
+    """Fill the parameters from a checkpoint of any grid, and return the bytes filled on this rank. A collective.
+
+    Takes the master weights where the checkpoint holds them, rounded as the optimizer rounds them. Vocabulary
+    padding becomes zero. Raises CheckpointError on all ranks.
+    """
+    from megapipe.checkpoint.load import load_tensors
+
+    key = "master" if folder.manifest.holds("master") else "weights"
+    for stage_buffers in runtime.buffers.values():
+        for buffer in stage_buffers.buffers:
+            for kept in buffer.kept_parameters:
+                kept.zero_()
+    return load_tensors(folder, (box for _, box in runtime.held_weights(key)), runtime.groups.world, may_round=True)
 
 
 def located(run: Path, step: int | None) -> tuple[Path, int | None]:

@@ -21,7 +21,7 @@ from megapipe.plan.run_plan import RunPlan
 MOST_COMMANDS_SHOWN = 4
 PRETRAINING = ("pretrain_gpt.py", "megapipe.extras.cli.pretrain", "pretrain")
 # subcommands accepted in place of a script
-ON_RANKS = ("pretrain", "verify", "evaluate", "serve", "generate", "doctor")
+ON_RANKS = ("pretrain", "verify", "evaluate", "generate", "doctor")
 # the replicas of the parameters are the data-parallel group
 NAMES = {"replicas": "dp", "expert_replicas": "copies of experts"}
 

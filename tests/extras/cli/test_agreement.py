@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from megapipe.comm.meeting import Side, disagreement
 from megapipe.environment import read_environment
 from megapipe.extras.cli.agreement import MAY_DIFFER, option_facts
 from megapipe.extras.cli.calibrate import calibrate_machine, doctor, profile_layers
-from megapipe.extras.cli.chat import chat, serve
+from megapipe.extras.cli.chat import chat
 from megapipe.extras.cli.frame import Command, Option
 from megapipe.extras.cli.inference import evaluate, generate
 from megapipe.registry import EXTENSIONS
@@ -26,12 +25,11 @@ from tests.tables import rows
 from tests.train.jobs import job
 
 Pools = Callable[[int], RankPool]
-COMMANDS = {one.name: one for one in (evaluate, generate, serve, chat, doctor, calibrate_machine, profile_layers)}
+COMMANDS = {one.name: one for one in (evaluate, generate, chat, doctor, calibrate_machine, profile_layers)}
 MODEL = "--vocab-size 257 --tokenizer-type ByteTokenizer --num-experts 4 --disable-bias-linear"
 NEEDED = {  # by every rank
     "megapipe evaluate": "--load {root}/run --data {root}/one.txt --device cpu",
     "megapipe generate": "--load {root}/run --prompt once --max-new-tokens 2 --device cpu --ignore-eod",
-    "megapipe serve": "{root}/run",
     "megapipe chat": "{root}/run",
     "megapipe doctor": "",
     "megapipe calibrate": "",
@@ -168,9 +166,3 @@ def test_measurements_of_different_settings_are_not_started(
     found = rank_pools(2).run(on_rank, command, [common, f"{common} {odd}"])
     assert {kind for kind, *_ in found} == {"DisagreementError"}, found
     assert all(f"\n  {key}: " in text for _, text, *_ in found)
-
-
-def test_a_secret_of_one_rank_is_in_no_message(root: Path) -> None:
-    one, other = (parsed(serve, f"{root}/run {words}") for words in ("", "--token hush --dtype bf16"))
-    texts: list[Mapping[str, Any]] = [option_facts(own) for own in (one, other)]
-    assert "hush" not in json.dumps([{key: fact.shown for key, fact in found.items()} for found in texts])

@@ -17,7 +17,7 @@ import pytest
 
 from megapipe.extras.cli.command import main
 from megapipe.extras.inference.dialog import HELP
-from megapipe.extras.inference.session import Session
+from megapipe.extras.inference.generate import Generator
 from tests.extras.inference.chat_run import ANSWERS, MODEL, nan_run, train_chat_run, write_tokenizer
 from tests.launch.scripts import environment
 from tests.train.jobs import job
@@ -91,13 +91,13 @@ def test_a_line_that_cannot_be_answered_is_reported_and_forgotten(
 def test_an_interrupt_stops_the_answer_and_then_only_shows_the_way_out(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answer, asked = Session.answer, next(iter(ANSWERS))
+    answer, asked = Generator.continue_prompts, next(iter(ANSWERS))
 
-    def interrupted(self: Session, request: object, on_token: object, is_stopped: object = None) -> list[int]:
-        monkeypatch.setattr(Session, "answer", answer)
+    def interrupted(*arguments: object) -> list[list[int]]:
+        monkeypatch.setattr(Generator, "continue_prompts", answer)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "answer", interrupted)
+    monkeypatch.setattr(Generator, "continue_prompts", interrupted)
     typed(monkeypatch, asked, KeyboardInterrupt, asked)
     assert said(capsys, str(run)).endswith(f"{HELP}\n\n\n{HELP}\n{ANSWERS[asked]}\n\n")
 
@@ -175,7 +175,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch, run: Pat
     ended = subprocess.run(
         [sys.executable, "-m", "megapipe", *words], env=environment(), capture_output=True, text=True, timeout=100
     )
-    assert ended.returncode == 2 and "runs on one process, not on 2; use megapipe serve" in ended.stderr
+    assert ended.returncode == 2 and "runs on one process, not on 2; use megapipe generate" in ended.stderr
 
 
 def test_a_model_of_nan_is_a_message_of_chat_and_generate(

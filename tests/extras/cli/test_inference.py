@@ -16,7 +16,7 @@ from megapipe.environment import read_environment
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import Command
 from megapipe.extras.cli.inference import MODEL_OPTIONS, evaluate, generate, model_asked
-from megapipe.extras.inference import session
+from megapipe.extras.inference import saved_model
 from megapipe.extras.inference.saved_model import SavedModel, open_model
 from tests.train.jobs import job
 
@@ -83,13 +83,13 @@ def test_a_loss_that_is_not_finite_is_an_error(
 ) -> None:
     root = trained(tmp_path / "run", "--vocab-size 64")
     (tmp_path / "text.txt").write_text("1 2 3 4 5 6 7 8 9\n")
-    load = session.load_weights
+    load = saved_model.load_weights
 
     def spoilt(runtime: InferenceRuntime, folder: CheckpointFolder) -> None:
         load(runtime, folder)
         runtime.buffers[0].buffers[0].parameters.fill_(float("nan"))
 
-    monkeypatch.setattr(session, "load_weights", spoilt)
+    monkeypatch.setattr(saved_model, "load_weights", spoilt)
     words = f"--load {root} --device cpu --tokenizer-type NullTokenizer --data {tmp_path}/text.txt {form}"
     assert evaluate(words.split()) == 1
     out, said = capfd.readouterr()

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.inference.generate import INCOMPLETE_CHARACTER, Generator, Limits, Sampling, TextStream, score
-from megapipe.extras.inference.logprobs import Scored, Scoring
 from megapipe.model.microbatch import Microbatch
 from megapipe.tokenizers.tokenizer import ByteTokenizer
 from tests.extras.inference.grids import EXPERT_GRIDS, EXPERTS, SIZES, runtime_on
@@ -183,52 +182,6 @@ def test_a_model_of_nan_is_an_error_on_all_ranks(rank_pools: Pools) -> None:
     expected = nan_generates(0, 1, {})
     assert "NaN" in expected[0]
     assert rank_pools(4).run(nan_generates, GRIDS["tp2_pp2"]) == [expected] * 4
-
-
-# -------------------------------------------------------------------------------------------- log probabilities
-
-
-def scored_texts(
-    rank: int, world_size: int, grid: dict[str, int], batch_size: int, scoring: Scoring, stop: int
-) -> list[tuple[list[int], list[Scored]]]:
-    """Return the text of each prompt with its scores."""
-    scores: dict[int, list[Scored]] = {number: [] for number in range(len(PROMPTS))}
-    generator = Generator(runtime_on(rank, world_size, grid, LLAMA), SAMPLED, batch_size, scoring)
-    limits = Limits(4, frozenset({stop}))
-    texts = generator.continue_prompts(PROMPTS, limits, on_scores=lambda number, new: scores[number].extend(new))
-    return [(text, scores[number]) for number, text in enumerate(texts)]
-
-
-@pytest.mark.parametrize("with_prompt", [False, True], ids=["new tokens", "prompt too"])
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_scores_equal_the_log_softmax_of_whole_forwards(batch_size: int, with_prompt: bool) -> None:
-    stop = scored_texts(0, 1, {}, 1, Scoring(), -1)[0][0][2]  # a token that ends the first text
-    found = scored_texts(0, 1, {}, batch_size, Scoring(3, with_prompt), stop)
-    assert len(found[0][0]) < 4
-    stage = runtime_on(0, 1, {}, LLAMA).stages[0]
-    for prompt, (text, scores) in zip(PROMPTS, found, strict=True):
-        whole = [*prompt, *text, *([stop] if len(text) < 4 else [])]
-        with torch.no_grad():
-            logits = stage(Microbatch(torch.tensor([whole])), return_logits=True)[:, 0, : SIZES["vocab_size"]]
-        logprobs = logits.double().log_softmax(-1)[:-1]
-        first = 0 if with_prompt else len(prompt) - 1
-        assert [score.token for score in scores] == whole[first + 1 :]
-        for scored, row in zip(scores, logprobs[first:], strict=True):
-            top = row.topk(3)
-            assert scored.logprob == pytest.approx(row[scored.token].item(), abs=1e-9)
-            assert [token for token, _ in scored.top] == top.indices.tolist()
-            assert [value for _, value in scored.top] == pytest.approx(top.values.tolist(), abs=1e-9)
-
-
-def test_scores_are_the_same_on_every_grid(rank_pools: Pools) -> None:
-    scoring = Scoring(2, with_prompt=True)
-    expected = scored_texts(0, 1, {}, 1, scoring, 3)
-    for found in rank_pools(4).run(scored_texts, GRIDS["tp2_pp2"], 2, scoring, 3):
-        assert [text for text, _ in found] == [text for text, _ in expected]
-        for (_, scores), (_, others) in zip(found, expected, strict=True):
-            assert [score.token for score in scores] == [score.token for score in others]
-            values = [score.logprob for score in scores]
-            assert values == pytest.approx([score.logprob for score in others], abs=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------- sampling
