@@ -14,7 +14,6 @@ from megapipe.extras.cli.frame import command, option, painted, switch, write_fi
 from megapipe.extras.report.charts import loss_svg
 from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import read_run
-from megapipe.extras.report.live import ADDRESS, ReportServer
 from megapipe.extras.report.page import compare_page, compare_text, named, page
 from megapipe.extras.report.profile_summary import summarize
 from megapipe.extras.report.status import newest_run, read_folder, summary, table
@@ -26,12 +25,6 @@ OPTIONS = (
     option("--output", f"where to write it (default: RUN/{FILE_NAME})", type=Path),
     option("--loss-svg", "also write only the chart of losses, as SVG", type=Path),
     option("--svg", "also write only the drawing of plan and measurement, as SVG", type=Path),
-    switch(
-        "--serve",
-        "show it at an address of this machine and keep it up to date, until Ctrl-C; writes nothing",
-        excludes="--output --loss-svg --svg",
-    ),
-    option("--port", "port of --serve", default=8020, at_least=1, at_most=65535, needs="--serve"),
 )
 COMPARE_OPTIONS = (
     option("runs", "the runs' folders", type=Path, nargs="+", metavar="RUN"),
@@ -53,9 +46,6 @@ def main(own: argparse.Namespace) -> None:
     RUN is the folder given as --save (or that of --metrics-file). Works during the run, and after a crash. Needs no
     torch.
     """
-    if own.serve:
-        serve(own.run, own.port)
-        return
     path = write_report(own.run, own.output)
     if own.loss_svg is not None:
         drawn = loss_svg(read_run(own.run))
@@ -69,19 +59,6 @@ def main(own: argparse.Namespace) -> None:
         summary = summarize(profile)
         write_file(own.svg, comparison_svg(summary.typical, summary.pipeline.global_ranks), "--svg")
     print(f"{path} ({path.stat().st_size / 2**10:,.0f} KiB): open it in any browser")
-
-
-def serve(run: Path, port: int) -> None:
-    """Serve the report until Ctrl-C. Raises ConfigError."""
-    with ReportServer(run, port) as server:
-        print(
-            f"{run}: http://{ADDRESS}:{port}/ shows its report and keeps it up to date; Ctrl-C ends this",
-            flush=True,
-        )
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print("\nstopped")
 
 
 @command("megapipe compare", COMPARE_OPTIONS)

@@ -219,7 +219,7 @@ def _ends(drawing: _Drawing) -> Iterator[str]:
         yield text(x + shift, y, f"{name} ends, {milliseconds(seconds)}", class_="endtext", text_anchor=anchor)
 
 
-def pipeline_html(profile: Profile, path: Path, num_profiles: int, is_served: bool) -> str:
+def pipeline_html(profile: Profile, path: Path, num_profiles: int) -> str:
     """Return the section for one profile: drawing, planned and measured, times of the stages."""
     summary = summarize(profile)
     ranks = summary.pipeline.global_ranks
@@ -227,7 +227,7 @@ def pipeline_html(profile: Profile, path: Path, num_profiles: int, is_served: bo
     is_wide = int(drawn.split('width="', 1)[1].split('"', 1)[0]) > NARROWEST
     parts = [
         element("p", " ".join(_notes(profile, summary, path, num_profiles)), class_="soft"),
-        trace_html(path, is_served),
+        trace_html(path),
         f'<div class="timeline"><div class="ranks">{labels(ranks)}</div>'
         f'<div class="scroll" tabindex="0">{drawn}</div></div>',
         f'<p class="soft{"" if is_wide else " cut"}">Scroll sideways to see the whole drawing.</p>',
@@ -264,15 +264,10 @@ def _notes(profile: Profile, summary: Summary, path: Path, num_profiles: int) ->
     yield f"Data: <code>{escape(path.name)}</code>{more}."
 
 
-def trace_html(path: Path, is_served: bool) -> str:
-    """Return how to see a profile in Perfetto: by a button of the served page, or the name of the file to open."""
-    name = trace_path(path).name
-    if not is_served:
-        return f'<p class="soft">All actions of all ranks: open <code>{escape(name)}</code> at ui.perfetto.dev.</p>'
-    button = element("button", "Open the trace in Perfetto", type="button", data_trace=name)
-    saved = element("a", "save the trace", href="/trace", download=name)
-    about = f"It goes from this window to that of ui.perfetto.dev in your browser; nothing is uploaded. Or {saved}."
-    return f'<p>{button} <span class="soft" role="status"></span></p><p class="soft">{about}</p>'
+def trace_html(path: Path) -> str:
+    """Return how to see a profile in Perfetto."""
+    name = escape(trace_path(path).name)
+    return f'<p class="soft">All actions of all ranks: open <code>{name}</code> at ui.perfetto.dev.</p>'
 
 
 def _table(summary: Summary) -> str:

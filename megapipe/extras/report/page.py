@@ -42,8 +42,8 @@ STATES = {"ended": "finished", "stopped": "stopped early", "unknown": "no end re
 MACHINE = ("device", "cores", "threads_per_rank", "backend", "system")  # keys of a start's record
 
 
-def page(run: Run, is_served: bool = False) -> str:
-    """Return the report as HTML. is_served: by `ReportServer`, so it updates itself and hands its trace to Perfetto."""
+def page(run: Run) -> str:
+    """Return the report as HTML."""
     now = time.time()
     title = f"{run.folder.resolve().parent.name}/{run.folder.resolve().name}"
     problems, plan = _problems(run), "\n".join(_plan(run))
@@ -51,7 +51,7 @@ def page(run: Run, is_served: bool = False) -> str:
         "Warnings": problems,
         "Training curves": charts_html(run),
         "Load of experts": expert_maps_html(run.steps, _config(run)),
-        "Pipeline: plan and measurement" if run.has_pipeline else "Profile": _pipeline(run, is_served),
+        "Pipeline: plan and measurement" if run.has_pipeline else "Profile": _pipeline(run),
         "Grid and stages": _folded("plan, as printed at the start", plan, is_open=True) if plan else "",
         "Configuration": _configuration(run),
         "Starts of the run": _starts(run) + ("" if problems else '<p class="soft">No warnings.</p>'),
@@ -68,24 +68,20 @@ def page(run: Run, is_served: bool = False) -> str:
     about += [line.strip()[len("model") :].strip() for line in _plan(run) if line.strip().startswith("model ")][:1]
     lines = " \N{MIDDLE DOT} ".join(map(escape, filter(None, about)))
     below = f'<div class="soft">{lines}</div>' if lines else ""
-    live = '<span class="live soft"></span>' if is_served else ""
-    header = f'<header><h1>{escape(title)}</h1><span class="state {ending}">{state}</span>{live}{below}</header>'
-    return html_page(title, [header, _tiles(run)], sections, footer, is_served)
+    header = f'<header><h1>{escape(title)}</h1><span class="state {ending}">{state}</span>{below}</header>'
+    return html_page(title, [header, _tiles(run)], sections, footer)
 
 
-def html_page(title: str, top: Sequence[str], sections: Mapping[str, str], footer: str, is_served: bool = False) -> str:
+def html_page(title: str, top: Sequence[str], sections: Mapping[str, str], footer: str) -> str:
     """Return a whole HTML file. sections: heading -> content, which is left out if it is empty.
 
-    Its policy lets a browser run no other script than its own, and load nothing but, if served, the page itself.
+    Its policy lets a browser run no other script than its own, and load nothing.
     """
-    style, script, live = (
-        files("megapipe.extras.report").joinpath(name).read_text(encoding="utf-8")
-        for name in ("page.css", "page.js", "live.js")
+    style, script = (
+        files("megapipe.extras.report").joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
     )
-    script += live if is_served else ""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    policy += "; connect-src 'self'" if is_served else ""
     head = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -159,12 +155,12 @@ def _config(run: Run) -> Config | None:
         return None
 
 
-def _pipeline(run: Run, is_served: bool) -> str:
+def _pipeline(run: Run) -> str:
     """Return the section on the pipeline; of a single pipeline rank only where its trace is, '' without a profile."""
     if not run.has_pipeline:
-        return trace_html(run.profile_path, is_served) if run.profile_path else ""
+        return trace_html(run.profile_path) if run.profile_path else ""
     if run.profile is not None and run.profile_path is not None:
-        return pipeline_html(run.profile, run.profile_path, run.num_profiles, is_served)
+        return pipeline_html(run.profile, run.profile_path, run.num_profiles)
     last = run.steps[-1]["step"] if run.steps else 0
     start = last if run.last.ending != "running" else last + 50
     return (
