@@ -2,11 +2,11 @@
 
 python -m tools.accuracy [--rows] [--write] [SOURCE ...]
 
-Reads all files of tests/extras/search/published_data/. Prints a table of errors with a line a source, of dense models
-and of mixtures, what is outside or refused, and a line for each sweep: layouts of one model and batch that a source
-measured on the same GPUs. --rows: also published and predicted seconds of each row. --write: write the tables into
-docs/time_model.md, and the spread of differences within sweeps, which `megapipe plan` prints, into
-megapipe/extras/search/spread.py. Nothing is fitted here.
+Reads all files of tests/extras/search/published_data/. Prints where each source is from, a table of errors with a line
+a source, of dense models and of mixtures, what is outside or refused, and a line for each sweep: layouts of one model
+and batch that a source measured on the same GPUs. --rows: also published and predicted seconds of each row. --write:
+write the tables into docs/time_model.md, and the spread of differences within sweeps, which `megapipe plan` prints,
+into megapipe/extras/search/spread.py. Nothing is fitted here.
 """
 
 from __future__ import annotations
@@ -97,18 +97,17 @@ def outside_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     return [(source, str(count), why) for (source, why), count in sorted(counts.items())]
 
 
-def source_lines() -> list[tuple[str, ...]]:
+def source_lines(published: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return where each source's figures are from, and how many rows it has and how many of them are predicted."""
     by_source: dict[str, list[Row]] = {}
-    for row in published_rows():
+    for row in published:
         by_source.setdefault(row.source.name, []).append(row)
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for name, rows in sorted(by_source.items()):
         head, known = rows[0].source, len(predicted(rows))
         commit = f", commit {head.commit[:7]}" if head.commit else ""
-        lines.append((name, f"{head.where}{commit}", head.planned_as.name, f"{known} of {len(rows)}"))
-    total = sum(int(line[3].split()[0]) for line in lines)
-    return [*lines, (f"all {len(lines)}", "", "", f"{total} of {len(published_rows())}")]
+        lines.append((name, head.planned_as.name, f"{known} of {len(rows)}", f"{head.where}{commit}"))
+    return lines
 
 
 def sweep_line(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -177,7 +176,7 @@ measured ratios of their times, and the number of pairs; of other differences th
 SPREAD = {'''
 
 
-SOURCES = ("source", "where", "stack", "predicted rows")
+SOURCES = ("source", "stack", "predicted rows", "where")
 ERRORS = ("source", "models", "GPUs", "rows", "bias", "rms", "worst")
 OUTSIDE = ("source", "rows", "why not")
 SWEEPS = (
@@ -194,7 +193,6 @@ CHOICES = ("source", "sweeps", "layouts", "choice within 5 % of the best", "wors
 def tables() -> dict[str, str]:
     """Return the tables of docs/time_model.md, by the name of their marker."""
     return {
-        "sources": markdown_table(SOURCES, source_lines()),
         "errors": markdown_table(ERRORS, error_lines()),
         "choices": markdown_table(CHOICES, choice_lines([sweep_line(name, rows) for name, rows in sweeps().items()])),
     }
@@ -227,7 +225,8 @@ def main(arguments: Sequence[str]) -> None:
             print(
                 f"{row.source.name:13} {row.seconds:9.3f} {row.predicted_seconds():9.3f} {row.ratio:5.2f}  {row.name}"
             )
-    print("\n".join(text_table([ERRORS, *error_lines(given.sources)], left=(0, 1, 2))))
+    print("\n".join(text_table([SOURCES, *source_lines(rows)], left=(0, 1, 3))))
+    print("\n".join(["", *text_table([ERRORS, *error_lines(given.sources)], left=(0, 1, 2))]))
     print("\n".join(["", *text_table([OUTSIDE, *outside_lines(rows)], left=(0, 2))]))
     lines = [sweep_line(name, of) for name, of in sweeps().items() if of[0] in rows]
     print("\n".join(["", *text_table([SWEEPS, *lines], left=(0,))]))
