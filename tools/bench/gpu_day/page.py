@@ -25,13 +25,12 @@ class Area(NamedTuple):
     name: str
     what: str
     on_cpus: str  # how it is tested on a CPU
-    on_fake: str  # on a fake CUDA device: yes or no
     tests: str  # that need a GPU
 
 
 with Path(__file__).with_name("areas.csv").open(encoding="utf-8", newline="") as file:
     AREAS = tuple(map(Area._make, [*csv.reader(file)][1:]))
-HEADER = ("part", "tested on a CPU by", "fake device", "tests for a GPU", "has run on a GPU")
+HEADER = ("part", "tested on a CPU by", "tests for a GPU", "has run on a GPU")
 
 
 class State(NamedTuple):
@@ -94,7 +93,7 @@ def table(record: Record, parts: Sequence[Part] = PARTS) -> str:
     rows = [HEADER]
     for area in AREAS:
         tests = ", ".join(f"`tests/cuda/{name}`" for name in area.tests.split()) or "start a run"
-        rows.append((area.what, area.on_cpus, area.on_fake, tests, known[area.name].text()))
+        rows.append((area.what, area.on_cpus, tests, known[area.name].text()))
     return as_markdown(rows)
 
 
