@@ -34,6 +34,15 @@ def include_first_link(app, document, source):
     source[0] = re.sub(r"\A\[.*?\]\((\.\./\w+\.md)\).*\n", rf"```{{include}} \1\n{options}```\n", source[0])
 
 
+def show_wide_pictures(app, relative_path, parent_docname, content):
+    """Show the wide image of each `<picture>`, of which GitHub shows the narrow one on a phone, as a Markdown image.
+
+    Sphinx copies only the images that it finds in Markdown.
+    """
+    picture = r'<picture>.*?<img alt="([^"]*)" src="([^"]*)">\s*</picture>'
+    content[0] = re.sub(picture, r"![\1](\2)", content[0], flags=re.DOTALL)
+
+
 def add_contents(app, document, source):
     """Give the index a table of contents of its links, in the sections of its headings; show the titles of pages."""
     if document == "index":
@@ -59,4 +68,5 @@ def fold_sidebar(app, page, template, context, doctree):
 def setup(app):
     app.connect("source-read", include_first_link)
     app.connect("source-read", add_contents)
+    app.connect("include-read", show_wide_pictures)
     app.connect("html-page-context", fold_sidebar, priority=900)  # after the theme has made the tree
