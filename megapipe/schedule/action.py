@@ -108,14 +108,3 @@ def stage_action(text: str) -> Action:
     The microbatch is that of the text.
     """
     return parse_action(text.partition(".")[0])
-
-
-def parse_slice(text: str) -> tuple[Action, int | None]:
-    """Parse an action with or without a slice: 2F0 and 3 for "2F0.3", 2F0 and None for "2F0". Raises ScheduleError."""
-    name, dot, number = text.strip().partition(".")
-    action = parse_action(name)
-    if not dot:
-        return action, None
-    if action.microbatch is None or re.fullmatch(r"\d+", number, re.ASCII) is None:
-        raise ScheduleError(f"{text!r} is not an action; a slice is written as in 2F0.3")
-    return action, int(number)

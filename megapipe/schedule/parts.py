@@ -96,31 +96,6 @@ class Parts:
         stage, layer, part = self.sites[action.stage]
         return f"{action._replace(stage=stage)}.{'' if part is Part.HEAD else layer}{part.value}"
 
-    def parse(self, text: str) -> Action:
-        """Return the action of a text: the inverse of `text`. Raises ScheduleError for anything else."""
-        name, _, place = text.strip().partition(".")
-        action = parse_action(name)
-        found = self._index.get(f"{action.stage}.{place}")
-        if found is None:
-            example = self.text(Action(0, Op.F, 0))
-            raise ScheduleError(f"{text!r} is not a part of this model; write an action, its layer and part: {example}")
-        return action._replace(stage=found)
-
-    @cached_property
-    def _index(self) -> dict[str, int]:
-        names = (self.text(Action(index, Op.F, 0)) for index in range(len(self.sites)))
-        return {re.sub(r"F0", "", name, count=1): index for index, name in enumerate(names)}
-
-    def to_csv(self, schedule: Schedule) -> str:
-        """Write one line per pp_rank, one part per cell, in the order of issue."""
-        return "".join(",".join(map(self.text, row)) + "\n" for row in schedule.rows)
-
-    def from_csv(self, text: str, like: Schedule) -> Schedule:
-        """Read rows written by `to_csv` into a schedule with the placement and microbatches of `like`."""
-        lines = [line.split(",") for line in text.splitlines()]
-        rows = tuple(tuple(self.parse(cell) for cell in line if cell.strip()) for line in lines)
-        return replace(like, rows=rows)
-
 
 def parts_of(partition: Partition, has_experts: Sequence[bool]) -> Parts:
     """Return the parts of a model. has_experts: for each layer, whether its MLP consists of experts.

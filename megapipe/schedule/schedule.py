@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,13 +18,11 @@ from megapipe.schedule.action import (
     Action,
     Op,
     action_text,
-    parse_slice,
     with_slices,
 )
 from megapipe.schedule.placement import Placement
 
 Row = tuple[Action, ...]
-_PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 SLOTS_AROUND, RANKS_AROUND = 5, 8  # of a mark in a message
 
 
@@ -153,80 +150,6 @@ def to_csv(schedule: Schedule) -> str:
         ]
         lines.append(",".join(cells) + "\n")
     return "".join(lines)
-
-
-def from_csv(
-    text: str, name: str = "csv", placement: Placement | None = None, num_microbatches: int | None = None
-) -> Schedule:
-    """Read rows of actions. The result is not validated: call `validate`.
-
-    Skips empty cells, which torch.distributed.pipelining writes for bubbles. Placement and number of microbatches are
-    taken from the forwards unless given; a placement in two directions must be given. Raises ScheduleError with the
-    line and cell that cannot be read.
-    """
-    found: list[list[tuple[Action, int | None]]] = []
-    for line in text.splitlines():
-        found.append([])
-        for column, cell in enumerate(line.split(",")):
-            if cell.strip():
-                try:
-                    pair = _PAIR.fullmatch(cell.strip())
-                    if pair is None:
-                        found[-1].append(parse_slice(cell))
-                    else:
-                        (forward, slice_of), backward = parse_slice(pair[1]), parse_slice(pair[2])
-                        overlap = forward._replace(op=Op.OVERLAP)
-                        found[-1] += [(overlap, slice_of), (forward, slice_of), backward]
-                except ScheduleError as error:
-                    raise ScheduleError(f"line {len(found)}, cell {column + 1}: {error}") from None
-    rows, num_slices = _numbered(found, name)
-    actions = [action for row in rows for action in row if action.microbatch is not None]
-    last, num_actions = max((action.microbatch or 0 for action in actions), default=-1), sum(map(len, rows))
-    if last >= num_actions:  # checked before anything is allocated by that number
-        first = next(action for action in actions if (action.microbatch or 0) >= num_actions)
-        raise ScheduleError(
-            f"schedule {name}: {first} among {num_actions} actions: microbatches are numbered from 0 without gaps"
-        )
-    if placement is None:
-        placement = _placement_of(rows, name)
-    count = last // num_slices + 1 if num_microbatches is None else num_microbatches
-    return Schedule(name, placement, count, tuple(map(tuple, rows)), num_slices)
-
-
-def _numbered(rows: Sequence[Sequence[tuple[Action, int | None]]], name: str) -> tuple[list[list[Action]], int]:
-    """Return rows with the numbers that actions have in a schedule, and the number of slices of a microbatch."""
-    actions = [each for row in rows for each in row if each[0].microbatch is not None]
-    slices = [number for _, number in actions if number is not None]
-    if not slices:
-        return [[action for action, _ in row] for row in rows], 1
-    if len(slices) < len(actions):
-        whole = next(action for action, number in actions if number is None)
-        raise ScheduleError(
-            f"schedule {name}: {whole} has no slice, other actions have; write {whole}.0, {whole}.1, ..."
-        )
-    count = max(slices) + 1
-    if count > len(actions):  # checked before anything is allocated by that number
-        raise ScheduleError(f"schedule {name}: slice {count - 1} among {len(actions)} actions: slices count from 0")
-
-    def numbered(action: Action, number: int | None) -> Action:
-        return action if number is None else action._replace(microbatch=(action.microbatch or 0) * count + number)
-
-    return [[numbered(*each) for each in row] for row in rows], count
-
-
-def _placement_of(rows: Sequence[Sequence[Action]], name: str) -> Placement:
-    rank_of_stage: dict[int, int] = {}
-    for pp_rank, row in enumerate(rows):
-        for action in row:
-            if action.op is Op.F and rank_of_stage.setdefault(action.stage, pp_rank) != pp_rank:
-                raise ScheduleError(
-                    f"schedule {name}: {action} is on rank {pp_rank}, its stage also runs on rank "
-                    f"{rank_of_stage[action.stage]}; give the placement if every stage is on two ranks"
-                )
-    missing = next((stage for stage in range(len(rank_of_stage) or 1) if stage not in rank_of_stage), None)
-    if missing is not None:
-        raise ScheduleError(f"schedule {name}: no rank runs the forward of stage {missing}")
-    return Placement(len(rows), tuple(rank_of_stage[stage] for stage in range(len(rank_of_stage))))
 
 
 def rows_text(rows: Sequence[Row], marks: Collection[tuple[int, int]] = (), num_slices: int = 1) -> str:

@@ -15,9 +15,9 @@ import megapipe
 from megapipe.api.config import Config
 from megapipe.api.planning import make_plan, make_schedule
 from megapipe.errors import ConfigError, MegapipeError
+from megapipe.extras.report.schedule_csv import from_csv
 from megapipe.plan.report import plan_text
 from megapipe.schedule.families import SCHEDULES
-from megapipe.schedule.schedule import from_csv
 from tests.train.jobs import TINY
 from tools.write_config_types import options_text
 

@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.extras.report.schedule_csv import from_csv
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
-from megapipe.schedule.schedule import Schedule, from_csv, to_csv
+from megapipe.schedule.schedule import Schedule, to_csv
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
 from tests.schedule.naive import runs

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.extras.report.schedule_csv import from_csv
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.generate.whole_backward import microbatch_groups
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import two_directions, v_shape
-from megapipe.schedule.schedule import Schedule, from_csv
+from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.validate import validate
 from tests.schedule.strategies import named_schedules, random_schedules
 

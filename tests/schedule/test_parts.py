@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.extras.report.schedule_csv import parse_part, parts_from_csv, parts_to_csv
 from megapipe.extras.report.schedules import Unmeasured, compare
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Costs, Seconds
@@ -89,7 +90,7 @@ def test_serial_parts_take_as_long_as_their_stages(schedule, kinds, seconds):
 def test_text_is_read_back(schedule, kinds):
     parts = layers_of(schedule.num_stages, kinds)
     rows = lower(expand(pair_up(schedule), parts), 2)
-    assert parts.from_csv(parts.to_csv(rows), rows) == rows
+    assert parts_from_csv(parts, parts_to_csv(parts, rows), rows) == rows
 
 
 def test_the_text_names_stage_op_microbatch_layer_and_part():
@@ -99,7 +100,7 @@ def test_the_text_names_stage_op_microbatch_layer_and_part():
     ]  # fmt: skip
     for wrong in ("1F7.0A", "0F7.0D", "1F7", "1F7.3A", "F7.1A"):
         with pytest.raises(ScheduleError, match="not a"):
-            parts.parse(wrong)
+            parse_part(parts, wrong)
 
 
 def merged_texts(has_experts):
@@ -237,7 +238,7 @@ def swap(first, second):
     """Return a change that exchanges two parts."""
 
     def change(row, parts):
-        i, j = (row.index(parts.parse(text)) for text in (first, second))
+        i, j = (row.index(parse_part(parts, text)) for text in (first, second))
         row[i], row[j] = row[j], row[i]
 
     return change
@@ -249,8 +250,8 @@ def swap(first, second):
         (swap("0F0.0A", "0F0.0D"), r"0F0.0D needs the activation of stage 0, layer 0, attention, microbatch 0"),
         (swap("0I0.0M", "0B0.0D"), r"0B0.0D needs the gradient of stage 0, layer 0, mlp, microbatch 0"),
         (swap("0I1.0A", "0W1.0A"), r"0W1.0A needs the saved inputs and output gradients of stage 0, layer 0"),
-        (lambda row, parts: row.remove(parts.parse("0B2.0C")), "the backward of stage 0, layer 0, combine"),
-        (lambda row, parts: row.append(parts.parse("0F1.0M")), "0F1.0M was already done"),
+        (lambda row, parts: row.remove(parse_part(parts, "0B2.0C")), "the backward of stage 0, layer 0, combine"),
+        (lambda row, parts: row.append(parse_part(parts, "0F1.0M")), "0F1.0M was already done"),
     ],
     ids=["dispatch first", "backward dispatch first", "weights first", "missing", "twice"],
 )
@@ -263,7 +264,7 @@ def test_a_planted_wrong_order_is_refused(change, message):
 def test_members_of_a_group_issue_their_all_to_alls_in_one_order():
     """The digest tells a member whose row runs alone but swaps a dispatch with the combine of another microbatch."""
     other, schedule, parts = planted("1f1b", lambda row, parts: None)
-    dispatch, combine = parts.parse("0F2.0D"), parts.parse("0B0.0C")
+    dispatch, combine = parse_part(parts, "0F2.0D"), parse_part(parts, "0B0.0C")
     row = list(other.rows[0])
     row.remove(combine)
     row.insert(row.index(dispatch) + 1, combine)

@@ -2,10 +2,11 @@ import pytest
 from hypothesis import given, settings
 
 from megapipe.errors import ScheduleError
+from megapipe.extras.report.schedule_csv import from_csv
 from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import loop, two_directions
-from megapipe.schedule.schedule import Schedule, from_csv, to_csv
+from megapipe.schedule.schedule import Schedule, to_csv
 from megapipe.schedule.validate import validate
 from tests.schedule.strategies import named_schedules
 

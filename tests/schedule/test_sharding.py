@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
+from megapipe.extras.report.schedule_csv import from_csv
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_forward_only, build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.partition import from_counts
 from megapipe.schedule.placement import loop
-from megapipe.schedule.schedule import Row, Schedule, from_csv, to_csv
+from megapipe.schedule.schedule import Row, Schedule, to_csv
 from megapipe.schedule.sharding import (
     GRANULARITIES,
     ShardingPolicy,

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
+from megapipe.extras.report.schedule_csv import from_csv
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import MAKES, NEEDS, ValueKind
@@ -14,7 +15,6 @@ from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import v_shape
-from megapipe.schedule.schedule import from_csv
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
 from tests.schedule.strategies import (

@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError, ScheduleError
 from megapipe.extras.cli.schedule import main
+from megapipe.extras.report.schedule_csv import from_csv, parse_part, parse_slice
 from megapipe.extras.report.timeline import svg, timeline_text
 from megapipe.extras.report.trace import chrome_trace
-from megapipe.schedule.action import Action, Op, parse_slice
+from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import SCHEDULES, build_forward_only, build_lowered, build_schedule
 from megapipe.schedule.lifetimes import Held, lifetimes, peak_live_chunks
 from megapipe.schedule.lower import lower
 from megapipe.schedule.parts import Part, Parts, Site
-from megapipe.schedule.schedule import Schedule, from_csv, to_csv
+from megapipe.schedule.schedule import Schedule, to_csv
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
 
@@ -217,7 +218,7 @@ def test_text_of_slices_and_of_parts_differ():
         with pytest.raises(ScheduleError, match=r"a slice is written as in 2F0\.3"):
             parse_slice(text)
     with pytest.raises(ScheduleError, match="is not a part"):
-        parts.parse("0F0.5")
+        parse_part(parts, "0F0.5")
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from megapipe.extras.report.schedule_csv import from_csv
 from megapipe.schedule.families import SCHEDULES, build_lowered, build_schedule
-from megapipe.schedule.schedule import Schedule, from_csv, to_csv
+from megapipe.schedule.schedule import Schedule, to_csv
 from megapipe.schedule.validate import validate
 
 RANKS, MICROBATCHES = 2, 8

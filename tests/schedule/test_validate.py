@@ -6,12 +6,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ScheduleError
+from megapipe.extras.report.schedule_csv import from_csv
 from megapipe.schedule.action import COMPUTE_OPS, Op
 from megapipe.schedule.dependencies import ChannelPath, ValueKind
 from megapipe.schedule.families import build_lowered, build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.placement import linear, loop
-from megapipe.schedule.schedule import Schedule, from_csv
+from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.validate import validate
 from tests.schedule.naive import runs
 from tests.schedule.strategies import named_schedules, random_schedules

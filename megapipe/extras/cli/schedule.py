@@ -13,6 +13,7 @@ from typing import Any
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, each_with, option, switch
 from megapipe.extras.cli.group import CommandGroup
+from megapipe.extras.report.schedule_csv import from_csv, parts_from_csv, parts_to_csv
 from megapipe.extras.report.schedules import (
     NOT_SYNCHRONOUS,
     Measures,
@@ -38,7 +39,7 @@ from megapipe.schedule.families import SCHEDULES, build_schedule, build_stream, 
 from megapipe.schedule.lower import lower
 from megapipe.schedule.parts import expand, pair_up, prove
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
-from megapipe.schedule.schedule import Schedule, from_csv, to_csv
+from megapipe.schedule.schedule import Schedule, to_csv
 from megapipe.schedule.sharding import GRANULARITIES, ShardingPolicy
 from megapipe.schedule.stream import STRETCH, weight_versions
 from megapipe.schedule.validate import ValidationReport, validate
@@ -251,7 +252,9 @@ def draw_one(own: argparse.Namespace) -> None:
     else:
         measures, timeline = measure_experts(schedule.compute_only(), model)
         parts = model.parts(schedule.num_stages)
-        text = rows = partial(parts.to_csv, timeline.schedule if own.lowered else timeline.schedule.compute_only())
+        text = rows = partial(
+            parts_to_csv, parts, timeline.schedule if own.lowered else timeline.schedule.compute_only()
+        )
         picture = partial(parts_svg, timeline, parts, own.width)
     written = []
     for path, content in ((own.svg, picture), (own.trace, partial(chrome_trace, timeline)), (own.csv_out, rows)):
@@ -325,7 +328,7 @@ def _check_parts(own: argparse.Namespace, schedule: Schedule, model: ExpertModel
     parts, paired = model.parts(schedule.num_stages), pair_up(schedule)
     expanded = expand(paired, parts)
     if own.parts is not None:
-        expanded = parts.from_csv(own.parts.read_text(encoding="utf-8"), expanded)
+        expanded = parts_from_csv(parts, own.parts.read_text(encoding="utf-8"), expanded)
     rows = expanded if expanded.is_lowered else lower(expanded, own.receive_depth)
     report = prove(rows, paired, parts, own.send_depth)
     _print_proof(own, report)

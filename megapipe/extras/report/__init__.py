@@ -11,6 +11,7 @@
 - `goodput`:    the days of a run with failures and checkpoints
 - `schedules`:  all schedule families side by side; `curves`: what ranks hold over a timeline
 - `step_time`:  the predicted time of a step by parts, and of the all-to-alls of experts, as text
+- `schedule_csv`: schedules read from CSV, those of parts written, too
 - `timeline`:   a simulated timeline, of stages or of parts of layers, as SVG or text
 - `grid`:       the grid of a plan's ranks, and context parallelism
 - `status`:     the ranks of a run and what they do now, for `megapipe status`

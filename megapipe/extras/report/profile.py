@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.errors import DataError, MegapipeError
+from megapipe.extras.report.schedule_csv import from_csv
 from megapipe.profile.profile import (
     FORMAT,
     VERSION,
@@ -19,7 +20,6 @@ from megapipe.profile.profile import (
     Profile,
 )
 from megapipe.schedule.placement import Placement
-from megapipe.schedule.schedule import from_csv
 
 FILE_PATTERN = "pipeline_profile_*.json"
 

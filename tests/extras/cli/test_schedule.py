@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megapipe.extras.cli.schedule import main
+from megapipe.extras.report.schedule_csv import from_csv
 from megapipe.schedule.families import build_lowered, build_schedule
-from megapipe.schedule.schedule import from_csv
 from tools.draw_all_schedules import pictures
 
 REPOSITORY = Path(__file__).resolve().parents[3]

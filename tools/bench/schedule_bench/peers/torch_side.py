@@ -17,7 +17,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from megapipe.schedule.schedule import Schedule, from_csv
+from megapipe.extras.report.schedule_csv import from_csv
+from megapipe.schedule.schedule import Schedule
 from megapipe.tensor_parallel.gradients import WeightQueue
 from schedule_bench.work import Work
 
