@@ -11,7 +11,6 @@ from typing import Any
 
 from megapipe.errors import ConfigError
 from megapipe.extras.cli.frame import command, option, painted, switch, write_file
-from megapipe.extras.report.charts import loss_svg
 from megapipe.extras.report.comparison import comparison_svg
 from megapipe.extras.report.folder import read_run
 from megapipe.extras.report.page import compare_page, compare_text, named, page
@@ -23,7 +22,6 @@ FILE_NAME = "report.html"
 OPTIONS = (
     option("run", "the run's folder", type=Path, metavar="RUN"),
     option("--output", f"where to write it (default: RUN/{FILE_NAME})", type=Path),
-    option("--loss-svg", "also write only the chart of losses, as SVG", type=Path),
     option("--svg", "also write only the drawing of plan and measurement, as SVG", type=Path),
 )
 COMPARE_OPTIONS = (
@@ -47,11 +45,6 @@ def main(own: argparse.Namespace) -> None:
     torch.
     """
     path = write_report(own.run, own.output)
-    if own.loss_svg is not None:
-        drawn = loss_svg(read_run(own.run))
-        if not drawn:
-            raise ConfigError(f"--loss-svg {own.loss_svg}: no step of {own.run} has been logged yet")
-        write_file(own.loss_svg, drawn, "--loss-svg")
     if own.svg is not None:
         profile = read_run(own.run).profile
         if profile is None:

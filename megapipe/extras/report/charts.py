@@ -15,7 +15,7 @@ from html import escape
 from typing import Any
 
 from megapipe.config.config import Config
-from megapipe.extras.report.drawing import element, line, merged, paper, rect, round_step, text, titled
+from megapipe.extras.report.drawing import element, line, merged, rect, round_step, text, titled
 from megapipe.extras.report.expert_load import expected_load
 from megapipe.extras.report.folder import Record, Run
 
@@ -117,11 +117,8 @@ class _Frame:
                 yield index * step
 
 
-def chart_svg(chart: Chart, size: tuple[int, int] = SIZES["medium"], **attributes: object) -> str:
-    """Return the chart as SVG; '' if no curve has a point.
-
-    attributes: of its place in a drawing; only without them the chart holds its points for the report's script.
-    """
+def chart_svg(chart: Chart, size: tuple[int, int] = SIZES["medium"]) -> str:
+    """Return the chart as SVG, with its points for the report's script; '' if no curve has a point."""
     points = [point for curve in chart.curves for point in curve.points]
     if not points:
         return ""
@@ -161,12 +158,11 @@ def chart_svg(chart: Chart, size: tuple[int, int] = SIZES["medium"], **attribute
                     title = titled(f"{curve.name}, {chart.axis} {number(step)}: {number(value)}")
                     parts.append(element("circle", title, cx=left, cy=top, **dot))
     parts.append(element("line", class_="hover", visibility="hidden"))
-    if not attributes:
-        parts.append(_data(data))
+    parts.append(_data(data))
     words = {"role": "img", "aria_label": chart.title, "data_unit": chart.unit, "data_axis": chart.axis}
     scale = f"{frame.x(0):.4f} {frame.x(1) - frame.x(0):.9g} {TOP} {bottom}"
     view = f"0 0 {width} {height}"
-    return element("svg", "".join(parts), class_="chart", viewBox=view, data_frame=scale, **words, **attributes)
+    return element("svg", "".join(parts), class_="chart", viewBox=view, data_frame=scale, **words)
 
 
 def _data(values: object) -> str:
@@ -186,15 +182,6 @@ def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     return sorted({points[0], points[-1], *kept})
 
 
-PALETTE = ("#2463a6", "#c2571a", "#1f7a4d")  # of a drawing without the report's style sheet
-STANDALONE = (
-    "text{font:11px 'DejaVu Sans',Helvetica,Arial,sans-serif;fill:#616c78}.grid{stroke:#dfe3e8}"
-    ".mark{stroke:#616c78;stroke-dasharray:2 3}"
-    ".curve{fill:none;stroke-width:1.7;stroke-linejoin:round}.lost{opacity:.35;stroke-dasharray:3 3}"
-    + "".join(f".c{i}{{stroke:{colour}}}circle.c{i}{{fill:{colour}}}" for i, colour in enumerate(PALETTE))
-)
-
-
 def loss_chart(run: Run) -> Chart:
     """Return the chart of training, validation and test loss."""
     losses = [
@@ -205,19 +192,6 @@ def loss_chart(run: Run) -> Chart:
     ]
     repeated = "dashed: steps repeated after a restart" if any(run.lost_steps) else ""
     return Chart("Loss", losses, "nats per token", repeated, _starts(run), is_wide=True)
-
-
-def loss_svg(run: Run) -> str:
-    """Return the chart of losses as an SVG file of its own; '' if no step was logged."""
-    (width, height), chart, top = (860, 320), loss_chart(run), 24
-    drawn = chart_svg(chart, (width, height), y=top, width=width, height=height)
-    named = [curve for curve in chart.curves if curve.points and curve.kind != "lost"]
-    parts = [element("style", STANDALONE), text(LEFT, 18, chart.unit)]
-    for i, curve in enumerate(named):
-        parts.append(text(LEFT + 100 + 80 * i, 18, curve.name, style=f"fill:{PALETTE[curve.colour]}"))
-    notes = ", ".join(filter(None, (f"dotted: {RESTART}" if chart.marks else "", chart.note)))
-    parts.append(text(width - RIGHT, 18, notes, text_anchor="end"))
-    return paper(width, height + top, [*parts, drawn]) if drawn else ""
 
 
 def _starts(run: Run) -> list[tuple[float, str]]:

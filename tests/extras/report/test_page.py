@@ -26,13 +26,11 @@ from megapipe.extras.report.charts import (
     LEVELS,
     MAX_POINTS,
     MOST_MAPS,
-    PALETTE,
     Chart,
     Curve,
     chart_svg,
     expert_maps_html,
     heat,
-    loss_svg,
     thinned,
 )
 from megapipe.extras.report.comparison import comparison_svg, op_times
@@ -46,7 +44,7 @@ from megapipe.profile.profile import profile_name, write_profile
 from tests.profile.synthetic import lowered, profile_of, step_of
 
 RECORDED = Path(__file__).resolve().parents[2] / "fixtures" / "report" / "interleaved"
-SVG_TEXT, SECOND_START = re.compile("<text[^>]*>([^<]*)"), re.compile("<title>(start [^<]*)")
+SECOND_START = re.compile("<title>(start [^<]*)")
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
@@ -241,19 +239,10 @@ def test_a_resumed_run_shows_its_segments_and_the_steps_taken_again(recorded: Pa
         and "steps repeated" in text
         and "2 starts" in text
     )
-    html, (second,) = page(read), SECOND_START.findall(loss_svg(read))
-    assert second == "start 2" and 'class="restart"' in html
+    html = page(read)
+    assert "start 2" in SECOND_START.findall(html) and 'class="restart"' in html
     assert html.count('data-label="ended"') == 2  # a narrow page names every value
-    texts = "".join(SVG_TEXT.findall(loss_svg(read)))
-    assert "nats per token" in texts and "dotted" in texts and "dashed" in texts
-
-
-def test_names_in_the_chart_of_losses_have_the_colours_of_their_curves(recorded: Path) -> None:
-    """A run may be evaluated on the test part alone."""
-    metrics = recorded / "metrics.jsonl"
-    edited(metrics, lambda records: [record | {"split": "test"} if "split" in record else record for record in records])
-    drawn = loss_svg(read_run(recorded))
-    assert f'style="fill:{PALETTE[2]}">test<' in drawn and '<circle class="dot c2"' in drawn
+    assert "nats per token" in text and "dashed" in text
 
 
 def test_steps_and_their_total_can_break_into_lines(recorded: Path) -> None:
@@ -353,20 +342,6 @@ def test_a_folder_that_is_no_run_is_refused_and_those_below_are_named(
     assert "is not a folder" in capsys.readouterr().err
     assert main([str(recorded), "--output", str(tmp_path / "no" / "page.html")]) == 2
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
-
-
-def test_the_chart_of_losses_is_a_drawing_of_its_own(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "loss.svg"
-    assert main([str(recorded), "--loss-svg", str(path)]) == 0
-    found = ElementTree.fromstring(path.read_text())
-    assert not list(found.iter("metadata")) and found.attrib["width"] == "860"
-    texts = [element.text for element in found.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"training", "validation", "step"} <= set(texts)
-    (recorded / "metrics.jsonl").write_text("")
-    assert main([str(recorded), "--loss-svg", str(path)]) == 2
-    assert "no step of" in capsys.readouterr().err
 
 
 def test_an_axis_has_at_least_four_ticks_whatever_its_range() -> None:
