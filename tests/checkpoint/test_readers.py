@@ -79,7 +79,7 @@ def read_by_api(root: Path) -> None:
 
 def export(root: Path) -> None:
     target = root.parent / "exported"
-    assert convert.main([str(root), str(target), "--to", "dcp", "--from", "megapipe"]) == 0
+    assert convert.main([str(root), str(target), "--to", "megatron", "--from", "megapipe"]) == 0
     shutil.rmtree(target)
 
 

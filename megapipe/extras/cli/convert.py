@@ -11,15 +11,13 @@ from megapipe.checkpoint.manifest import MANIFEST_NAME
 from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option, switch
-from megapipe.extras.convert import dcp_run, hugging_face, megatron_dist, megatron_legacy
+from megapipe.extras.convert import hugging_face, megatron_dist, megatron_legacy
 from megapipe.extras.convert.megatron import has_writable_optimizer, iteration_folder
 from megapipe.extras.convert.megatron_args import MegatronGrid
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint, write_checkpoint
 from megapipe.extras.convert.special_tokens import ends_of
 
-HUGGING_FACE, OWN, MEGATRON, DCP = "hugging-face", "megapipe", "megatron", "dcp"
-SOURCES = (HUGGING_FACE, OWN, MEGATRON)
-TARGETS = (*SOURCES, DCP)
+HUGGING_FACE, OWN, MEGATRON = FORMATS = ("hugging-face", "megapipe", "megatron")
 
 
 def guess(folder: Path) -> str:
@@ -33,7 +31,7 @@ def guess(folder: Path) -> str:
         return MEGATRON
     if (folder / hugging_face.CONFIG).exists():
         return HUGGING_FACE
-    raise CheckpointError(f"{folder} looks like none of {', '.join(SOURCES)}; give its format with --from")
+    raise CheckpointError(f"{folder} looks like none of {', '.join(FORMATS)}; give its format with --from")
 
 
 # flags that mean something for some formats alone: these flags, their side, the formats
@@ -43,7 +41,7 @@ CONCERNS = (
     ("--weights-only", "from", MEGATRON),
     ("--drop-vocab-padding", "from", MEGATRON),
     ("--architecture --max-shard-size", "to", HUGGING_FACE),
-    ("--like", "to", HUGGING_FACE, OWN, DCP),
+    ("--like", "to", HUGGING_FACE, OWN),
     ("--tensor-model-parallel-size --pipeline-model-parallel-size --expert-model-parallel-size", "to", MEGATRON),
     ("--expert-tensor-parallel-size --transformer-impl --use-distributed-optimizer", "to", MEGATRON),
 )
@@ -51,12 +49,12 @@ CONCERNS = (
 OPTIONS = (
     option("source", "folder to read", type=Path),
     option("target", "folder to write: a new one, for megapipe a directory to --load", type=Path, nargs="?"),
-    option("--from", "format of the source (default: detected)", dest="source_format", choices=SOURCES),
+    option("--from", "format of the source (default: detected)", dest="source_format", choices=FORMATS),
     option(
         "--to",
         "format to write (default: megapipe, or hugging-face if the source is megapipe)",
         dest="target_format",
-        choices=TARGETS,
+        choices=FORMATS,
     ),
     option("--step", "step of the source (default: the newest)", type=int),
     option("--dtype", "dtype of the weights (default: unchanged)", choices=DTYPES),
@@ -107,13 +105,12 @@ REFUSED = {
 
 @command("megapipe convert", OPTIONS, interrupted="\ninterrupted; no checkpoint was written", refused=REFUSED)
 def main(own: argparse.Namespace) -> None:
-    """Convert checkpoints on the CPU: Hugging Face <-> megapipe <-> Megatron, -> torch.distributed.checkpoint.
+    """Convert checkpoints on the CPU: Hugging Face <-> megapipe <-> Megatron.
 
     megapipe convert Llama-3.2-1B checkpoints/llama              a Hugging Face folder, to --load and train on
     megapipe convert checkpoints/llama export --to hugging-face  back, or after training
     megapipe convert megatron_run checkpoints/run                a Megatron run: weights, moments, step, schedules
     megapipe convert checkpoints/run out --to megatron --use-distributed-optimizer   back
-    megapipe convert checkpoints/run out --to dcp                for torch.distributed.checkpoint
     """
     source_format = own.source_format or guess(own.source)
     target_format = own.target_format or (HUGGING_FACE if source_format == OWN else OWN)
@@ -174,8 +171,6 @@ def write(target_format: str, snapshot: Snapshot, own: argparse.Namespace) -> st
         return f"{report.path} ({report.num_bytes:,} bytes): --load {target}"
     if target_format == HUGGING_FACE:
         return f"{target} ({hugging_face.write(snapshot, target, own.architecture, int(own.max_shard_size * 1e9))})"
-    if target_format == DCP:
-        return f"{dcp_run.write(snapshot, target)}: torch.distributed.checkpoint.load(state_dict, checkpoint_id=...)"
     tp, pp = own.tensor_model_parallel_size, own.pipeline_model_parallel_size
     grid = MegatronGrid(tp, pp, own.expert_model_parallel_size, own.expert_tensor_parallel_size)
     is_fused = own.transformer_impl == "transformer_engine"

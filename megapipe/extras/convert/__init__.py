@@ -10,5 +10,5 @@ settings. A tensor or setting that the other side cannot express is an error tha
 - `pickled`: pickled files and folders of torch.distributed.checkpoint, read without executing anything in them
 - `megatron_args`: Megatron's args; `megatron`: names, order and cuts of its tensors; `megatron_legacy`,
   `megatron_dist`: its formats `torch` and `torch_dist`
-- `dcp_run`: runs written for torch.distributed.checkpoint; `dcp_files` writes its folders
+- `dcp_files`: writes folders of torch.distributed.checkpoint
 """

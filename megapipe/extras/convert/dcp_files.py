@@ -99,18 +99,16 @@ class _LazyPlanner(DefaultSavePlanner):
         return self._written[None] if is_row else self._written
 
 
-def save_state_dict(state: Mapping[str, Any], folder: Path, is_flat: bool = False) -> None:
-    """Write a nested state dict of LazyTensors, LazyStacks and picklable values, without a process group.
+def save_state_dict(state: Mapping[str, Any], folder: Path) -> None:
+    """Write LazyTensors, LazyStacks and picklable values by name, without a process group.
 
-    A leaf's key is its path joined by '.'. is_flat: every value of `state` is a leaf, also a list or a dict.
     Raises OSError, or the error of reading a tensor.
     """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended here
             writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # one tensor at a time, also with a GPU
-            # there are no ShardedTensors, and looking for them turns keys of nested dicts into strings
-            planner = _LazyPlanner(flatten_state_dict=not is_flat, flatten_sharded_tensors=False)
+            planner = _LazyPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             save(dict(state), storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:  # a BaseException, which most handlers would not catch
         raise next(iter(error.failures.values()))[0] from None

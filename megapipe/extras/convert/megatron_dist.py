@@ -512,7 +512,7 @@ def write(
     for prefix, tensors in sources.items():
         content |= {prefix + name: entry for name, entry in _stacked(run, tensors).items()}
     with megatron.new_iteration(root, snapshot.step) as (disk, folder):
-        save_state_dict(content, folder, is_flat=True)
+        save_state_dict(content, folder)
         disk.write_file(folder / BACKEND, json.dumps(BACKEND_VERSION).encode())
     return root / folder.name
 
