@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-
-@runtime_checkable
-class LazyTensor(Protocol):
-    """A tensor that `detach` reads from its file, so that it is in memory only while it is written; or a Tensor."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def detach(self) -> Tensor: ...
+from megapipe.extras.convert.snapshot import LazyTensor
 
 
 @dataclass(frozen=True)
@@ -48,10 +37,6 @@ class LazyStack:
     def dtype(self) -> torch.dtype:
         return self.rows[0].dtype
 
-    def detach(self) -> Tensor:
-        """Read all rows at once."""
-        return torch.stack([row.detach() for row in self.rows])
-
 
 class _LazyPlanner(DefaultSavePlanner):
     """torch's planner, shown tensors on the meta device, which reads each one when it is written.
@@ -65,7 +50,7 @@ class _LazyPlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._lazy = {name: leaf for name, leaf in self.state_dict.items() if isinstance(leaf, LazyTensor)}
+        self._lazy = {name: leaf for name, leaf in self.state_dict.items() if isinstance(leaf, LazyTensor | LazyStack)}
         shown = {name: torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for name, leaf in self._lazy.items()}
         self.state_dict = {**self.state_dict, **shown}
 
@@ -89,9 +74,9 @@ class _LazyPlanner(DefaultSavePlanner):
         lazy = self._lazy.get(index.fqn)
         if lazy is None:
             return super().lookup_object(index)
-        is_row = False
-        if isinstance(lazy, LazyStack) and index.offset is not None:
-            lazy, is_row = lazy.rows[index.offset[0]], True
+        if is_row := isinstance(lazy, LazyStack):
+            assert index.offset is not None  # an item of `create_local_plan`
+            lazy = lazy.rows[index.offset[0]]
         if self._written is not None:
             self._written.untyped_storage().resize_(0)
         # a copy, since others may hold the tensor that was read and its memory is freed above

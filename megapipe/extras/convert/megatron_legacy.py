@@ -22,7 +22,7 @@ from megapipe.config.config import resolve_model
 from megapipe.errors import CheckpointError
 from megapipe.extras.convert import megatron
 from megapipe.extras.convert.megatron import EXTRA_STATE, HEAD, TRY_WEIGHTS_ONLY, Member
-from megapipe.extras.convert.megatron_args import MegatronGrid, read_run_config
+from megapipe.extras.convert.megatron_args import MegatronGrid, read_config
 from megapipe.extras.convert.pickled import load_pickled
 from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, check_nothing_left
 from megapipe.extras.convert.tables import unpadded
@@ -85,7 +85,7 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
             f"--ckpt-convert-format torch_dist --ckpt-convert-save DIR, or {TRY_WEIGHTS_ONLY}"
         )
     args = vars(first["args"])
-    config, remarks = read_run_config(args, vocab_size, False)
+    config = read_config(args, vocab_size)
     tp, etp = len(stages[0]), MegatronGrid.of(args).etp
     padded = resolve_model(dataclasses.replace(config.model, padded_vocab_size=int(args["padded_vocab_size"])), tp)
     located = _locate(folder, stages, padded.num_layers)
@@ -115,7 +115,7 @@ def read(root: Path, step: int | None = None, vocab_size: int | None = None, wei
         stage, _ = next(iter(located.values()))
         names = [name for _, name in located.values()]
         check_nothing_left(stages[stage][0].path, names, "the model that its args describe")
-    return megatron.run_snapshot(config, tensors, args, first, None, remarks)
+    return megatron.run_snapshot(config, tensors, args, first, None)
 
 
 def _as_stored(spec: ParamSpec, stages: Sequence[Sequence[Chunk]], located: Located, tp: int) -> ParamSpec:

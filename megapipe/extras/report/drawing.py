@@ -76,10 +76,10 @@ def table_html(rows: Iterable[str], kind: str | None = None) -> str:
     return element("table", "".join(rows), class_=kind)
 
 
-def table_row(cells: Iterable[str], kind: str | None = None, tag: str = "td") -> str:
+def table_row(cells: Iterable[str], tag: str = "td") -> str:
     """Return a row of a table. cells: each a <th> or <td>, or the content of a `tag`."""
     whole = (cell if cell.startswith("<t") else element(tag, cell) for cell in cells)
-    return element("tr", "".join(whole), class_=kind)
+    return element("tr", "".join(whole))
 
 
 def tiles_html(tiles: Iterable[tuple[str, ...]]) -> str:

@@ -15,7 +15,6 @@ from megapipe.extras.convert.snapshot import LazyTensor, Snapshot, read_checkpoi
 from tests.extras.convert.test_megatron import LLAMA_MODEL, drawn, in_memory
 
 MODEL = dataclasses.replace(LLAMA_MODEL, num_layers=1)  # 61 rows of vocabulary do not divide evenly over ranks
-EMBEDDING, Q = "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
 def a_run() -> Snapshot:
