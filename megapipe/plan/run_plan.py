@@ -80,7 +80,7 @@ def decisive_counts(
     if SCHEDULES.origin(family.name) != BUILT_IN:
         return dict(zip(numbers, numbers, strict=True))
     full, start, period = numbers[-1], numbers[-1] + 1, 1
-    if family.takes_group_size:
+    if family.takes_group_size or family.in_turns:
         group = group_size or pp
         start, period = -(-4 * group // num_slices), group // math.gcd(group, num_slices)
         numbers = list({count % period: count for count in numbers}.values())

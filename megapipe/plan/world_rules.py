@@ -208,10 +208,11 @@ def check_counts(config: Config, schedule_name: str, topology: Topology, batch: 
         count = size // batch.samples_per_microbatch
         trouble, near = counts(topology.pp, count)
         if trouble:
-            ways = " or ".join(str(number * batch.samples_per_microbatch) for number in near)
+            numbers = [str(number * batch.samples_per_microbatch) for number in near]
+            ways = " or ".join([*numbers, "more"] if near[0] > count else numbers)
             raise ConfigError(
                 f"--pipeline-schedule {schedule_name} {trouble}; {batch.flag_of(size)} {size}, {count} microbatch(es) "
-                f"of {config.training.micro_batch_size} x dp {topology.dp}: use {ways} instead"
+                f"of {config.training.micro_batch_size} x dp {topology.dp}: use {ways}"
             )
 
 

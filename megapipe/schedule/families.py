@@ -37,6 +37,7 @@ class ScheduleFamily:
     takes_chunks: bool = False  # several chunks per rank, that is stages in each direction
     chunks: int | None = None  # the number of chunks, if the family works with only one number
     has_waves: bool = False  # chunks come in pairs, one for each way of a wave
+    in_turns: bool = False  # microbatches run in groups of as many as there are ranks
     without_chunks: str = ""  # the family that this one equals with one chunk
     group_rule: str = ""  # why groups must be at least as large as the ranks; empty: no groups
     splits_backward: bool = False  # has I and W (some of its backwards may be whole)
@@ -146,6 +147,7 @@ _FAMILIES = (
         placement=v_shape,
         takes_chunks=True,
         has_waves=True,
+        in_turns=True,
     ),
     ScheduleFamily(
         "chimera",
@@ -153,6 +155,7 @@ _FAMILIES = (
         "1F1B from both ends at once, half of the bubble where F = B; parameters held twice",
         placement=two_directions,
         counts=partial(_from_both_ends, 0),
+        in_turns=True,
     ),
     _Split(
         "zb-h1",
@@ -340,4 +343,5 @@ def _check_shape(family: ScheduleFamily, shape: Shape, has_groups: bool) -> None
         raise ConfigError(f"{name} has no order for {num_slices} slices of a microbatch; use 1, or one of {several}")
     problem, near = family.counts(num_ranks, num_microbatches) if family.counts else ("", ())
     if problem:
-        raise ConfigError(f"{name} {problem}; {num_microbatches} were given: use {' or '.join(map(str, near))}")
+        more = " or more" if near[0] > num_microbatches else ""
+        raise ConfigError(f"{name} {problem}; {num_microbatches} were given: use {' or '.join(map(str, near))}{more}")
