@@ -19,7 +19,14 @@ from megapipe.model.routing import ROWS, SENT, Routing
 from megapipe.model.segments import Element, Elements, Operator, Remade, Segment, again_if, input_recompute, tensor_of
 from megapipe.sharding.spec import ExpertRows, Init, ParamSpec
 from megapipe.tensor_parallel.gemms import Gemms, RowGroups
-from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, QueuedGradient, WeightQueue, add_to_grad
+from megapipe.tensor_parallel.gradients import (
+    GradientSlot,
+    InputRecompute,
+    QueuedGradient,
+    WeightQueue,
+    add_to_grad,
+    collect,
+)
 from megapipe.tensor_parallel.parameter import declared
 
 WEIGHTED = slice(-2, None)  # of a branch: weights and rows
@@ -155,13 +162,11 @@ class _WeightGradients(QueuedGradient):
 
     @torch.no_grad()
     def accumulate(self) -> None:
+        add_to_grad(self.weight, collect(self.slot, self.weight, self._add))
+
+    def _add(self, slot: GradientSlot) -> None:
         x = self.inputs[0] if self.function is None else self.function(*self.inputs)
-        slot = GradientSlot(torch.zeros_like(self.weight)) if self.slot is None else self.slot
         self.gemms.add_weight_gradient_groups(slot, self.grad, x, self.groups, then_input=self.then_input)
-        if self.slot is None:
-            add_to_grad(self.weight, slot.main_grad)
-        else:
-            self.slot.ready()
 
 
 class _WeightedBias(Function):
@@ -204,14 +209,11 @@ class _BiasGradients(QueuedGradient):
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        dtype = self.bias.dtype if self.slot is None else self.slot.main_grad.dtype
+        add_to_grad(self.bias, collect(self.slot, self.bias, self._add))
+
+    def _add(self, slot: GradientSlot) -> None:
         rows = self.rows if self.weights is None else self.rows * self.weights[:, None]
-        sums = torch.cat([each.sum(0, dtype=dtype) for each in rows.split(self.counts)])
-        if self.slot is None:
-            add_to_grad(self.bias, sums)
-        else:
-            self.slot.add(sums)
-            self.slot.ready()
+        slot.add(torch.cat([each.sum(0, dtype=slot.main_grad.dtype) for each in rows.split(self.counts)]))
 
 
 @dataclass(frozen=True)

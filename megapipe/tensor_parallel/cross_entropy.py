@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from megapipe.comm.groups import Group
 from megapipe.layers.ends import loss_block_bytes
 from megapipe.tensor_parallel.embedding import VocabularySlice, check_ids
 from megapipe.tensor_parallel.gemms import SequenceGather, at_least_fp32, gathered, summed
-from megapipe.tensor_parallel.gradients import add_to_grad
+from megapipe.tensor_parallel.gradients import GradientSlot, add_to_grad
 from megapipe.tensor_parallel.linear import ColumnParallelLinear
 
 
@@ -312,7 +313,7 @@ class _ChunkedCrossEntropy(Function):
             gradient = head.gradient(rows[chunk], weight, flat[chunk], log_sum_exp[chunk], grad[chunk])
             torch.mm(gradient, weight, out=partial[chunk])
             if pending is not None and not deferring:
-                pending.add(gradient, rows[chunk])
+                pending.slot.add_outer(gradient, rows[chunk])  # gradient: of the logits, [n, V / tp]
         grad_weight = None
         if pending is not None and deferring:
             linear.queue.submit(pending)
@@ -332,7 +333,14 @@ class _ChunkedWeightGradient:
     labels: Tensor
     log_sum_exp: Tensor
     grad: Tensor
-    total: Tensor | None = None  # without a slot
+
+    @cached_property
+    def slot(self) -> GradientSlot:
+        """The slot of the weight; for one without the gradient alone."""
+        found = self.head.linear.slots.get("weight")
+        if found is not None:
+            return found
+        return GradientSlot(torch.zeros_like(self.weight, dtype=at_least_fp32(self.weight.dtype)))
 
     def launch(self) -> None:
         """Start the gather of the input."""
@@ -344,23 +352,10 @@ class _ChunkedWeightGradient:
         rows, labels = self.hidden.full().flatten(0, -2), self.labels.reshape(-1)
         for chunk in _slices(rows.shape[0], self.head.size):
             arguments = (tensor[chunk] for tensor in (labels, self.log_sum_exp, self.grad))
-            self.add(self.head.gradient(rows[chunk], self.weight, *arguments), rows[chunk])
+            self.slot.add_outer(self.head.gradient(rows[chunk], self.weight, *arguments), rows[chunk])
         add_to_grad(self.weight, self.finish())
-
-    def add(self, gradient: Tensor, rows: Tensor) -> None:
-        """Add one chunk. gradient: of the logits, [n, V / tp]; rows: [n, h]."""
-        slot = self.head.linear.slots.get("weight")
-        if slot is not None:
-            slot.add_outer(gradient, rows)
-        elif self.total is None:
-            self.total = torch.mm(gradient.t(), rows).to(at_least_fp32(rows.dtype))
-        else:
-            self.total += torch.mm(gradient.t(), rows)
 
     def finish(self) -> Tensor | None:
         """Report the slot ready after the last chunk, or return the gradient where there is no slot."""
-        slot = self.head.linear.slots.get("weight")
-        if slot is not None:
-            slot.ready()
-        total, self.total = self.total, None
-        return None if total is None else total.to(self.weight.dtype)
+        self.slot.ready()
+        return None if "weight" in self.head.linear.slots else self.slot.main_grad.to(self.weight.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from megapipe.comm.groups import Group
 from megapipe.errors import ConfigError, DataError
 from megapipe.sharding.spec import Fused, ParamSpec
 from megapipe.tensor_parallel.gemms import SequenceGather, summed
-from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue, add_to_grad
+from megapipe.tensor_parallel.gradients import GradientSlot, WeightQueue, add_to_grad, collect
 from megapipe.tensor_parallel.parameter import declared
 
 
@@ -144,14 +145,8 @@ class EmbeddingWeightGradient:
         grad_output = self.grad_output.full().flatten(0, -2)
         rows, is_local = self.module.vocabulary.local(self.tokens.reshape(-1))
         rows, grad_output = _local_rows(rows, grad_output, is_local)
-        slot = self.module.slots.get("weight")
-        if slot is None:
-            dense = GradientSlot(torch.zeros_like(self.weight))
-            dense.add_rows(rows, grad_output)
-            return dense.main_grad
-        slot.add_rows(rows, grad_output)
-        slot.ready()
-        return None
+        add = partial(GradientSlot.add_rows, rows=rows, gradient=grad_output)
+        return collect(self.module.slots.get("weight"), self.weight, add)
 
     @torch.no_grad()
     def accumulate(self) -> None:

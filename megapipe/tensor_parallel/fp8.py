@@ -138,9 +138,6 @@ class Fp8Gemms(Gemms):
     def input_gradient_chunks(self, grad_output: Tensor, weight: Tensor, group: Group | None) -> ChunkProduct:
         return self._chunks(self.gradient, grad_output, self.cast_weight(weight)[1], None, group, fast=False)
 
-    def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
-        return self._outer(grad_output, inputs, inputs.dtype)
-
     def add_weight_gradient(self, slot: GradientSlot, grad_output: Tensor, inputs: Tensor) -> None:
         slot.add(self._outer(grad_output, inputs, torch.float32))
 

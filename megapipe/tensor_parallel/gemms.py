@@ -173,12 +173,8 @@ class Gemms:
         """Return `input_gradient` for chunks of grad_output; group as in `forward_chunks`."""
         return partial(_multiply, weight, None)
 
-    def weight_gradient(self, grad_output: Tensor, inputs: Tensor) -> Tensor:
-        """Return dy^T x, [out, in]; grad_output [tokens, out], inputs [tokens, in]."""
-        return torch.mm(grad_output.t(), inputs)
-
     def add_weight_gradient(self, slot: GradientSlot, grad_output: Tensor, inputs: Tensor) -> None:
-        """Add dy^T x to the slot's main gradient."""
+        """Add dy^T x to the slot's main gradient; grad_output [tokens, out], inputs [tokens, in]."""
         slot.add_outer(grad_output, inputs)
 
     def forward_groups(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:

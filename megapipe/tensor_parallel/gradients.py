@@ -108,6 +108,14 @@ class InputRecompute(NamedTuple):
     in_backward: bool = False
 
 
+def collect(slot: GradientSlot | None, parameter: Tensor, add: Callable[[GradientSlot], None]) -> Tensor | None:
+    """Let `add` add a gradient to a slot and record the use; without a slot return the gradient, for autograd."""
+    own = GradientSlot(torch.zeros_like(parameter)) if slot is None else slot
+    add(own)
+    own.ready()
+    return own.main_grad if slot is None else None
+
+
 def add_to_grad(parameter: Tensor | None, gradient: Tensor | None) -> None:
     """Add a deferred gradient without a slot to parameter.grad. Raises RuntimeError for a tensor that is not a leaf."""
     if parameter is None or gradient is None:

@@ -48,7 +48,7 @@ from megapipe.tensor_parallel.gemms import (
     summed,
     summed_product,
 )
-from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue, add_to_grad
+from megapipe.tensor_parallel.gradients import GradientSlot, InputRecompute, WeightQueue, add_to_grad, collect
 from megapipe.tensor_parallel.parameter import declared
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of x, weight and bias
@@ -155,21 +155,15 @@ class LinearWeightGradient:
         if self.weight is not None:
             assert self.full_input is not None, "launch() must be called before compute()"
             inputs, grad_output = self.full_input.full().flatten(0, -2), self.grad_output.full().flatten(0, -2)
-            slot = slots.get("weight")
-            if slot is None:
-                weight_gradient = self.linear.gemms.weight_gradient(grad_output, inputs)
-            else:
-                self.linear.gemms.add_weight_gradient(slot, grad_output, inputs)
-                slot.ready()
+            add = self.linear.gemms.add_weight_gradient
+            weight_gradient = collect(slots.get("weight"), self.weight, lambda slot: add(slot, grad_output, inputs))
         if self.bias is not None:
-            grad_output, slot = self.bias_grad_output.flatten(0, -2), slots.get("bias")
-            if slot is None:
-                bias_gradient = grad_output.sum(0)
-            else:
-                # in main_grad's dtype: in bf16 256 + 1 == 256, so a long sum stops growing
-                slot.add(grad_output.sum(0, dtype=slot.main_grad.dtype))
-                slot.ready()
+            bias_gradient = collect(slots.get("bias"), self.bias, self._add_bias)
         return weight_gradient, bias_gradient
+
+    def _add_bias(self, slot: GradientSlot) -> None:
+        # in main_grad's dtype: in bf16 256 + 1 == 256, so a long sum stops growing
+        slot.add(self.bias_grad_output.flatten(0, -2).sum(0, dtype=slot.main_grad.dtype))
 
     @torch.no_grad()
     def accumulate(self) -> None:

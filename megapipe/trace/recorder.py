@@ -37,7 +37,7 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
 MULTIPLIES = {  # methods of `Gemms`
     **dict.fromkeys(("forward", "forward_chunks", "forward_groups"), Op.F),
     **dict.fromkeys(("input_gradient", "input_gradient_chunks", "input_gradient_groups"), Op.I),
-    **dict.fromkeys(("weight_gradient", "add_weight_gradient", "add_weight_gradient_groups"), Op.W),
+    **dict.fromkeys(("add_weight_gradient", "add_weight_gradient_groups"), Op.W),
 }
 
 

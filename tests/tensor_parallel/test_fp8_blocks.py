@@ -84,6 +84,12 @@ def spread(*shape: int) -> Tensor:
     return torch.randn(*shape) * torch.randn(*shape).mul(2.0).exp()
 
 
+def weight_gradient(gemms: Fp8Gemms, dy: Tensor, x: Tensor) -> Tensor:
+    slot = GradientSlot(torch.zeros(dy.shape[1], x.shape[1]))
+    gemms.add_weight_gradient(slot, dy, x)
+    return slot.main_grad
+
+
 def closeness(found: Tensor, wanted: Tensor, terms: Tensor) -> float:
     """Return the largest difference in units of fp32's rounding of the absolute values of the summed terms."""
     return float(((found.double() - wanted).abs() / (terms * 2.0**-24 + 1e-30)).max())
@@ -109,8 +115,8 @@ def test_the_three_products_of_a_linear_are_those_of_operands_rounded_in_blocks(
         gemms.forward(x, weight, None),
         gemms.forward(x, weight, bias) - bias,
         gemms.input_gradient(dy, weight, then_weight=True),
-        gemms.weight_gradient(dy, x),
-        gemms.weight_gradient(dy, x),  # not after an input gradient: casts the gradient itself
+        weight_gradient(gemms, dy, x),
+        weight_gradient(gemms, dy, x),  # not after an input gradient: casts the gradient itself
     ]
     wanted = [(x8, w8.t())] * 2 + [(dy8, w8_back)] + [(dy8_tokens.t(), x8_tokens)] * 2
     for result, (a, b) in zip(found, wanted, strict=True):
@@ -251,7 +257,7 @@ def test_a_slice_of_a_linear_has_the_scales_of_the_whole_where_cuts_fall_on_bloc
     torch.manual_seed(0)
     weight, x, dy = spread(2 * width, 2 * width), spread(64, 2 * width), spread(64, 2 * width)
     whole = Fp8Gemms(precision)
-    y, dx, dw = whole.forward(x, weight, None), whole.input_gradient(dy, weight), whole.weight_gradient(dy, x)
+    y, dx, dw = whole.forward(x, weight, None), whole.input_gradient(dy, weight), weight_gradient(whole, dy, x)
     halves = slice(0, width), slice(width, 2 * width)
     columns = torch.cat([Fp8Gemms(precision).forward(x, weight[half], None) for half in halves], 1)
     rows = sum(Fp8Gemms(precision).forward(x[:, half], weight[:, half], None).double() for half in halves)
@@ -261,7 +267,7 @@ def test_a_slice_of_a_linear_has_the_scales_of_the_whole_where_cuts_fall_on_bloc
     differences.append(closeness(dx, summed, terms[1]))
     if width % 128 == 0:
         assert max(differences) < OF_SUMS
-        assert torch.equal(Fp8Gemms(precision).weight_gradient(dy[:, halves[0]], x), dw[halves[0]])
+        assert torch.equal(weight_gradient(Fp8Gemms(precision), dy[:, halves[0]], x), dw[halves[0]])
     else:
         is_micro = precision is MX  # blocks of one dim: a cut of the outputs cuts none
         assert min(differences[is_micro:]) > 1000  # other blocks round otherwise
@@ -292,7 +298,7 @@ def test_all_casts_of_a_model_stay_within_the_graphs_that_torch_keeps(
                 x, dy = torch.randn(sum(counts), inputs), torch.randn(sum(counts), outputs)
                 groups, slot = RowGroups(counts, inputs_first=False), GradientSlot(torch.zeros_like(experts))
                 results += [gemms.forward(x, weight, None), gemms.input_gradient(dy, weight, then_weight=is_whole)]
-                results += [gemms.weight_gradient(dy, x), grouped.forward_groups(x, experts, groups)]
+                results += [weight_gradient(gemms, dy, x), grouped.forward_groups(x, experts, groups)]
                 grouped.add_weight_gradient_groups(slot, dy, x, groups, then_input=True)
                 results += [slot.main_grad, grouped.input_gradient_groups(dy, experts, groups)]
             found.append(results)
