@@ -20,7 +20,7 @@ NAMES = """
     predictions_sp2_pp2_zb_h1 predictions_experts_pp2 cp2_p2p cp2_a2a_zb_h1_bf16 cp4_all_gather_sp2_bf16
     zero2_pp2_bf16 zero3_units_tied_bf16 dp2_reduce_in_bf16 sp2_in_chunks_bf16 pp2_tied dualpipe_v
     offload_sp2_pp2 narrow_state_dp2_zero1 update_in_chunks update_by_sgd slices_zb_v_full_bf16
-    fp8_zb_h1_sp2 fp8_blocks_experts_sp2_pp2 mxfp8_zb_h1_sp2 full_but_attention_sp2 pipedream
+    fp8_zb_h1_sp2 fp8_blocks_experts_sp2_pp2 mxfp8_zb_h1_sp2 full_but_attention_sp2 pipedream fp8_2bw_pp2
 """.split()
 # what the host reads in a step, once its row is launched: the loss, and the norm with the health of all ranks
 HOST_READS = {"train/step.py:wait", "optimizer/gradients.py:wait"}
