@@ -118,31 +118,31 @@ def streamed(rank: int, world_size: int, flags: str) -> tuple[list[float], dict[
 
 
 def emulated(flags: str, rule: StreamRule) -> tuple[list[float], dict[str, Tensor]]:
-    """Train as `streamed` does on two stages, in one process without a stream that loads old weights when they are due.
+    """Train as `streamed` does on two stages, in one process that loads the weights of each forward and backward.
 
-    Every microbatch is a run of the synchronous schedule, in which the forward casts the weights that are loaded.
+    Every microbatch is a run of a synchronous schedule, which casts what is loaded.
     """
     runtime = runtime_of(load_config(f"{BASE} {flags}".split()).config, 0, 1)
     runtime.handlers[Op.REDUCE_GRAD] = lambda action: None  # which would end a step
-    step, module, buffers = TrainStep(runtime), runtime.stages[0], runtime.buffers[0]
-    (engine, losses), rows = (runtime.engine(1), []), np.random.RandomState(0).randint(0, 32, (STEPS, 4, 17))
-    stages = {name: int("layers.2" in name or "layers.3" in name or "final" in name or "output" in name)
-              for name in buffers.names}  # fmt: skip
+    step, module, buffers, engine = TrainStep(runtime), runtime.stages[0], runtime.buffers[0], runtime.engine(1)
+    of_second = ("layers.2.", "layers.3.", "final_layernorm", "output_layer")
+    stages = {name: int(any(part in name for part in of_second)) for name in buffers.names}
     versions: list[dict[str, Tensor]] = []
+    losses: list[float] = []
 
     def load(version_of: Callable[[int], int]) -> None:
         for name, stage in stages.items():
             buffers.parameter(name).data.copy_(versions[version_of(stage)][name])
         module.begin_row()
 
-    def newest() -> None:
+    def keep() -> None:
         versions.append({name: buffers.parameter(name).detach().clone() for name in buffers.names})
 
     if rule.backward_reads_newest:
         runtime.runners[0].observe = lambda microbatch, output: load(lambda stage: -1)
-    newest()
+    keep()
     size, in_stream = 1 if rule.updates_each_microbatch else 4, 0
-    for number, batch in enumerate(rows):
+    for number, batch in enumerate(np.random.RandomState(0).randint(0, 32, (STEPS, 4, 17))):
         reports = []
         for first in range(0, 4, size):
             runtime.stores.begin_step(size)
@@ -153,7 +153,7 @@ def emulated(flags: str, rule: StreamRule) -> tuple[list[float], dict[str, Tenso
             runtime.stores.finish_gradients()
             load(lambda stage: -1)
             runtime.optimizer.step(1.0 / size, Rates(1e-2, 0.0))
-            newest()
+            keep()
         losses.append(step._average.pending(reports, runtime.groups, runtime.device, 4).summed.loss)
         if number in DRAINS:
             versions, in_stream = versions[-1:], 0
