@@ -17,8 +17,9 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from megapipe.formatting import text_table
 from tests.extras.search.published import LABELS, PUBLISHED, Row, published_rows, sweeps
@@ -56,38 +57,33 @@ def predicted(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.why_outside is None and row.why_refused is None]
 
 
-def rms(rows: Sequence[Row]) -> float:
-    """Root mean square of log(predicted / published)."""
-    return math.sqrt(sum(math.log(row.ratio) ** 2 for row in rows) / len(rows))
-
-
-def bias(rows: Sequence[Row]) -> float:
-    """Geometric mean of predicted / published, less 1."""
-    return math.exp(sum(math.log(row.ratio) for row in rows) / len(rows)) - 1
+def rms(values: Collection[float]) -> float:
+    """Return the root mean square."""
+    return math.sqrt(sum(value**2 for value in values) / len(values))
 
 
 def error_line(source: str, of: str, rows: Sequence[Row]) -> tuple[str, ...]:
     """Return a line of the table of errors."""
-    worst = max(rows, key=lambda row: abs(math.log(row.ratio))).ratio - 1
+    errors = [math.log(row.ratio) for row in rows]
+    bias, worst = math.exp(fmean(errors)) - 1, math.exp(max(errors, key=abs)) - 1
     gpus = sorted({row.settings["gpu"] for row in rows})
-    return (source, of, ", ".join(gpus), str(len(rows)), f"{bias(rows):+.1%}", f"{rms(rows):.1%}", f"{worst:+.0%}")
+    return (source, of, ", ".join(gpus), str(len(rows)), f"{bias:+.1%}", f"{rms(errors):.1%}", f"{worst:+.0%}")
 
 
 def error_lines(sources: Sequence[str] = ()) -> list[tuple[str, ...]]:
     """Return the table of errors: a line for each source and kind of model, and the mean of the sources."""
-    lines, squares = [], {DENSE: list[float](), MIXTURES: list[float]()}
+    lines, errors = [], {DENSE: list[float](), MIXTURES: list[float]()}
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in predicted([row for row in published_rows() if not sources or row.source.name in sources]):
         groups.setdefault((kind(row), row.source.name), []).append(row)
-    for of, values in squares.items():
+    for of, values in errors.items():
         for (_, source), rows in sorted(item for item in groups.items() if item[0][0] == of):
             lines.append(error_line(source, of, rows))
-            values.append(rms(rows) ** 2)
-    for of, values in squares.items():
+            values.append(rms([math.log(row.ratio) for row in rows]))
+    for of, values in errors.items():
         if values:
-            mean = math.sqrt(sum(values) / len(values))
             count = str(sum(len(rows) for key, rows in groups.items() if key[0] == of))
-            lines.append((f"all {len(values)} sources, equal weight", of, "", count, "", f"{mean:.1%}", ""))
+            lines.append((f"all {len(values)} sources, equal weight", of, "", count, "", f"{rms(values):.1%}", ""))
     return lines
 
 
@@ -154,11 +150,7 @@ def spread(found: Mapping[str, Sequence[Row]]) -> dict[str, tuple[float, int]]:
             aspects = {ASPECT_OF[key] for key in settings if a.settings.get(key) != b.settings.get(key)}
             for kind in aspects if len(aspects) == 1 else {"several"} if aspects else ():
                 logs.setdefault(kind, []).append(math.log(a.ratio / b.ratio))
-    return {
-        kind: (math.sqrt(sum(log**2 for log in values) / len(values)), len(values))
-        for kind, values in sorted(logs.items())
-        if len(values) >= LEAST_PAIRS
-    }
+    return {kind: (rms(values), len(values)) for kind, values in sorted(logs.items()) if len(values) >= LEAST_PAIRS}
 
 
 def spread_text(found: Mapping[str, Sequence[Row]]) -> str:

@@ -23,6 +23,7 @@ from megapipe.plan.stacks import STACKS
 from megapipe.plan.step_time import predict_step, stage_seconds
 from megapipe.schedule.action import Op
 from tests.extras.search.published import Row, published_rows
+from tools.accuracy import predicted, rms
 
 FITTED = {  # GPU, whether in fp8: source and model of the rows
     ("h100", False): ("megatron-zoo", "mixtral_8x22b"),
@@ -74,10 +75,6 @@ def with_highest(hardware: Hardware, is_fp8: bool, share: float) -> Hardware:
 
 def with_stack(hardware: Hardware, **changes: Any) -> Hardware:
     return dataclasses.replace(hardware, stack=dataclasses.replace(hardware.stack, **changes))
-
-
-def rms(errors: Sequence[float]) -> float:
-    return math.sqrt(fmean(error * error for error in errors))
 
 
 def fitted_rows(gpu: str, is_fp8: bool) -> list[Row]:
@@ -145,7 +142,7 @@ def main() -> None:
         print(f"{gpu}, {of}: {share:.3f}, by {len(fitted_rows(gpu, is_fp8))} rows of {source}, {model}")
     for name in FITTED_FIELDS:
         print(f"megatron-core, {name}: {fit_field(name):.4g}")
-    rows = [row for row in published_rows() if row.why_outside is None and row.why_refused is None]
+    rows = predicted(published_rows())
     for stack in STACKS:
         of_source: dict[str, list[Fast]] = {}
         hardware: dict[int, Hardware] = {}

@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def test_a_small_round_prints_a_row_for_each_figure(tmp_path: Path) -> None:
-    arguments = ["--ranks", "2", "--mebibytes", "64", "--rounds", "1", "--markdown"]
+    arguments = ["--ranks", "2", "--mebibytes", "64", "--rounds", "1"]
     command = [sys.executable, "tools/bench/bench_checkpoint.py", "--folder", str(tmp_path), *arguments]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=280)

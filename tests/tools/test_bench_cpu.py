@@ -29,7 +29,7 @@ def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_tiny_run_prints_a_row_for_each_loop_and_writes_every_turn(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    flags = ("--rows", "one", "pp2", "--pairs", "2", "--markdown", "--json", str(figures))
+    flags = ("--rows", "one", "pp2", "--pairs", "2", "--json", str(figures))
     done = run(str(BENCH / "bench_cpu.py"), *flags, *SIZES.split())
     assert done.returncode == 0, done.stderr
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
@@ -84,10 +84,11 @@ def test_the_predicted_step_of_each_grid_stands_beside_the_median_turn(
     bench, job = importlib.import_module("bench_cpu"), importlib.import_module("bench_job")
     path = tmp_path / "here.yaml"
     path.write_text("like: h100\nname: here\nflops: {fp32: 1e10}\nmemory_bytes_per_second: 1e10\n")
-    turns = {name: [bench.StepFigures(seconds, 0.0, 0.5) for seconds in (9.0, 1.25, 1.0)] for name in ("one", "tp2")}
-    monkeypatch.setattr(bench, "measure", lambda shape, names, rounds: {name: turns[name] for name in names})
+    steps = [bench.StepFigures(seconds, 0.0, 0.5) for seconds in (9.0, 1.25, 1.0)]
+    turns = dict.fromkeys(("plain", "one", "tp2"), steps)
+    monkeypatch.setattr(bench, "measure", lambda shape, names, rounds: turns)
     monkeypatch.setattr(bench, "check_agreement", lambda shape: "the same model")
-    flags = ["--hardware", str(path), "--no-plain", "--rows", "one", "tp2", "--layers", "2", "--markdown"]
+    flags = ["--hardware", str(path), "--rows", "one", "tp2", "--layers", "2"]
     assert bench.main(flags) == 0
     table = capsys.readouterr().out.partition("predicted parts")[2]
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| megapipe")]

@@ -2,7 +2,7 @@
 """Compare saving and loading a large state by several ranks with `dd` on the same disk.
 
 python tools/bench/bench_checkpoint.py --folder /some/disk
-python tools/bench/bench_checkpoint.py --folder /some/disk --check --markdown
+python tools/bench/bench_checkpoint.py --folder /some/disk --check
 
 dd writes and syncs as many bytes (`conv=fsync`) and reads them; the ranks save and load, both reading after the pages
 were dropped from the cache. In every other round the ranks come first, since the second finds a disk that has just been
@@ -35,7 +35,6 @@ from megapipe.checkpoint.shard import BLOCK_BYTES, TensorBox
 from megapipe.comm.bootstrap import shutdown
 from megapipe.comm.collectives import barrier
 from megapipe.comm.groups import Group
-from megapipe.formatting import text_table
 from megapipe.sharding.boxes import Box
 from megapipe.topology import Topology
 
@@ -170,7 +169,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--check", action="store_true", help=f"exit code 1 if saving or loading is below {MIN_RATIO:g} of dd"
     )
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     return parser
 
 
@@ -187,8 +185,7 @@ def main(argv: Sequence[str]) -> int:
                 one_round(ranks, folder, state_bytes, found, dd_first=number % 2 == 0)
     finally:
         shutil.rmtree(folder)
-    rows = lines(found, state_bytes, arguments.ranks)
-    print(as_markdown(rows) if arguments.markdown else "\n".join(text_table(rows, left=(0,))))
+    print(as_markdown(lines(found, state_bytes, arguments.ranks)))
     worst = min(ratio_of(found, "save", "dd write"), ratio_of(found, "load", "dd read"))
     if arguments.check and worst < MIN_RATIO:
         print(f"{worst:.2f} of dd, below the minimum of {MIN_RATIO:g}", file=sys.stderr)

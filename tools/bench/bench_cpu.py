@@ -6,7 +6,7 @@ simulation of its schedule.
     python tools/bench/bench_cpu.py --rows one pp2 tp2 pp2x2 dp2    all rows
     python tools/bench/bench_cpu.py --hardware here.yaml            also the steps that `megapipe plan` predicts from a
                                                                     file that `megapipe calibrate` wrote here
-    python tools/bench/bench_cpu.py --markdown --json figures.json  a table to paste, and every number behind it
+    python tools/bench/bench_cpu.py --json figures.json             also a file with every number
 
 All rows stay alive and take turns, in the opposite order every second round. Ratios are formed within a round, so that
 a machine that slows down slows both sides. Needs an otherwise idle machine with a core for each rank.
@@ -33,7 +33,6 @@ from schedule_bench.figures import StepFigures
 
 from megapipe.extras.calibrate.hardware_reader import read_hardware
 from megapipe.extras.doctor.host import resources
-from megapipe.formatting import text_table
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.step_time import predict_step
@@ -206,13 +205,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows", nargs="+", choices=tuple(GRIDS), default=["one", "pp2"], help="grids of megapipe (default: one pp2)"
     )
-    parser.add_argument("--no-plain", action="store_true", help="omit the plain loop")
     parser.add_argument("--pairs", type=int, default=10, metavar="N", help="rounds of turns of all rows (default: 10)")
     for field in dataclasses.fields(Shape):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, default=field.default, metavar="N", help=f"default: {field.default}")
     parser.add_argument("--hardware", type=Path, metavar="FILE", help="also print the steps predicted from this file")
-    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every turn's numbers")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is not met")
     return parser
@@ -221,16 +218,14 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
     shape = Shape(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Shape)})
-    names = ([] if arguments.no_plain else ["plain"]) + [name for name in GRIDS if name in arguments.rows]
+    names = ["plain", *(name for name in GRIDS if name in arguments.rows)]
     hardware = None if arguments.hardware is None else read_hardware(arguments.hardware)
     same = check_agreement(shape)
     turns = measure(shape, names, arguments.pairs)
     found = figures(shape, turns)
-    rows = table(shape, found)
-    as_text = as_markdown if arguments.markdown else lambda rows: "\n".join(text_table(rows, (0,), 0))
-    print(as_text(rows))
+    print(as_markdown(table(shape, found)))
     if hardware is not None:
-        print("\n" + as_text(predictions(shape, turns, hardware)))
+        print("\n" + as_markdown(predictions(shape, turns, hardware)))
     print("\n" + "\n".join(f"- {line}" for line in remarks(shape, found, arguments.pairs, same)))
     said = verdicts(found)
     print("\n".join(f"- {line}" for line, _ in said))
