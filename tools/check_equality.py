@@ -67,25 +67,28 @@ class Checkout:
 
 def options(draw: random.Random, table: str, share: float) -> str:
     """Return the options of a table, one a line, each drawn with this share."""
-    return " ".join(line for line in table.strip().splitlines() if draw.random() < share)
+    return " ".join(line for line in table.split("\n") if line and draw.random() < share)
 
 
-TRAINING_OPTIONS = """
---group-query-attention --num-query-groups 2
+OPTIONS = """
+--bf16
+--sequence-parallel
 --swiglu
---squared-relu
 --normalization RMSNorm
+--use-distributed-optimizer
+--recompute-granularity selective --recompute-modules core_attn mlp
+--untie-embeddings-and-output-weights
+--hidden-dropout 0 --attention-dropout 0
+"""
+TRAINING_OPTIONS = f"""{OPTIONS}
+--group-query-attention --num-query-groups 2
+--squared-relu
 --position-embedding-type rope
 --disable-bias-linear
---untie-embeddings-and-output-weights
 --qk-layernorm
---hidden-dropout 0 --attention-dropout 0
---sequence-parallel
 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
---use-distributed-optimizer
 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
---recompute-granularity selective --recompute-modules core_attn mlp layernorm
---bf16
+--recompute-granularity selective --recompute-modules layernorm
 --fp16
 --clip-grad 0.1
 --optimizer sgd
@@ -94,17 +97,9 @@ TRAINING_OPTIONS = """
 --attn-logit-softcapping 20
 --rampup-batch-size 4 4 8
 """
-PLAN_OPTIONS = """
---bf16
---sequence-parallel
---swiglu
---normalization RMSNorm
+PLAN_OPTIONS = f"""{OPTIONS}
 --group-query-attention --num-query-groups 8
---use-distributed-optimizer
 --recompute-granularity full --recompute-method block --recompute-num-layers 1
---recompute-granularity selective --recompute-modules core_attn mlp
---untie-embeddings-and-output-weights
---attention-dropout 0 --hidden-dropout 0
 --cpu-offloading-num-layers 1
 --fp8-format hybrid
 --grad-reduce-in-bf16

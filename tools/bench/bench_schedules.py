@@ -24,8 +24,6 @@ from schedule_bench.cases import NOT_BY_DEFAULT, PARTS, QUICK
 from schedule_bench.page import as_json, bars, insert, line_of, machine, tables
 from schedule_bench.run import Result, run_cases
 
-from megapipe.schedule.lower import default_receive_depth
-
 
 def build_parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__)
@@ -40,13 +38,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--steps", type=int, default=10, metavar="N", help="counted steps of each contender (default: 10)"
-    )
-    parser.add_argument(
-        "--receive-depth",
-        type=int,
-        default=default_receive_depth(may_use_gpu=False),
-        metavar="N",
-        help="compute actions a receive is posted ahead (default: %(default)s, as in training on a CPU)",
     )
     parser.add_argument("--no-real-time", action="store_true", help="do not use SCHED_FIFO")
     parser.add_argument(
@@ -78,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         if arguments.page is not None:
             insert(arguments.page, tables(so_far), machine(so_far, steps))
 
-    results = run_cases(cases, steps, arguments.receive_depth, not arguments.no_real_time, report)
+    results = run_cases(cases, steps, not arguments.no_real_time, report)
     text = tables(results)
     verdicts = bars(results)
     print("\n".join(["", *text.values(), "", machine(results, steps), *(f"- {line}" for line, _ in verdicts)]))

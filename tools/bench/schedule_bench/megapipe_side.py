@@ -16,7 +16,7 @@ from megapipe.pipeline.engine import Engine, Step, StreamEngine
 from megapipe.pipeline.stage import StageRunner
 from megapipe.schedule.action import Op
 from megapipe.schedule.families import build_stream
-from megapipe.schedule.lower import lower, without_pairs
+from megapipe.schedule.lower import default_receive_depth, lower, without_pairs
 from megapipe.schedule.simulate import unhindered_send_depth
 from schedule_bench.devices import Stages
 from schedule_bench.work import Work
@@ -26,11 +26,11 @@ UPDATES = dict.fromkeys((Op.UPDATE, Op.REDUCE_GRAD, Op.NORM), lambda action: Non
 
 
 class MegapipeSide:
-    """megapipe as in a training run: the lowered schedule, channels as deep as its proof requires, queued weight
+    """megapipe as in training on CPUs: the lowered schedule, channels as deep as its proof requires, queued weight
     gradients."""
 
-    def __init__(self, work: Work, pp: Group, receive_depth: int, tracer: Tracer | None = None) -> None:
-        schedule = work.schedule()
+    def __init__(self, work: Work, pp: Group, tracer: Tracer | None = None) -> None:
+        schedule, receive_depth = work.schedule(), default_receive_depth(may_use_gpu=False)
         # as the engine runs it on a CPU
         self.schedule = replace(schedule, rows=tuple(map(without_pairs, schedule.rows)))
         placement, count = schedule.placement, work.case.microbatches

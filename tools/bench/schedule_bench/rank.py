@@ -40,11 +40,10 @@ class RankCase:
 
 @dataclass(frozen=True)
 class Order:
-    """One case, and how to run it."""
+    """One case, and its number of steps."""
 
     case: AnyCase
     steps: int
-    receive_depth: int
 
 
 def serve(connection: Connection, rank: int, ranks: int, port: int, real_time: bool) -> None:
@@ -75,7 +74,7 @@ def _run_case(order: Order, rank: int, groups: ProcessGroups, others: dict[str, 
     """Let the contenders take turns, another one first in each; the first turn warms up."""
     tracer = Tracer() if isinstance(order.case, RealCase) else None
     makers: dict[str, Callable[[Work], Contender]] = {
-        "megapipe": lambda work: MegapipeSide(work, groups.pp, order.receive_depth, tracer),
+        "megapipe": lambda work: MegapipeSide(work, groups.pp, tracer),
         "torch": lambda work: TorchSide(work, rank, others["torch"]),
         "floor": lambda work: Floor(work, rank, others["floor"]),
         "alone": lambda work: Alone(work, rank),

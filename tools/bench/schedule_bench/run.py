@@ -32,9 +32,7 @@ class Result:
         }
 
 
-def run_cases(
-    cases: Iterable[AnyCase], steps: int, receive_depth: int, real_time: bool, report: Callable[[Result], None]
-) -> list[Result]:
+def run_cases(cases: Iterable[AnyCase], steps: int, real_time: bool, report: Callable[[Result], None]) -> list[Result]:
     """Run all cases in order, successive ones of one size on the same processes; `report` gets each result as it comes.
 
     real_time: under SCHED_FIFO, if that is permitted; only emulated stages, since busy ranks would be throttled.
@@ -45,7 +43,7 @@ def run_cases(
             is_real_time = all(ranks.answers(TIMEOUT_SECONDS))
             for case in group:
                 ranks.name = str(case)
-                found: list[RankCase] = ranks.order(Order(case, steps, receive_depth), TIMEOUT_SECONDS)
+                found: list[RankCase] = ranks.order(Order(case, steps), TIMEOUT_SECONDS)
                 results.append(Result(case, figures_of(case, found), is_real_time))
                 report(results[-1])
     return results
