@@ -10,6 +10,8 @@ FAMILIES = {  # in the order of the tables: chunks a rank
     "1f1b": 1,
     "interleaved": 2,
     "breadth-first": 2,
+    "hanayo": 2,
+    "chimera": 1,  # and one for each direction
     "zb-h1": 1,
     "zb-h2": 1,
     "zb-v": 2,
