@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from megapipe.assembly.compose import DrawSlice, communicators, compose_stage, parameter_dtype
 from megapipe.assembly.microbatches import Keys, Microbatches
 from megapipe.checkpoint.shard import TensorBox, tensor_box
-from megapipe.comm.channels import Channel, ChannelKey, Channels, MessageSpec
+from megapipe.comm.channels import Channels, MessageSpec
 from megapipe.comm.collectives import gather_objects
 from megapipe.comm.groups import ProcessGroups
 from megapipe.comm.trace import Tracer
@@ -40,19 +40,12 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.schedule.action import BACKWARD_OPS, Action, Op
 from megapipe.schedule.parts import Parts, exchange_digest
 from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.stream import Stream
 from megapipe.sharding.boxes import Box
 from megapipe.sharding.sequence import SequencePart
 from megapipe.topology import GROUP_NAMES
 
-EngineArguments = tuple[
-    int,
-    Mapping[int, Stage],
-    Mapping[ChannelKey, Channel],
-    Mapping[Op, Handler],
-    Sequence[Around],
-    Tracer | None,
-    Heartbeat | None,
-]
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 class InferenceRuntime:
@@ -129,17 +122,21 @@ class InferenceRuntime:
         key = num_microbatches, num_slices
         if key not in self._forward_engines:
             schedule = self.plan.forward_schedule(*key)
-            self._forward_engines[key] = Engine(schedule, *self._of_engines(self.around(schedule)))
+            self._forward_engines[key] = self._engine(Engine, schedule, self.around(schedule))
         return self._forward_engines[key]
 
-    def _of_engines(
+    def _engine(
         self,
+        kind: Callable[..., AnyEngine],
+        schedule: Schedule | Stream,
         around: Sequence[Around],
         handlers: Mapping[Op, Handler] | None = None,
         runners: Mapping[int, Stage] | None = None,
-    ) -> EngineArguments:
-        """Return what follows the schedule in the arguments of an engine. handlers, runners: instead of this rank's."""
-        return (
+        **more: Any,
+    ) -> AnyEngine:
+        """Return an engine of this rank's row. handlers, runners: instead of this rank's. more: its other arguments."""
+        return kind(
+            schedule,
             self.coordinates.pp_rank,
             self.runners if runners is None else runners,
             self.channels,
@@ -147,6 +144,7 @@ class InferenceRuntime:
             around,
             self.tracer,
             self.groups.world.heartbeat,
+            **more,
         )
 
     def around(self, schedule: Schedule, parts: Parts | None = None) -> list[Around]:
@@ -308,13 +306,13 @@ class TrainingRuntime(InferenceRuntime):
             begin, clear = partial(self.offload.begin, moves), self.offload.clear
             around.append(Around.computing(self.offload.computing, begin, clear))
         around += self.around(schedule)
-        return Engine(schedule, *self._of_engines(around, handlers, runners), streams)
+        return self._engine(Engine, schedule, around, handlers, runners, streams=streams)
 
     def stream_engine(self, num_microbatches: int, updates: Updates) -> StreamEngine:
         """Return a new engine of this rank's row of an asynchronous schedule, for steps of this many microbatches."""
         stream = self.plan.stream(num_microbatches)
         around = [*self._marked(stream.alone.text), Around(updates.around)]
-        return StreamEngine(stream, *self._of_engines(around, updates.handlers))
+        return self._engine(StreamEngine, stream, around, updates.handlers)
 
     def _part_engine(self, parts: Parts, num_microbatches: int) -> Engine:
         """Build the engine of this rank's row of parts. A collective over ep, which compares the rows."""
@@ -332,8 +330,7 @@ class TrainingRuntime(InferenceRuntime):
             runners |= part_runners(parts, stage, module, self.runners[stage], Op.RESHARD in schedule.ops)
         around = [*self._marked(parts.text), *self.around(schedule, parts)]
         deliveries = deliveries_for(self.device, self.groups.world.heartbeat)
-        arguments = self._of_engines(around, runners=runners)
-        return Engine(schedule, *arguments, parts=parts, deliveries=deliveries)
+        return self._engine(Engine, schedule, around, runners=runners, parts=parts, deliveries=deliveries)
 
     def _marked(self, text: Callable[[Action], str]) -> list[Around]:
         """Return the marks of a profiler around every action, named by its text."""
