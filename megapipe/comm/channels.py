@@ -111,6 +111,8 @@ class PendingSend:
         handles, self._handles = self._handles, []
         for handle in handles:
             self._channel.wait_for(handle, self._start_ns, self._tensors)
+        if handles:
+            self._channel.trace("send", self._start_ns)
         self._tensors = ()
 
 
@@ -138,8 +140,10 @@ class PendingReceive:
         handles, self._handles = self._handles, []
         for handle in handles:
             channel.wait_for(handle, self._start_ns, self._tensors)
-        if handles and channel.message_times is not None:
-            channel.message_times.append((wait_start, channel.now()))
+        if handles:
+            channel.trace("receive", self._start_ns)
+            if channel.message_times is not None:
+                channel.message_times.append((wait_start, channel.now()))
         return self._tensors
 
 
@@ -257,6 +261,10 @@ class Channel:
                 f"{self}: global rank {self.peer} sends ({declared.decode()}), "
                 f"global rank {self.group.global_rank} expects ({header.expected})"
             )
+
+    def trace(self, kind: str, start_ns: int) -> None:
+        if self.group.tracer is not None:
+            self.group.tracer.event(f"boundary {self.boundary} {self.kind}{self._suffix}", kind, start_ns)
 
     def connection_round(self) -> int:
         """Return the round of `connect`: the pairs of ranks of a round are disjoint, so that they connect in parallel.

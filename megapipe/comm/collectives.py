@@ -11,7 +11,7 @@ watchdog ends the process); ValueError for shapes that do not match, before anyt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
@@ -49,6 +49,14 @@ class Work:
     _tensors: tuple[Tensor, ...] = ()
     _number: int = 0  # of the group's collectives, as counted by the heartbeat
     _error: CommunicationError | None = None
+    _traced: bool = False
+
+    def __post_init__(self) -> None:
+        if self._handle is None or self._group.tracer is None or (self._tensors and self._tensors[0].is_cuda):
+            return
+        # where the backend reports completion, that moment is recorded, since wait may be called much later
+        with suppress(RuntimeError):  # gloo's reduce-scatter: "not implemented"
+            self._handle.get_future().add_done_callback(lambda _: self._trace())
 
     def wait(self) -> None:
         """Return when the result is available. Raises CommunicationError, the same one on every call."""
@@ -68,6 +76,7 @@ class Work:
             self._handle, self._tensors = None, ()
         if heartbeat is not None:
             heartbeat.end_wait()
+        self._trace()
 
     def record_stream(self, stream: Any) -> None:
         """Let the allocator reuse the tensors' memory only after what `stream` has been given when they are freed.
@@ -76,6 +85,11 @@ class Work:
         """
         for tensor in self._tensors:
             tensor.record_stream(stream)
+
+    def _trace(self) -> None:
+        if self._group.tracer is not None and not self._traced:
+            self._traced = True
+            self._group.tracer.event(f"{self._group.name} {self._name}", "collective", self._start_ns)
 
 
 def all_reduce(tensor: Tensor, group: Group, op: str = "sum", async_op: bool = False) -> Work:
@@ -143,6 +157,9 @@ class _Handles:
     def wait(self) -> None:
         for handle in self._handles:
             handle.wait()
+
+    def get_future(self) -> Any:
+        return self._handles[-1].get_future()
 
 
 def _is_in_place(whole: Tensor, shard: Tensor, group: Group) -> bool:
@@ -281,7 +298,7 @@ def _run(name: str, group: Group, tensors: tuple[Tensor, ...], async_op: bool, l
 
 @contextmanager
 def _blocking(name: str, group: Group) -> Iterator[None]:
-    """Report an operation that blocks to the heartbeat, and raise its errors as CommunicationError."""
+    """Report an operation that blocks to the heartbeat and the tracer, and raise its errors as CommunicationError."""
     start_ns = perf_counter_ns()
     heartbeat = group.heartbeat
     if heartbeat is not None:
@@ -292,6 +309,8 @@ def _blocking(name: str, group: Group) -> Iterator[None]:
         raise _error(name, group, (), start_ns, error) from error
     if heartbeat is not None:
         heartbeat.end_wait()
+    if group.tracer is not None:
+        group.tracer.event(f"{group.name} {name}", "collective", start_ns)
 
 
 def _error(

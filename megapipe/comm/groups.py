@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
 from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.topology import GROUP_NAMES, Topology
@@ -45,15 +46,18 @@ class Group:
     ranks: tuple[int, ...]
     rank: int
     handle: Any = field(default=None, repr=False)
+    tracer: Tracer | None = field(default=None, repr=False)
     timeout_seconds: float | None = None
     siblings: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
     heartbeat: Heartbeat | None = field(default=None, repr=False)
     nccl: NcclOptions | None = field(default=None, repr=False)
 
     @classmethod
-    def alone(cls, name: str, global_rank: int = 0, heartbeat: Heartbeat | None = None) -> Group:
+    def alone(
+        cls, name: str, global_rank: int = 0, tracer: Tracer | None = None, heartbeat: Heartbeat | None = None
+    ) -> Group:
         """Return a group of one rank, which does not need torch.distributed."""
-        return cls(name, (global_rank,), 0, None, None, ((global_rank,),), heartbeat)
+        return cls(name, (global_rank,), 0, None, tracer, None, ((global_rank,),), heartbeat)
 
     @property
     def size(self) -> int:
@@ -115,9 +119,11 @@ class ProcessGroups:
         return self.tp.rank, self.tp.size
 
     @classmethod
-    def alone(cls, global_rank: int = 0, heartbeat: Heartbeat | None = None) -> ProcessGroups:
+    def alone(
+        cls, global_rank: int = 0, tracer: Tracer | None = None, heartbeat: Heartbeat | None = None
+    ) -> ProcessGroups:
         """Return the groups of a world of one rank."""
-        return cls(**{name: Group.alone(name, global_rank, heartbeat) for name in GROUP_NAMES})
+        return cls(**{name: Group.alone(name, global_rank, tracer, heartbeat) for name in GROUP_NAMES})
 
 
 @dataclass(frozen=True)
@@ -161,6 +167,7 @@ def build_process_groups(
     global_rank: int,
     backend: str,
     timeout_seconds: float,
+    tracer: Tracer | None = None,
     heartbeat: Heartbeat | None = None,
     nccl: NcclOptions | None = None,
 ) -> ProcessGroups:
@@ -173,7 +180,7 @@ def build_process_groups(
     Raises CommunicationError if torch.distributed was initialized with another world.
     """
     if topology.world_size == 1:
-        return ProcessGroups.alone(global_rank, heartbeat)
+        return ProcessGroups.alone(global_rank, tracer, heartbeat)
     if not dist.is_initialized():
         what = f"a topology of {topology.world_size} ranks needs torch.distributed"
         raise CommunicationError(f"{what}: call comm.bootstrap.start before building groups")
@@ -185,14 +192,14 @@ def build_process_groups(
 
     def build(name: str) -> Group | None:
         if name == "world":
-            return world_group(topology.world_size, global_rank, timeout_seconds, heartbeat, nccl)
+            return world_group(topology.world_size, global_rank, timeout_seconds, tracer, heartbeat, nccl)
         siblings = topology.groups(name)
         mine = None
         for ranks in siblings:
             handle = new_handle(ranks, name, backend, timeout_seconds, name, nccl) if len(ranks) > 1 else None
             if global_rank in ranks:
                 index = ranks.index(global_rank)
-                mine = Group(name, ranks, index, handle, timeout_seconds, siblings, heartbeat, nccl)
+                mine = Group(name, ranks, index, handle, tracer, timeout_seconds, siblings, heartbeat, nccl)
         return mine
 
     # kinds that always have the same members share one communicator
@@ -220,14 +227,16 @@ def world_group(
     world_size: int,
     global_rank: int,
     timeout_seconds: float | None,
+    tracer: Tracer | None = None,
     heartbeat: Heartbeat | None = None,
     nccl: NcclOptions | None = None,
 ) -> Group:
     """Return the group of all ranks. It exists since bootstrap.start: no rank waits for another here."""
     if world_size == 1:
-        return Group.alone("world", global_rank, heartbeat)
+        return Group.alone("world", global_rank, tracer, heartbeat)
     ranks = tuple(range(world_size))
-    return Group("world", ranks, global_rank, dist.group.WORLD, timeout_seconds, (ranks,), heartbeat, nccl)
+    handle = dist.group.WORLD
+    return Group("world", ranks, global_rank, handle, tracer, timeout_seconds, (ranks,), heartbeat, nccl)
 
 
 def fake_process_groups(topology: Topology, global_rank: int, traffic: Traffic) -> ProcessGroups:

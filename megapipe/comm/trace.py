@@ -1,4 +1,4 @@
-"""A record of what ran when: actions, waits and phases of a rank."""
+"""A record of what ran when: collectives and messages here, actions in the pipeline engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, Protocol
 class Event(NamedTuple):
     """A named interval in nanoseconds of time.perf_counter_ns, which all ranks of a machine share."""
 
-    name: str  # "2F0", "parameters of stage 1", "optimizer"
-    kind: str  # 'action'; 'wait': while a rank is blocked; 'phase'; 'row'
+    name: str  # "replicas reduce_scatter", "boundary 1 activation", "2F0"
+    # 'collective', 'send', 'receive': launch to completion; 'wait': while a rank is blocked; 'action'; 'phase'; 'row'
+    kind: str
     start_ns: int
     end_ns: int
 
@@ -28,7 +29,9 @@ class MomentClock(Protocol):
 class Tracer:
     """Events in the order in which they ended.
 
-    On a GPU actions, phases and waits for messages get true device times in one of two ways:
+    A collective ends when the backend reports it, where it does (gloo's all-reduce and all-gather), else when its wait
+    returns. On a GPU these are host times, because a wait only orders streams. Actions, phases and waits for messages
+    get true device times in one of two ways:
     settle (torch.cuda.synchronize) is called before every reading of the clock, which costs all overlap;
     clock marks moments in the streams, which `read` converts to times once the streams have reached them.
     """
@@ -51,9 +54,9 @@ class Tracer:
                 event._replace(start_ns=time_of(event.start_ns), end_ns=time_of(event.end_ns)) for event in self.events
             ]
 
-    def event(self, name: str, kind: str, start_ns: int, end_ns: int) -> None:
-        """Record one event."""
-        self.events.append(Event(name, kind, start_ns, end_ns))
+    def event(self, name: str, kind: str, start_ns: int, end_ns: int | None = None) -> None:
+        """Record one event, which ends now unless end_ns is given. May be called from a backend's thread."""
+        self.events.append(Event(name, kind, start_ns, perf_counter_ns() if end_ns is None else end_ns))
 
     def of_kind(self, *kinds: str) -> list[Event]:
         """Return the events of these kinds, sorted by start."""

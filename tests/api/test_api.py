@@ -51,7 +51,8 @@ def test_no_public_name_is_a_package() -> None:
     assert not packages & set(megapipe.__all__)
 
 
-def test_importing_megapipe_is_instant_and_planning_needs_no_torch() -> None:
+def test_importing_megapipe_is_instant_and_planning_again_needs_no_torch() -> None:
+    make_plan(Config.from_flags(TINY), 2)  # traces its layers
     code = (
         "import sys, megapipe\n"
         "assert not {'torch', 'numpy', 'megapipe.config'} & set(sys.modules)\n"

@@ -23,6 +23,7 @@ from megapipe.comm.channels import (
     PendingSend,
 )
 from megapipe.comm.groups import Group
+from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError, ScheduleError
 from megapipe.schedule.placement import Placement, linear, loop, two_directions, v_shape
 from megapipe.topology import Topology
@@ -252,6 +253,19 @@ def test_dead_sender_is_named_at_once() -> None:
         "receiving gradient from stage 1 to 0 (float32[2, 3]) failed on global rank 0 from global rank 1"
     )
     assert "a peer process has exited" in message
+
+
+def traced(rank: int, world_size: int) -> list[tuple[str, str]]:
+    tracer = Tracer()
+    channel = Channels.build(linear(2), groups_of(rank, Topology(pp=2), tracer=tracer).pp)[0, "activation", 0]
+    pending = channel.send((torch.ones(2, 3),)) if rank == 0 else channel.post_receive(FEW)
+    pending.wait()
+    pending.wait()
+    return [(event.name, event.kind) for event in tracer.of_kind("send", "receive")]
+
+
+def test_tracer_sees_each_message_once() -> None:
+    assert run_ranks(traced, 2) == [[("boundary 0 activation", "send")], [("boundary 0 activation", "receive")]]
 
 
 def ends_of(rank: int, world_size: int, placement: Placement) -> dict[ChannelKey, tuple[bool, int]]:

@@ -25,6 +25,7 @@ from megapipe.comm.collectives import (
     reduce_scatter,
 )
 from megapipe.comm.groups import Group, second_communicator
+from megapipe.comm.trace import Tracer
 from megapipe.errors import CommunicationError
 from megapipe.topology import Topology
 from tests.comm.ranks import groups_of
@@ -173,6 +174,22 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_sent(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         all_gather(output, tensor, Group.alone("dp"))
+
+
+def traced(rank: int, world_size: int) -> list[tuple[str, str, bool]]:
+    tracer = Tracer()
+    group = groups_of(rank, Topology(tp=world_size), tracer=tracer).tp
+    all_reduce(torch.ones(4), group)
+    pending = reduce_scatter(torch.empty(2), torch.ones(4), group, async_op=True)
+    pending.wait()
+    pending.wait()
+    barrier(group)
+    return [(event.name, event.kind, event.end_ns > event.start_ns > 0) for event in tracer.of_kind("collective")]
+
+
+def test_tracer_sees_each_collective_once_under_its_groups_name() -> None:
+    expected = [(f"tp {name}", "collective", True) for name in ("all_reduce", "reduce_scatter", "barrier")]
+    assert run_ranks(traced, 2) == [expected, expected]
 
 
 def wait_for_a_silent_peer(rank: int, world_size: int) -> list[str]:

@@ -50,7 +50,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adam", "sgd"),
     "microbatches": (8, "1, 2, 3"),
 }
-NUM_GRIDS = 56
+NUM_GRIDS = 61
 
 
 def holds(choice: Choice) -> bool:

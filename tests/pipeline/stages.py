@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megapipe.comm.channels import MessageSpec
 from megapipe.comm.groups import Group, build_process_groups
+from megapipe.comm.trace import Tracer
 from megapipe.topology import Topology
 
 ROWS = 5
@@ -65,8 +66,8 @@ def gradients(module: nn.Module) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
 
 
-def pp_group(rank: int, world_size: int, timeout_seconds: float = 30.0) -> Group:
-    return build_process_groups(Topology(pp=world_size), rank, "gloo", timeout_seconds).pp
+def pp_group(rank: int, world_size: int, timeout_seconds: float = 30.0, tracer: Tracer | None = None) -> Group:
+    return build_process_groups(Topology(pp=world_size), rank, "gloo", timeout_seconds, tracer).pp
 
 
 def merged(results: Sequence[tuple[Any, dict[int, Any]]]) -> dict[int, Any]:

@@ -121,8 +121,8 @@ def test_chimera_idle_and_peak(p, groups, B):
     timeline = simulate(schedule, Costs.equal(p, 1.0, B, 0.0))
     assert barrier(timeline) == pytest.approx((p - 2) * (B + (groups - 1) * (B - 1)))
     if B == 1:
-        assert timeline.makespan_seconds == 2 * groups * p + p - 2  # section 3.2 of the paper
-    # table 2 of the paper, in stages of a p-th of the model
+        assert timeline.makespan_seconds == 2 * groups * p + p - 2
+    # chunks of a p-th of the model
     assert timeline.peak_live_chunks == tuple(p // 2 + 1 + min(rank, p - 1 - rank) for rank in range(p))
 
 

@@ -15,7 +15,7 @@ from megapipe.comm.groups import Group
 
 def tp_group(rank: int, world_size: int) -> Group:
     """All ranks of the job as one tp group, over the world's own handle: making groups takes longer than most tests."""
-    return Group("tp", tuple(range(world_size)), rank, dist.group.WORLD, 30.0)
+    return Group("tp", tuple(range(world_size)), rank, dist.group.WORLD, None, 30.0)
 
 
 def part(tensor: Tensor, dim: int, group: Group) -> Tensor:

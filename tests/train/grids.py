@@ -17,7 +17,6 @@ from megapipe.comm.groups import build_process_groups
 from megapipe.comm.trace import Tracer
 from megapipe.config.config import Config
 from megapipe.data.batch import Batch, DocumentRules
-from megapipe.monitor.heartbeat import Heartbeat
 from megapipe.plan.resolve import resolve
 from megapipe.sharding.spec import ParamSpec
 from megapipe.train.step import TrainStep
@@ -37,11 +36,10 @@ def runtime_of(
     world_size: int,
     weights: Mapping[str, Tensor] | None = None,
     tracer: Tracer | None = None,
-    heartbeat: Heartbeat | None = None,
 ) -> TrainingRuntime:
     """Build this rank's runtime on gloo, from `weights` (whole tensors by name) if given, else freshly initialized."""
     plan = resolve(config, world_size)
-    groups = build_process_groups(plan.topology, rank, "gloo", 60, heartbeat)
+    groups = build_process_groups(plan.topology, rank, "gloo", 60, tracer)
     draw: Callable[[ParamSpec, int, int], Tensor] | None = None
     if weights is not None:
         draw = lambda spec, tp_rank, tp: local_slice(weights[spec.name], spec, tp_rank, tp)  # noqa: E731

@@ -1,7 +1,7 @@
 """Overlap of gradient reductions, parameter gathers and messages with computation, seen in the events of a step.
 
-The tests compare the order of events, not times. Grid: pp 2 x 2 chunks x dp 2 with the distributed optimizer. A
-collective starts when it is launched.
+The tests compare the order of events, not times. Grid: pp 2 x 2 chunks x dp 2 with the distributed optimizer. An event
+starts when its operation is launched and ends when it is known to be complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pytest
 from megapipe.comm.trace import Event, Tracer
 from megapipe.optimizer.schedule import Rates
 from megapipe.schedule.action import Op, parse_action
-from tests.comm.ranks import Collectives
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches, trainer
 from tests.train.runs import tiny
@@ -33,16 +32,16 @@ GRID = {
 
 def two_steps(rank: int, world_size: int, overlap: bool) -> list[Event]:
     """Return the events of the second step and of the gathers at the end of the first."""
-    tracer, collectives = Tracer(), Collectives()
+    tracer = Tracer()
     changes = GRID | {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
-    runtime = runtime_of(tiny(**changes), rank, world_size, tracer=tracer, heartbeat=collectives)
+    runtime = runtime_of(tiny(**changes), rank, world_size, tracer=tracer)
     step = trainer(runtime)
     rows = np.random.RandomState(0).randint(0, 29, (16, 9))
     step.run(step_microbatches(runtime, rows, 0), Rates(1e-2, 0.0))
     last = max(event.end_ns for event in tracer.of_kind("row"))
     step.run(step_microbatches(runtime, rows, 1), Rates(1e-2, 0.0))
     runtime.stores.finish_weights()
-    return [event for event in (*tracer.events, *collectives.events) if event.start_ns > last]
+    return [event for event in tracer.events if event.start_ns > last]
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megapipe.comm.trace import Tracer
 from megapipe.optimizer.schedule import Rates
 from megapipe.train.stream import train_step
-from tests.comm.ranks import Collectives
 from tests.harness import RankPool
 from tests.train.grids import runtime_of, step_microbatches
 from tests.train.runs import tiny
@@ -35,17 +35,17 @@ GRIDS: dict[str, dict[str, Any]] = {
 
 def sums_of_a_step(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[dict[str, int], float, float, int]:
     """Return the all-reduces of the second step by group, and its loss, norm and number of zeros."""
-    collectives, rows = Collectives(), np.random.RandomState(0).randint(0, 29, (16, 9))
+    tracer, rows = Tracer(), np.random.RandomState(0).randint(0, 29, (16, 9))
     config = tiny(**changes, global_batch_size=16, log_num_zeros_in_grad=True)
-    runtime = runtime_of(config, rank, world_size, heartbeat=collectives)
+    runtime = runtime_of(config, rank, world_size, tracer=tracer)
     step, results = train_step(runtime), []
     for number in range(2):
-        collectives.events.clear()
+        tracer.events.clear()
         results.append(step.run(step_microbatches(runtime, rows, number), Rates(1e-2, 0.0)))
         runtime.stores.finish_weights()
     result = results[-1]
     assert result.update.num_zeros is not None
-    found = Counter(event.name for event in collectives.events if "all_reduce" in event.name)
+    found = Counter(event.name for event in tracer.events if event.kind == "collective" and "all_reduce" in event.name)
     return dict(found), result.loss, result.update.grad_norm, result.update.num_zeros
 
 

@@ -234,7 +234,7 @@ class ActionWatch(Tracer):
         self.settle = self._mark
         live.at_new_peak = self._rise
 
-    def event(self, name: str, kind: str, start_ns: int, end_ns: int) -> None:
+    def event(self, name: str, kind: str, start_ns: int, end_ns: int | None = None) -> None:
         if kind == "action":
             if self._has_risen:
                 self.peak_action, self.before_action = name, self._at_start
