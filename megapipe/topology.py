@@ -131,8 +131,10 @@ class Topology:
             raise ConfigError(f"groups of {self.cp_inner} ranks do not divide the {self.cp} ranks of cp")
         if self.mirrored_pipeline and self.pp % 2:
             ways = f"{self.pp - 1} or {self.pp + 1}" if self.pp > 1 else "2"
-            rule = "a pipeline in two directions (dualpipe, chimera) pairs each rank with the opposite one"
-            raise ConfigError(f"--pipeline-model-parallel-size {self.pp} is odd: {rule}; use {ways}")
+            raise ConfigError(
+                f"--pipeline-model-parallel-size {self.pp} is odd: a pipeline in two directions (--pipeline-schedule "
+                f"dualpipe or chimera) pairs each rank with the opposite one; use {ways}"
+            )
         if self.num_instances < 1 or self.num_replicas % self.num_instances:
             divisors = [n for n in range(1, self.num_replicas + 1) if self.num_replicas % n == 0]
             nearest = sorted(sorted(divisors, key=lambda n: abs(n - self.num_instances))[:3])
