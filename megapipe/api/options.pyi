@@ -216,6 +216,8 @@ class Options(TypedDict, total=False):
     activations_checkpoint_num_layers: int | None
     recompute_keep_attention: bool
     no_recompute_keep_attention: bool
+    recompute_in_bubbles: bool
+    no_recompute_in_bubbles: bool
     recompute_modules: Sequence[Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "activation", "moe", "moe_act", "shared_experts"]] | str | None
     moe_layer_recompute: bool
     recompute_memory_budget: float | None

@@ -175,7 +175,9 @@ def compose_stage(
         if router.expert_bias is not None:
             router.expert_bias = router.expert_bias.to(device)
     begin_row = partial(module.begin_row, buffers.num_versions)
-    return ComposedStage(module, buffers, StageRunner(module, queue, begin_row))
+    if trains and config.recompute.recompute_in_bubbles:
+        module.replays = []
+    return ComposedStage(module, buffers, StageRunner(module, queue, begin_row, replays=module.replays))
 
 
 def _buffers(

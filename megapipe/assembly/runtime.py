@@ -269,6 +269,7 @@ class TrainingRuntime(InferenceRuntime):
                 router.loss_scale = lambda: self.optimizer.loss_scale
         self._stage_streams = StageStreams(self.stages, device) if device.type == "cuda" else None
         self.handlers[Op.REDUCE_GRAD] = self._reduce
+        self.handlers[Op.RECOMPUTE] = self._recompute
         self.graphs = None if plan.config.gpu.cuda_graph_impl == "none" else self._build_graphs(recorder)
         self.marks = marks
         self.offload: Offload | None = None  # moves activations to the host and back; the stages run layers through it
@@ -336,6 +337,10 @@ class TrainingRuntime(InferenceRuntime):
         """Return the marks of a profiler around every action, named by its text."""
         marks = self.marks
         return [] if marks is None else [Around(lambda action: partial(marks, text(action)))]
+
+    def _recompute(self, action: Action) -> None:
+        assert action.microbatch is not None
+        self.runners[action.stage].recompute(action.microbatch)
 
     def _reduce(self, action: Action) -> None:
         """Reduce the gradients of a stage, of which more follow in the step if the action has a microbatch."""

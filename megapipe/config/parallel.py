@@ -303,6 +303,12 @@ class RecomputeConfig:
     recompute_keep_attention: bool = option(
         False, "full: keep a fused attention kernel's results, so that the backward does not run it again", needs=FULL
     )
+    recompute_in_bubbles: bool = option(
+        False,
+        "replay checkpointed layers while the rank waits for a gradient, ahead of the backward (RECOMPUTE in the "
+        "schedule): a shorter step, for the memory of what a stage computes again for one microbatch; see "
+        "docs/memory.md",
+    )
     recompute_modules: tuple[str, ...] = option(
         ("core_attn",),
         "selective: modules that are recomputed",

@@ -172,7 +172,7 @@ def rank_shape(config: Config, tp: int, sequence_parallel: bool, micro_batch_siz
         dtype=config.precision.dtype,
         tp=tp,
         sequence_parallel=sequence_parallel and tp > 1,
-        recompute=config.recompute,
+        recompute=replace(config.recompute, recompute_in_bubbles=False),  # a microbatch may be replayed in its backward
         documents=Documents(data.reset_position_ids, is_masked, data.masks_loss, has_borders),
         chunks=comm_chunks(config.parallel) if tp > 1 else WHOLE,
         attention_impl=config.kernels.attention_impl,

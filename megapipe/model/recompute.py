@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapipe.config.parallel import RecomputeConfig
@@ -108,6 +108,7 @@ class RecomputedSegment:
         self.num_inputs = 0
         self._has_consumer = False
         self._graph: tuple[tuple[Tensor, ...], Tensor] | None = None  # leaves and output of the recompute
+        self._ahead: tuple[tuple[Tensor, ...], GradientEdge] | None = None  # of one that has run before the backward
         self._output: Tensor | None = None  # for a consumer that asks after the backward
 
     def __call__(self, *inputs: Tensor) -> Tensor:
@@ -138,13 +139,30 @@ class RecomputedSegment:
             self._graph = leaves, output
         return self._graph
 
+    def ahead(self, output: Tensor) -> Callable[[], None]:
+        """Return what runs `fn` again before the backward, which then need not. output: that of the forward; no
+        consumer recomputes it.
+        """
+        node: Any = output.grad_fn
+
+        def replay() -> None:
+            leaves, again = self.recompute(node.saved_tensors)
+            # not the output itself, of which the graph keeps what its backward reads
+            self._graph, self._ahead = None, (leaves, get_gradient_edge(again))
+
+        return replay
+
     def backward(self, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs; those of parameters accumulate. saved: as for `recompute`."""
-        leaves, output = self.recompute(saved)
-        self._graph = None
-        if self._has_consumer:
-            self._output = output.detach()
-        torch.autograd.backward(output, grad)
+        root: Tensor | GradientEdge
+        if self._ahead is None:
+            leaves, root = self.recompute(saved)
+            if self._has_consumer:
+                self._output = root.detach()
+        else:
+            leaves, root = self._ahead
+        self._graph = self._ahead = None
+        torch.autograd.backward(root, grad)
         return tuple(leaf.grad for leaf in leaves)
 
 

@@ -114,6 +114,8 @@ class GPTStage(nn.Module):
         self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
         self.loss = Loss(config, loss, kernels) if layers.has_head else None
         self.group_runner: GroupRunner | None = None
+        # where a forward leaves what runs its checkpoints again ahead of the backward; None: the backward does
+        self.replays: list[Callable[[], None]] | None = None
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         configs = configs or layer_configs(config)
         num_ahead = config.mtp_num_layers or 0 if layers.has_head else 0
@@ -306,12 +308,14 @@ class GPTStage(nn.Module):
                     own, kept = keeping(blocks, own, layers[0] in self.keep_attention)
                 run: Callable[[Tensor], Tensor] = partial(_run_group, list(zip(blocks, own, strict=True)))
                 if is_checkpointed:
-                    run = RecomputedSegment(run, kept)
+                    run = segment = RecomputedSegment(run, kept)
                 if self.group_runner is None:
                     hidden = run(hidden)
                 else:
                     parameters = (block.parameters() for block in blocks)
                     hidden = self.group_runner(group, run, hidden, chain(*parameters, constants))
+                if is_checkpointed and self.replays is not None and torch.is_grad_enabled():
+                    self.replays.append(segment.ahead(hidden))
         return hidden
 
 

@@ -51,6 +51,7 @@ class _Kept:
     # ignored
     edges: tuple[GradientEdge | None, ...]
     scalar: tuple[torch.dtype, torch.device] | None  # of the last stage's loss
+    replays: tuple[Callable[[], None], ...]  # of what the forward has dropped
 
 
 def _edge(tensor: Tensor) -> GradientEdge:
@@ -70,6 +71,7 @@ class StageRunner:
     weight_gradients: needed only by schedules that split the backward (ops I and W).
     begin_row: called at the start of a row. observe: if set, called with every output.
     part: what distinguishes its waiting weight gradients from those of others that share the queue.
+    replays: where a forward of the module leaves what computes again what it drops; for op RECOMPUTE.
     """
 
     def __init__(
@@ -78,11 +80,13 @@ class StageRunner:
         weight_gradients: WeightQueue | None = None,
         begin_row: Callable[[], None] = lambda: None,
         part: Hashable = None,
+        replays: list[Callable[[], None]] | None = None,
     ) -> None:
         self.module = module
         self._part = part
         self.begin_row = begin_row
         self.weight_gradients = weight_gradients
+        self._replays = [] if replays is None else replays
         self.observe: Callable[[int, Any], None] | None = None
         self._kept: dict[int, _Kept] = {}
 
@@ -108,8 +112,16 @@ class StageRunner:
         outputs = output if isinstance(output, tuple) else (output,)
         if training:
             edges = tuple([_edge(t) if t.requires_grad else None for t in outputs if t.is_floating_point()])
-            self._kept[microbatch] = _Kept(tuple([t for t in inputs if t.requires_grad]), edges, scalar)
+            leaves, replays = tuple([t for t in inputs if t.requires_grad]), tuple(self._replays)
+            self._replays.clear()
+            self._kept[microbatch] = _Kept(leaves, edges, scalar, replays)
         return report if loss is not None else tuple([t.detach() for t in outputs])
+
+    def recompute(self, microbatch: int) -> None:
+        """Compute again what the forward has dropped, ahead of its backward (op RECOMPUTE)."""
+        with torch.enable_grad():
+            for replay in self._kept[microbatch].replays:
+                replay()
 
     def backward(self, microbatch: int, gradients: Gradients) -> Tensors:
         """Compute input and weight gradients together (op B) and return the gradients of the floating-point inputs.
@@ -145,6 +157,7 @@ class StageRunner:
     def clear(self) -> None:
         """Discard microbatches whose backward will not run, for example after an error."""
         self._kept.clear()
+        self._replays.clear()
         if self.weight_gradients is not None:
             self.weight_gradients.clear()
 

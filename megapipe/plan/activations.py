@@ -47,9 +47,12 @@ class LayerGroup(NamedTuple):
     is_checkpoint: bool
     recompute: RecomputeConfig | None = None
 
-    def shape(self, shape: RankShape) -> RankShape:
-        """Return the shape with the group's recompute."""
-        return shape if self.recompute is None else with_recompute(shape, self.recompute)
+    def shape(self, shape: RankShape, is_ahead: bool = False) -> RankShape:
+        """Return the shape with the group's recompute. is_ahead: a RECOMPUTE runs it, if it is a checkpoint."""
+        own = shape.recompute if self.recompute is None else self.recompute
+        if is_ahead and self.is_checkpoint:
+            own = replace(own, recompute_in_bubbles=True)
+        return shape if own == shape.recompute else with_recompute(shape, own)
 
 
 def layers_of(model: ModelSpec, stage: StageLayers) -> tuple[LayerSpec, ...]:
@@ -118,11 +121,12 @@ def layer_groups(layers: tuple[LayerSpec, ...], shape: RankShape) -> tuple[Layer
 
 
 @cache
-def group_trace(group: LayerGroup, shape: RankShape, has_levels: bool = True) -> Traced:
-    """Return what a group keeps and makes. has_levels: as for `trace_layers`."""
+def group_trace(group: LayerGroup, shape: RankShape, has_levels: bool = True, is_ahead: bool = False) -> Traced:
+    """Return what a group keeps and makes. has_levels: as for `trace_layers`; is_ahead: as for `LayerGroup.shape`."""
+    own = group.shape(shape, is_ahead)
     if len(group.layers) == 1:
-        return layer_trace(group.layers[0], group.shape(shape), has_levels)
-    return trace_layers(tuple(map(traced_layer, group.layers)), group.shape(shape), has_levels)
+        return layer_trace(group.layers[0], own, has_levels)
+    return trace_layers(tuple(map(traced_layer, group.layers)), own, has_levels)
 
 
 def end_traces(model: ModelSpec, shape: RankShape, stage: StageLayers, has_levels: bool = True) -> list[Traced]:
@@ -203,9 +207,20 @@ def deferred_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> in
     return layers + sum(traced.waiting for traced in end_traces(model, shape, stage, has_levels=False))
 
 
-def backward_peak(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tuple[int, int]:
+def recompute_bytes(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tuple[int, int]:
+    """Return what a RECOMPUTE of a stage leaves for the backward, and the most that it makes and frees again."""
+    ahead = most = 0
+    for group in layer_groups(layers_of(model, stage), shape):
+        traced = group_trace(group, shape, is_ahead=True)
+        most = max(most, ahead + max((0, *traced.recompute)))
+        ahead += traced.ahead
+    return ahead, max(0, most - ahead)
+
+
+def backward_peak(model: ModelSpec, shape: RankShape, stage: StageLayers, is_ahead: bool = False) -> tuple[int, int]:
     """Return the most that a stage's I where the shape splits the backward, else its B, makes and frees again: in the
     head and in the layers, each 0 or more. Not among them is the gradient that the stage has received, a message.
+    is_ahead: after a RECOMPUTE, on top of what that has left.
     """
     in_head, level = head_backward(model, shape, stage)
     layers = layers_of(model, stage)
@@ -213,7 +228,7 @@ def backward_peak(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tup
     if not layers and stage.has_embedding:
         in_layers = max(0, level + embedding_trace(model, shape).peaks[1])
     for group, alike in groupby(reversed(layer_groups(layers, shape))):
-        count, (peak, change) = len(list(alike)), group_backward(group, shape)
+        count, (peak, change) = len(list(alike)), group_backward(group, shape, is_ahead)
         in_layers = max(in_layers, level + peak, level + (count - 1) * change + peak)
         level += count * change
     return in_head, in_layers
@@ -235,24 +250,31 @@ def head_backward(model: ModelSpec, shape: RankShape, stage: StageLayers) -> tup
     return traced.peaks[1], shape.hidden_bytes(model.config.hidden_size) + traced.waiting - traced.kept_bytes
 
 
-def group_backward(group: LayerGroup, shape: RankShape) -> tuple[int, int]:
+def group_backward(group: LayerGroup, shape: RankShape, is_ahead: bool = False) -> tuple[int, int]:
     """Return the peak of a group's backward over what the stage has kept, the gradient of its output aside, and what is
-    there more by its end: what waits for W, where the backward is split, less what the group kept.
+    there more by its end: what waits for W, where the backward is split, less what the group kept. is_ahead: after a
+    RECOMPUTE.
     """
-    traced = group_trace(group, shape)
-    return traced.peaks[1], traced.waiting - traced.kept_bytes
+    traced = group_trace(group, shape, is_ahead=is_ahead)
+    return traced.peaks[1], traced.waiting - traced.kept_bytes - traced.ahead
 
 
 def temporary_bytes(
-    model: ModelSpec, shape: RankShape, stage: StageLayers, ops: Collection[Op] = (Op.B, Op.I, Op.W)
+    model: ModelSpec,
+    shape: RankShape,
+    stage: StageLayers,
+    ops: Collection[Op] = (Op.B, Op.I, Op.W),
+    is_ahead: bool = False,
 ) -> dict[Op, int]:
-    """Return the most that B, I and W of a stage make and free again. ops: those that are asked for."""
+    """Return the most that B, I and W of a stage make and free again. ops: those that are asked for. is_ahead: after a
+    RECOMPUTE, on top of what that has left.
+    """
     whole, halves = replace(shape, splits_backward=False), split(shape)
     found = {}
     if Op.B in ops:
-        found[Op.B] = max(backward_peak(model, whole, stage))
+        found[Op.B] = max(backward_peak(model, whole, stage, is_ahead))
     if Op.I in ops:
-        found[Op.I] = max(backward_peak(model, halves, stage))
+        found[Op.I] = max(backward_peak(model, halves, stage, is_ahead))
     if Op.W in ops:
         found[Op.W] = max((traced.peaks[2] for traced in stage_traces(model, halves, stage)), default=0)
     return found

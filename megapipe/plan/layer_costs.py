@@ -14,7 +14,7 @@ import json
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, groupby
@@ -38,8 +38,8 @@ from megapipe.trace.parameters import layer_parameters
 FORMAT = "megapipe layer times"
 VERSION = 1
 FLAG = "--pipeline-layer-times"
-GEMM_PASSES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0}  # of a forward's FLOPs
-ATTENTION_PASSES = {Op.F: 1.0, Op.B: FUSED_BACKWARD, Op.I: FUSED_BACKWARD, Op.W: 0.0}
+GEMM_PASSES = {Op.F: 1.0, Op.B: 2.0, Op.I: 1.0, Op.W: 1.0, Op.RECOMPUTE: 0.0}  # of a forward's FLOPs, without replays
+ATTENTION_PASSES = {Op.F: 1.0, Op.B: FUSED_BACKWARD, Op.I: FUSED_BACKWARD, Op.W: 0.0, Op.RECOMPUTE: 0.0}
 LINEARS_OF = {  # that recomputing a module runs again; of `moe` all
     "mla_up_proj": tuple(f"self_attention.linear_{name}" for name in ("q_proj", "q_up_proj", "kv_up_proj")),
     "mlp": ("mlp.linear_fc1",),
@@ -185,15 +185,8 @@ class LayerCosts:
         if not stage.num_layers:
             total = PartCost()
         elif self.shape is not None:
-            specs, seq = self.specs[first:end], self.shape.whole_seq
             total = sum(self.layers[first:end], PartCost())
-            again = (
-                cost.forward * replayed_flops(spec, recompute, seq, False) / layer_flops(spec, seq, False)
-                for cost, spec, recompute in zip(
-                    self.layers[first:end], specs, layer_recompute(specs, self.shape), strict=True
-                )
-            )
-            total = replace(total, replay=sum(again))
+            total = replace(total, replay=sum(cost for _, cost in self._chosen_replays(stage, self.shape)))
         elif self.layers_alike:
             total = replace(self.layers[0] * stage.num_layers, replay=self.layers[0].replay * num_replayed)
         else:
@@ -203,6 +196,21 @@ class LayerCosts:
         if stage.has_embedding:
             total += self.embedding
         return total + self.head if stage.has_head else total
+
+    def checkpoints(self, stage: StageLayers) -> float:
+        """Return the cost of running the checkpointed layers of a stage again."""
+        if self.shape is None:
+            return self.of_stage(stage._replace(has_embedding=False, has_head=False)).replay
+        replays = self._chosen_replays(stage, self.shape)
+        return sum(cost for recompute, cost in replays if recompute.recompute_granularity == "full")
+
+    def _chosen_replays(self, stage: StageLayers, shape: RankShape) -> Iterator[tuple[RecomputeConfig, float]]:
+        """Yield what --recompute-memory-budget has chosen for each layer of a stage, and its cost."""
+        layers = slice(stage.first_layer, stage.last_layer_exclusive)
+        specs, seq = self.specs[layers], shape.whole_seq
+        for cost, spec, recompute in zip(self.layers[layers], specs, layer_recompute(specs, shape), strict=True):
+            share = replayed_flops(spec, recompute, seq, False) / layer_flops(spec, seq, False)
+            yield recompute, cost.forward * share
 
     @cached_property
     def _sums(self) -> tuple[list[PartCost], list[PartCost]]:
@@ -235,13 +243,14 @@ def flop_costs(model: ModelSpec, seq_length: int, recompute: RecomputeConfig) ->
 def stage_costs(layers: LayerCosts, partition: Partition, rank_speeds: tuple[float, ...]) -> Costs:
     """Return the seconds of every op of every stage, relative where they come from FLOPs; messages take no time."""
     stages = [layers.of_stage(stage) for stage in partition.stages]
+    replays = {(index, Op.RECOMPUTE): layers.checkpoints(stage) for index, stage in enumerate(partition.stages)}
     smallest = max(stage.forward for stage in stages) * 1e-6  # a stage without layers still takes some time
     seconds = {
         (index, op): max(stage.of(op), smallest)
         for index, stage in enumerate(stages)
         for op in (Op.F, Op.B, Op.I, Op.W)
     }
-    return Costs(seconds, rank_speeds=rank_speeds)
+    return Costs(seconds | replays, rank_speeds=rank_speeds)
 
 
 # Slices. With a causal mask a slice of positions [a, b) costs C(b) - C(a), where C(x) is the cost of a sequence of x
@@ -285,9 +294,10 @@ def slice_shares(
     slices, found = tuple(slices), dict[tuple[int, Op], tuple[float, ...]]()
     by_tokens = tuple(each.length / each.seq for each in slices)
     for stage, (first, end, _, has_head) in enumerate(partition.stages):
-        for op in (Op.F, Op.B, Op.I, Op.W):
-            layers = (*model.layers[first:end], *(model.predictions if has_head else ()))
-            cost = flops_of_length(layers, model if has_head else None, recompute, op)
+        for op in (Op.F, Op.B, Op.I, Op.W, Op.RECOMPUTE):
+            with_head = has_head and op is not Op.RECOMPUTE
+            layers = (*model.layers[first:end], *(model.predictions if with_head else ()))
+            cost = flops_of_length(layers, model if with_head else None, recompute, op)
             costs = [cost(each.stop) - cost(each.start) for each in slices]
             total = sum(costs)
             found[stage, op] = tuple(one / total for one in costs) if total else by_tokens
@@ -299,7 +309,7 @@ def flops_of_length(
     layers: Iterable[LayerSpec], head: ModelSpec | None, recompute: RecomputeConfig, op: Op
 ) -> Callable[[int], float]:
     """Return the FLOPs of an op of layers, and of a model's head, as a function of the length of a sequence."""
-    counts, replays = Counter(layers), op in (Op.B, Op.I)
+    counts, replays = Counter(layers), op in (Op.B, Op.I, Op.RECOMPUTE)
 
     def cost(tokens: int) -> float:
         total = 0.0 if head is None else GEMM_PASSES[op] * head_flops(head)

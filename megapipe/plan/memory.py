@@ -53,6 +53,7 @@ from megapipe.plan.activations import (
     head_backward,
     layer_groups,
     layers_of,
+    recompute_bytes,
     replay_bytes,
     shared_bytes,
     stage_bytes,
@@ -83,6 +84,7 @@ class Peak:
     activation_bytes: int
     message_bytes: int
     live: Mapping[int, int]  # stage -> microbatches, or slices of these, between F and B or W
+    replayed_bytes: int = 0  # of the activations, those of a RECOMPUTE
     inside_bytes: int = 0  # made and freed again by the action
     action: Action | None = None  # that runs then
     whole: Whole = NOTHING  # of sharded weights and gradients
@@ -103,6 +105,8 @@ class SliceBytes:
     inside: Mapping[tuple[int, Op], int]
     message_bytes: int
     keys: Mapping[Held, Mapping[int, int]] = field(default_factory=dict)  # by stage, of all slices of a microbatch
+    replayed: Mapping[int, int] = field(default_factory=dict)  # from RECOMPUTE to B or I, and `inside` of these then
+    inside_replayed: Mapping[tuple[int, Op], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
         held = _graph_bytes(plan, pp_rank, slices[0])  # a whole microbatch
         graphs, reusable, in_backward = max(0, held - peak.activation_bytes - peak.inside_bytes), peak.message_bytes, 0
     replay = 0
-    if peak.action is not None and peak.action.op in (Op.B, Op.I):
+    if peak.action is not None and peak.action.op in (Op.B, Op.I) and not peak.replayed_bytes:
         of_slice = plan.slice_shapes[(peak.action.microbatch or 0) % len(slices)]
         replay = min(replay_bytes(layers_of(model, layers[peak.action.stage]), of_slice), peak.inside_bytes)
     copies = 0  # of all gradients in bf16, made while the last microbatch's activations exist if reductions overlap
@@ -176,8 +180,8 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     items = {
         **state,
         **({} if plan.sharding is None else peak.whole.items()),
-        "activations": peak.activation_bytes,
-        "recompute": replay,
+        "activations": peak.activation_bytes - peak.replayed_bytes,
+        "recompute": replay + peak.replayed_bytes,
         "temporaries": peak.inside_bytes - replay,
         "graphs": graphs,
         "messages": peak.message_bytes,
@@ -194,6 +198,11 @@ def slice_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape) -> Slice
     ops = plan.schedule(plan.batch.num_microbatches).ops
     of_stages = {stage: temporary_bytes(model, shape, held, ops) for stage, held in layers.items()}
     inside = {(stage, op): size for stage, of_ops in of_stages.items() for op, size in of_ops.items()}
+    replayed, inside_replayed = dict[int, int](), dict[tuple[int, Op], int]()
+    for stage, held in layers.items() if Op.RECOMPUTE in ops else ():
+        replayed[stage], inside[stage, Op.RECOMPUTE] = recompute_bytes(model, shape, held)
+        after = temporary_bytes(model, shape, held, ops & {Op.B, Op.I}, is_ahead=True)
+        inside_replayed |= {(stage, op): size for op, size in after.items()}
     keys: dict[Held, dict[int, int]] = {Held.KEYS: {}, Held.KEY_GRADIENTS: {}}
     for stage, held in layers.items():
         traces = [
@@ -207,6 +216,8 @@ def slice_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape) -> Slice
         inside,
         shape.hidden_bytes(plan.config.model.hidden_size),
         keys,
+        replayed,
+        inside_replayed,
     )
 
 
@@ -348,7 +359,7 @@ def peak_of_row(
     def total(items: tuple[Item, ...], index: int) -> tuple[int, int]:
         """Return the bytes of activations and of messages among some items of a slice."""
         size = slices[index]
-        sizes = {Held.ACTIVATIONS: size.kept, Held.DEFERRED: size.waiting, **size.keys}
+        sizes = {Held.ACTIVATIONS: size.kept, Held.REPLAYED: size.replayed, Held.DEFERRED: size.waiting, **size.keys}
         kept = sum(sizes[kind][stage] for kind, stage in items if kind in sizes)
         messages = [kind for kind, _ in items if kind in MESSAGES]
         num_sent = sum(kind in SENT_MESSAGES for kind in messages)
@@ -356,7 +367,7 @@ def peak_of_row(
         return kept, num_sent * largest + (len(messages) - num_sent) * size.message_bytes
 
     live = Counter(dict.fromkeys(slices[0].kept, 0))
-    kept = messages = 0
+    kept = messages = replayed = 0
     peak = Peak(0, 0, dict(live))
     for slot, (action, changes) in enumerate(lifetimes(row, placement, pp_rank, sends_in_flight, len(slices))):
         stage, op, number = action
@@ -365,16 +376,19 @@ def peak_of_row(
         kept += created[0] - taken[0]
         messages += created[1] - taken[1]
         live[stage] += op is Op.F
-        inside = slices[index].inside.get((stage, op), 0)
+        of_slice, is_replayed = slices[index], (Held.REPLAYED, stage) in changes.frees
+        inside = (of_slice.inside_replayed if is_replayed else of_slice.inside).get((stage, op), 0)
+        replayed += of_slice.replayed[stage] if op is Op.RECOMPUTE else 0
         levels = ((0, inside),) if offloaded is None else offloaded.levels(action, inside)
         unsharded = NOTHING if whole is None else whole[slot]
         for less, made in levels:
             if kept - less + messages + made + sum(unsharded) > peak.total:
-                peak = Peak(kept - less, messages, dict(live), made, action, unsharded)
+                peak = Peak(kept - less, messages, dict(live), replayed, made, action, unsharded)
         left, freed = total(changes.leaves, index), total(changes.frees, index)
         kept += left[0] - freed[0]
         messages += left[1] - freed[1]
         live[stage] -= op in (Op.B, Op.W)
+        replayed -= of_slice.replayed[stage] if is_replayed else 0
     return peak
 
 

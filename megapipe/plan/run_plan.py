@@ -38,6 +38,7 @@ from megapipe.schedule.lower import lower
 from megapipe.schedule.partition import Partition, StageLayers
 from megapipe.schedule.parts import Parts, expand, pair_up, parts_of, prove
 from megapipe.schedule.placement import Placement, v_shape
+from megapipe.schedule.recompute import replay_ahead
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.sharding import ShardingPolicy, carry, joined_units, shard, split_stages
 from megapipe.schedule.simulate import unhindered_send_depth
@@ -452,13 +453,18 @@ class RunPlan:
             num_microbatches,
             parallel.microbatch_group_size_per_virtual_pipeline_stage,
             self._receive_depth,
-            None if limit is None else (self.layer_costs, self.whole_stages().partition, self.rank_speeds, limit),
+            None if limit is None else (*self._scheduled_costs, limit),
             parallel.overlap_moe_expert_parallel_comm,
             self.num_slices,
             self.num_units,
             self.sharding,
             self._reading_in_w,
+            self._scheduled_costs if self.config.recompute.recompute_in_bubbles else None,
         )
+
+    @property
+    def _scheduled_costs(self) -> ScheduledCosts:
+        return self.layer_costs, self.whole_stages().partition, self.rank_speeds
 
     @cached_property
     def _reading_in_w(self) -> frozenset[int]:
@@ -478,6 +484,9 @@ class RunPlan:
         return _forward_only_schedule(self.placement, num_microbatches, self._receive_depth, num_slices, policy)
 
 
+ScheduledCosts = tuple[LayerCosts, Partition, tuple[float, ...]]  # of whole stages, their cut, speeds of ranks
+
+
 @lru_cache(maxsize=SCHEDULES_CACHED)
 def _training_schedule(
     name: str,
@@ -486,12 +495,13 @@ def _training_schedule(
     num_microbatches: int,
     group_size: int | None,
     receive_depth: int,
-    searched: tuple[LayerCosts, Partition, tuple[float, ...], int] | None,  # costs, cut, speeds, memory limit (zb-auto)
+    searched: tuple[LayerCosts, Partition, tuple[float, ...], int] | None,  # with a memory limit (zb-auto)
     has_pairs: bool,  # each backward is merged with the forward after it
     num_slices: int,  # of each microbatch
     num_units: tuple[int, ...],  # of each stage; empty: stages are not split
     policy: ShardingPolicy | None,
     reading_in_w: frozenset[int],  # stages, or units
+    replayed: ScheduledCosts | None,  # --recompute-in-bubbles
 ) -> LoweredSchedule:
     """Build and lower a training schedule."""
     goal = None
@@ -502,6 +512,8 @@ def _training_schedule(
         name = "interleaved"
     planned = build_schedule(name, pp, num_chunks, num_microbatches, group_size, goal, num_slices)
     planned = pair_up(planned) if has_pairs else planned
+    if replayed is not None:
+        planned = replay_ahead(planned, stage_costs(*replayed))
     schedule = lower(split_stages(planned, num_units) if num_units else planned, receive_depth)
     if policy is not None:
         schedule = shard(replace(schedule, reading_in_w=reading_in_w), policy)

@@ -11,8 +11,8 @@ docs/time_model.md says what is fitted and compares with published runs.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -202,9 +202,11 @@ def stage_seconds(plan: RunPlan, hardware: Hardware) -> tuple[OpSeconds, ...]:
     return tuple(sum(of_stage[1:], of_stage[0]) for of_stage in zip(*slices, strict=True))
 
 
-def _slice_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> tuple[OpSeconds, ...]:
-    """Return the seconds of each stage for one slice of a microbatch, or a whole one."""
-    config, model = plan.config, plan.model
+LayerSeconds = Callable[[LayerSpec, RecomputeConfig], OpSeconds]
+
+
+def _layer_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> LayerSeconds:
+    """Return the function that gives the seconds of a layer for one slice of a microbatch, or a whole one."""
     tp_link, experts = ring_link(plan.topology, "tp", hardware.node, hardware.network), expert_links(plan, hardware)
     contexts = context_links(plan.topology, hardware.node, hardware.network)
 
@@ -216,6 +218,13 @@ def _slice_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> tuple
         held, overlaps = layer.num_experts // shape.ep, plan.parts is not None
         return seconds.launched(hardware.stack.launch_seconds(held, overlaps), overlaps)
 
+    return of_layer
+
+
+def _slice_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> tuple[OpSeconds, ...]:
+    """Return the seconds of each stage for one slice of a microbatch, or a whole one."""
+    config, model, of_layer = plan.config, plan.model, _layer_seconds(plan, hardware, shape)
+    tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
     nothing = layer_seconds(model.layers[0], shape, hardware, tp_link) * 0
     found: dict[frozenset[Any], OpSeconds] = {}  # by the number of layers of each kind and recompute
     stages = []
@@ -244,6 +253,22 @@ def _slice_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> tuple
     return tuple(stages)
 
 
+def _replay_seconds(plan: RunPlan, hardware: Hardware) -> dict[tuple[int, Op], float]:
+    """Return the seconds by which a backward is shorter without the replay of the stage's checkpoints, and which a
+    RECOMPUTE takes.
+    """
+    found: dict[tuple[int, Op], float] = defaultdict(float)
+    for shape in plan.slice_shapes:
+        of_layer = _layer_seconds(plan, hardware, shape)
+        for stage, held in enumerate(plan.partition.stages):
+            counts = Counter(zip(layers_of(plan.model, held), plan.layer_recompute(stage), strict=True))
+            for (layer, recompute), count in counts.items():
+                if recompute.recompute_granularity == "full":
+                    plain = of_layer(layer, RecomputeConfig())
+                    found[stage, Op.RECOMPUTE] += count * (of_layer(layer, recompute).of(Op.I) - plain.of(Op.I))
+    return found
+
+
 def _schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...]) -> Costs:
     """Return the costs for `simulate`. Reductions take no time here: see `computed_and_reduced`."""
     link = hardware.network if plan.topology.crosses_nodes("pp") else hardware.node
@@ -253,6 +278,8 @@ def _schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, 
     for stage, of_stage in enumerate(stages):
         seconds |= {(stage, op): max(of_stage.of(op), smallest) for op in (Op.F, Op.B, Op.I, Op.W)}
         seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = message_seconds
+    if plan.config.recompute.recompute_in_bubbles:
+        seconds |= _replay_seconds(plan, hardware)
     overlap = plan.config.parallel.overlap_p2p_comm
     costs = Costs(seconds, link.latency_seconds, overlap=overlap, rank_speeds=plan.rank_speeds)
     return costs if plan.num_slices == 1 else replace(costs, slice_shares=_slice_shares(plan, hardware))

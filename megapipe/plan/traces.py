@@ -72,7 +72,8 @@ def layer_trace(layer: LayerSpec, shape: RankShape, has_levels: bool = True) -> 
     """
     whole_shape = replace(shape, in_parts=False)
     is_full = shape.recompute.recompute_granularity == "full"
-    if len(layer.branches) == 1 or (has_levels and (is_full or shape.splits_backward)):
+    is_ahead = shape.recompute.recompute_in_bubbles
+    if len(layer.branches) == 1 or is_ahead or (has_levels and (is_full or shape.splits_backward)):
         whole = trace_layers((traced_layer(layer),), whole_shape, has_levels)
     else:
         branches = ((branch, _shape_of_branch(branch, whole_shape)) for branch in layer.branches)

@@ -283,7 +283,7 @@ REFUSED_BY_SCHEDULES = (
     ),
     Refusal(
         "updates between microbatches",
-        ("sharded gradients alone", "CUDA graphs", "activation offload", "pipeline profile"),
+        ("sharded gradients alone", "CUDA graphs", "activation offload", "pipeline profile", "replays in bubbles"),
         NOT_BUILT,
         "it updates weights while microbatches are in flight, and does not drain between steps",
         "use a synchronous schedule, such as 1f1b",

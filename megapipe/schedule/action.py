@@ -19,6 +19,8 @@ class Op(enum.Enum):
     B = "B"  # full backward: I and W together
     I = "I"  # input gradient; leaves the weight gradient to a later W (some papers call this "B")  # noqa: E741
     W = "W"  # weight gradient
+    # compute again what F has dropped for recompute, ahead of the B or I, which otherwise does it itself
+    RECOMPUTE = "RECOMPUTE"
     SEND_F = "SEND_F"  # the output goes to stage s + 1
     RECV_F = "RECV_F"  # the input comes from stage s - 1
     SEND_B = "SEND_B"  # the input gradient goes to stage s - 1
@@ -39,10 +41,11 @@ class Op(enum.Enum):
     __hash__ = object.__hash__  # faster than Enum's own hash, a Python call; members are singletons
 
 
-COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W})
+COMPUTE_OPS = frozenset({Op.F, Op.B, Op.I, Op.W, Op.RECOMPUTE})
 BUSY_OPS = COMPUTE_OPS | {Op.UPDATE}  # ops that occupy a rank
 PLANNED_OPS = COMPUTE_OPS | {Op.OVERLAP, Op.UPDATE}  # the ops of a schedule that is not lowered
-WEIGHTS_OPS = frozenset({Op.F, Op.B, Op.I})  # ops that always read weights; a W may (Schedule.reads_weights)
+# ops that always read weights; a W may (Schedule.reads_weights)
+WEIGHTS_OPS = frozenset({Op.F, Op.B, Op.I, Op.RECOMPUTE})
 SHARDING_OPS = frozenset({Op.UNSHARD, Op.RESHARD})  # ops of a stage, without a microbatch
 BACKWARD_OPS = frozenset({Op.B, Op.I, Op.W})
 COMPLETES_OPS = frozenset({Op.B, Op.W})  # ops that complete the weight gradient

@@ -19,11 +19,12 @@ class Seconds(NamedTuple):
 
 
 def seconds_of_stages(stages: Iterable[Seconds], transfer_seconds: float) -> dict[tuple[int, Op], float]:
-    """Return the seconds of every op and message; a full backward takes as long as its two halves."""
+    """Return the seconds of every op and message; a full backward takes as long as its two halves, without replay."""
     seconds: dict[tuple[int, Op], float] = {}
     for stage, (forward, input_gradient, weight_gradient) in enumerate(stages):
         seconds[stage, Op.F], seconds[stage, Op.B] = forward, input_gradient + weight_gradient
         seconds[stage, Op.I], seconds[stage, Op.W] = input_gradient, weight_gradient
+        seconds[stage, Op.RECOMPUTE] = 0.0
         seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = transfer_seconds
     return seconds
 
@@ -33,8 +34,9 @@ class Costs:
     """Seconds of each op of each stage.
 
     seconds: for (stage, F | B | I | W) the computation; for (stage, SEND_F | SEND_B) the time a message of that stage
-    occupies its channel; for (stage, UNSHARD) the gather of its weights, for (stage, REDUCE_GRAD) a reduction, which a
-    rank runs one at a time in the order of its row. Those not named take no time.
+    occupies its channel; for (stage, RECOMPUTE) what this takes and the B or I after it takes less; for (stage,
+    UNSHARD) the gather of its weights, for (stage, REDUCE_GRAD) a reduction, which a rank runs one at a time in the
+    order of its row. Those not named take no time.
     """
 
     seconds: Mapping[tuple[int, Op], float]

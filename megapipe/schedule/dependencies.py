@@ -22,6 +22,7 @@ class ValueKind(enum.Enum):
     GRAD = "gradient"
     LEFT = "saved inputs and output gradients"  # kept by I for W
     WGRAD = "weight gradient"
+    REPLAY = "recomputed activations"  # kept by RECOMPUTE for B or I, which can do without
 
     __hash__ = object.__hash__
 
@@ -42,6 +43,7 @@ NEEDS: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.B: ((ValueKind.ACT, 0), (ValueKind.GRAD, +1)),
     Op.I: ((ValueKind.ACT, 0), (ValueKind.GRAD, +1)),
     Op.W: ((ValueKind.LEFT, 0),),
+    Op.RECOMPUTE: ((ValueKind.ACT, 0),),
     Op.SEND_F: ((ValueKind.ACT, 0),),
     Op.SEND_B: ((ValueKind.GRAD, 0),),
     Op.RECV_F: (),
@@ -58,6 +60,7 @@ MAKES: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.B: ((ValueKind.GRAD, 0), (ValueKind.WGRAD, 0)),
     Op.I: ((ValueKind.GRAD, 0), (ValueKind.LEFT, 0)),
     Op.W: ((ValueKind.WGRAD, 0),),
+    Op.RECOMPUTE: ((ValueKind.REPLAY, 0),),
     Op.SEND_F: (),
     Op.SEND_B: (),
     Op.RECV_F: ((ValueKind.ACT, -1),),

@@ -22,6 +22,7 @@ class Held(enum.Enum):
 
     MICROBATCH = "microbatch"  # in flight: from F until its weight gradient is done by B or W
     ACTIVATIONS = "activations"  # kept by F for B or I
+    REPLAYED = "replayed"  # kept by RECOMPUTE for B or I
     DEFERRED = "deferred"  # kept by I for W: the inputs and output gradients of the linears
     RECEIVED_INPUT = "received input"  # from RECV_F, which allocates it, to F, which keeps it among its activations
     RECEIVED_GRADIENT = "received gradient"  # from RECV_B to the end of B or I
@@ -38,7 +39,8 @@ class Held(enum.Enum):
 
 
 OF_SLICES = frozenset({Held.KEYS, Held.KEY_GRADIENTS})
-MESSAGES = frozenset(Held) - {Held.MICROBATCH, Held.ACTIVATIONS, Held.DEFERRED, Held.WEIGHTS} - OF_SLICES
+IN_STAGES = frozenset({Held.MICROBATCH, Held.ACTIVATIONS, Held.REPLAYED, Held.DEFERRED, Held.WEIGHTS})
+MESSAGES = frozenset(Held) - IN_STAGES - OF_SLICES
 Item = tuple[Held, int]  # (kind, stage); the microbatch is that of the action
 
 
@@ -75,17 +77,20 @@ def lifetimes(
     """
     resolved: dict[tuple[int, Op, int], Changes] = {}
     sent: Counter[tuple[int, Op]] = Counter()
+    replayed: set[tuple[int, int | None]] = set()  # (stage, microbatch)
     num_directions = 1 if placement is None else len(placement.directions)
     for action in row:
         stage, op, microbatch = action
         direction = 0 if microbatch is None else microbatch % num_directions
-        if num_slices > 1 and op in _COMPUTED_FROM:
-            assert microbatch is not None  # a pipeline of slices has one direction
-            yield action, _with_keys(_changes(stage, op, 0, placement, pp_rank), action, num_slices)
-            continue
         changes = resolved.get((stage, op, direction))
         if changes is None:
             changes = resolved[stage, op, direction] = _changes(stage, op, direction, placement, pp_rank)
+        if op is Op.RECOMPUTE:
+            replayed.add((stage, microbatch))
+        elif replayed and op in (Op.B, Op.I) and (stage, microbatch) in replayed:
+            changes = changes._replace(frees=(*changes.frees, (Held.REPLAYED, stage)))
+        if num_slices > 1 and op in _COMPUTED_FROM:  # a pipeline of slices has one direction
+            changes = _with_keys(changes, action, num_slices)
         if send_depth is not None and op in SEND_OPS:
             sent[stage, op] += 1
             if sent[stage, op] > send_depth:
@@ -96,6 +101,8 @@ def lifetimes(
 def _changes(stage: int, op: Op, direction: int, placement: Placement | None, pp_rank: int) -> Changes:
     if op is Op.W:
         return Changes(frees=((Held.DEFERRED, stage), (Held.MICROBATCH, stage)))
+    if op is Op.RECOMPUTE:
+        return Changes(creates=((Held.REPLAYED, stage),))
     if op is Op.UNSHARD:
         return Changes(creates=((Held.WEIGHTS, stage),))
     if op is Op.RESHARD:

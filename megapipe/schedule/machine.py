@@ -31,6 +31,7 @@ class _Work(NamedTuple):
     makes: tuple[int, ...]
     arrives: tuple[tuple[int, float], ...]  # sent to another rank, and their delay, in a compute-only schedule
     seconds: float
+    replay: float  # of these the seconds that a RECOMPUTE before it saves; 0 in a schedule without
 
 
 class _Hop(NamedTuple):
@@ -93,6 +94,7 @@ class ScheduleWalk:
         for kind, stage in ((ValueKind.ACT, -1), (ValueKind.GRAD, num_stages)):  # the data, the gradient of the loss
             base = self._base(kind, stage, False)
             self.times[base : base + self.count] = [0.0] * self.count
+        self.replays = self._base(ValueKind.REPLAY, 0, False)
         self.work = self._resolve_work()
 
     # value ids: [made here or received][kind][stage -1 .. num_stages][microbatch], flattened
@@ -129,8 +131,10 @@ class ScheduleWalk:
                         delay = self._cost(stage, send, variant) + self.costs.latency_seconds
                         arrives.append((self._base(kind, 0, True), delay))
                 speed = 1.0 if stage in self.costs.network else self._rank_speeds[rank]
-                seconds = self._cost(stage, op, variant) / speed
-                table[op][variant].append(_Work(needs, makes, tuple(arrives), seconds))
+                seconds, replay = self._cost(stage, op, variant) / speed, 0.0
+                if op in (Op.B, Op.I) and Op.RECOMPUTE in self.schedule.ops:
+                    replay = self._cost(stage, Op.RECOMPUTE, variant) / speed
+                table[op][variant].append(_Work(needs, makes, tuple(arrives), seconds, replay))
         return table
 
     def _cost(self, stage: int, op: Op, variant: int) -> float:
@@ -180,13 +184,13 @@ class ScheduleWalk:
         row, starts, ends, clock = self.schedule.rows[rank], self.starts[rank], self.ends[rank], self.clocks[rank]
         times, waiting_for, count, overlap = self.times, self.waiting_for, self.count, self.costs.overlap
         work, hops, variants, network = self.work, self.hops, self._num_variants, self.costs.network
-        sent, posted, depths = self.sent, self.posted, self.depths
+        sent, posted, depths, replays = self.sent, self.posted, self.depths, self.replays
         slots = iter(range(self.positions[rank], len(row)))
         for position in slots:
             stage, op, microbatch = row[position]
             key = stage * count + (microbatch or 0)
             if op in work and stage not in network:
-                needs, makes, arrives, seconds = work[op][microbatch % variants][stage]  # type: ignore[operator]
+                needs, makes, arrives, seconds, replay = work[op][microbatch % variants][stage]  # type: ignore[operator]
                 start = clock if self.weights_at is None else self._weights_ready(rank, row[position], clock)
                 if start < 0:
                     break
@@ -198,6 +202,8 @@ class ScheduleWalk:
                         waiting_for[base + key] = rank
                         break
                 else:
+                    if replay and times[replays + key] >= 0:
+                        seconds -= replay
                     clock = start + seconds if seconds else start
                     starts[position], ends[position] = start, clock
                     for base in makes:
@@ -326,7 +332,8 @@ class ScheduleWalk:
                 return 0
         in_sequence = sum(work.seconds for work, _ in works)
         pair = self.costs.pair_seconds.get((head.stage, backward.stage))
-        end = start + (in_sequence if pair is None else pair / self._rank_speeds[rank])
+        replayed = sum(work.replay for work, key in works if self.times[self.replays + key] >= 0)
+        end = start + (in_sequence if pair is None else pair / self._rank_speeds[rank]) - replayed
         self.starts[rank][slot : slot + 3] = [start] * 3
         self.ends[rank][slot : slot + 3] = [end] * 3
         self.clocks[rank] = end

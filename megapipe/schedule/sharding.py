@@ -231,9 +231,9 @@ def _plan_reductions(row: Row, granularity: str) -> Iterator[tuple[int, Action]]
 def split_stages(schedule: Schedule, num_units: Sequence[int]) -> Schedule:
     """Return a compute-only schedule in which stage s is num_units[s] consecutive stages on the same rank.
 
-    Forwards run the units of a stage in order, backwards in reverse. The units of an overlapped pair are paired one by
-    one: the first of the forward with the last of the backward. `split_partition` divides the layers alike. Raises
-    ScheduleError for a lowered or asynchronous schedule, and for another number of stages.
+    Forwards and replays run the units of a stage in order, backwards in reverse. The units of an overlapped pair are
+    paired one by one: the first of the forward with the last of the backward. `split_partition` divides the layers
+    alike. Raises ScheduleError for a lowered or asynchronous schedule, and for another number of stages.
     """
     if schedule.is_lowered or not schedule.is_synchronous or len(num_units) != schedule.num_stages:
         raise ScheduleError(
@@ -245,7 +245,7 @@ def split_stages(schedule: Schedule, num_units: Sequence[int]) -> Schedule:
     def units(action: Action) -> list[Action]:
         stage, op, microbatch = action
         forward = [Action(unit, op, microbatch) for unit in range(starts[stage], starts[stage + 1])]
-        return forward if op is Op.F else forward[::-1]
+        return forward if op in (Op.F, Op.RECOMPUTE) else forward[::-1]
 
     rows = []
     for row in schedule.rows:

@@ -101,6 +101,7 @@ def validate(schedule: Schedule, send_depth: int | None = None, max_gathered: in
     - Every stage and microbatch has one forward and one full or split backward (none in a forward-only schedule), on
       the right rank.
     - The inputs of every action are made earlier on its rank or sent there.
+    - A RECOMPUTE comes between the F and the B or I of its stage and microbatch; weights are not updated meanwhile.
     - On every stage the slices of a microbatch run forwards in order and backwards in reverse.
     - Every rank posts receives of one kind from another rank in the order in which that one sends, whatever the stage.
     - All ranks finish with asynchronous sends, with at most `send_depth` in flight per channel if given.
@@ -112,6 +113,8 @@ def validate(schedule: Schedule, send_depth: int | None = None, max_gathered: in
     """
     seen, orders = _check_each_action(schedule)
     _check_computation(schedule, seen)
+    if Op.RECOMPUTE in schedule.ops:
+        _check_replays(schedule)
     if schedule.num_slices > 1:
         _check_slices(schedule)
     if schedule.is_lowered:
@@ -223,6 +226,19 @@ def _check_computation(schedule: Schedule, seen: Mapping[Op, bytearray]) -> None
             row = schedule.rows[rank]
             slots = [slot for slot, (s, op, m) in enumerate(row) if (s, m) == (stage, microbatch) and op in COMPUTE_OPS]
             _fail(schedule, fault, *((rank, slot) for slot in slots[-1:]))
+
+
+def _check_replays(schedule: Schedule) -> None:
+    """Check that every RECOMPUTE precedes the backward that it is for; the walk proves that it follows the F."""
+    if not schedule.is_synchronous:
+        _fail(schedule, "RECOMPUTE needs the weights of its forward, which an UPDATE would change")
+    for rank, row in enumerate(schedule.rows):
+        ended: set[tuple[int, int | None]] = set()
+        for slot, (stage, op, microbatch) in enumerate(row):
+            if op in (Op.B, Op.I):
+                ended.add((stage, microbatch))
+            elif op is Op.RECOMPUTE and (not schedule.has_backward or (stage, microbatch) in ended):
+                _fail(schedule, f"{row[slot]} must precede the backward of its stage and microbatch", (rank, slot))
 
 
 def _check_slices(schedule: Schedule) -> None:

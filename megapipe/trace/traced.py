@@ -19,10 +19,11 @@ SIZES = (
     "shared_rotary",
     "fp8_weights",
     "waiting",
+    "ahead",
     "slice_keys",
     "slice_key_gradients",
 )
-LEVELS = ("forward", "backward", "weights", "replayed")
+LEVELS = ("forward", "backward", "weights", "replayed", "recompute")
 FACTS = "reads_weights", "output"  # of the layers, not of how many sequences they run
 # names of what no element makes, of what comes from the layer or the stage before, and of a linear
 STAGE, INPUT, OUTPUT_LAYER = "stage", "input", "output_layer"
@@ -114,7 +115,7 @@ class Traced:
     forward, backward, weights: of F, B (I where the shape splits the backward) and W, at each tensor that it makes, the
     bytes over those that are there when it starts, the gradient of the output aside; of F over what it keeps. The last
     level of a B is that of its end, with the gradient of the input, and with what the autograd graph holds besides the
-    input. replayed: at each tensor of B or I, those that it has computed again.
+    input. replayed: at each tensor of B or I, those that it has computed again. recompute: as `weights`, of RECOMPUTE.
     """
 
     kept: tuple[Kept, ...]  # from F to B or I, the input included; named after the element that has made it
@@ -124,12 +125,14 @@ class Traced:
     shared_rotary: int = 0
     fp8_weights: int = 0  # copies of the weights in 8 bits
     waiting: int = 0  # from I to W
+    ahead: int = 0  # from RECOMPUTE to B or I
     slice_keys: int = 0  # keys and values of all slices of a microbatch, and their gradients
     slice_key_gradients: int = 0
     forward: tuple[int, ...] = ()
     backward: tuple[int, ...] = ()
     weights: tuple[int, ...] = ()
     replayed: tuple[int, ...] = ()
+    recompute: tuple[int, ...] = ()
     reads_weights: bool = False  # W does, to compute again what is not kept
     products: tuple[Product, ...] = ()
     messages: tuple[Message, ...] = ()

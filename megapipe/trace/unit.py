@@ -81,7 +81,8 @@ class Unit:
             shared: dict[str, Any] = {
                 name: live.by_label[label] for name, label in SHARED.items()
             }  # before a slice frees its keys
-            traced = self._run(StageRunner(self._forward, self.queue), microbatch)
+            replays = self.stage.replays = []
+            traced = self._run(StageRunner(self._forward, self.queue, replays=replays), microbatch)
         return replace(traced, **shared)
 
     def traced_parts(self) -> dict[Part, Traced]:
@@ -175,6 +176,13 @@ class Unit:
         kept, level = live.alive(), live.level
         forward = live.levels_over(level)
         masks, rotary = live.by_label["masks"], live.by_label["rotary"]
+        ahead, recompute = 0, tuple[int, ...]()
+        if self.shape.recompute.recompute_in_bubbles:
+            live.watch()
+            live.phase = Op.RECOMPUTE
+            runner.recompute(0)
+            ahead, recompute = live.level - level, live.levels_over(level)
+            level = live.level
         gradient = None if self.layers.has_head else self._hidden(MESSAGES)
         live.watch()
         live.phase = Op.I if self.shape.splits_backward else Op.B
@@ -201,10 +209,12 @@ class Unit:
             rotary,
             fp8_weights=live.by_label["fp8 weights"],
             waiting=waiting,
+            ahead=ahead,
             forward=forward,
             backward=backward,
             weights=weights,
             replayed=replayed,
+            recompute=recompute,
             reads_weights=live.reads_weights,
             products=live.products,
             attention=live.attention,

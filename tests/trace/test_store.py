@@ -98,5 +98,6 @@ def test_a_trace_is_the_same_after_json() -> None:
     product = Product("linear_fc1", Op.I, True, False, 2, 3, 1, 1, 4)
     message = Message("linear_fc1", Op.F, False, "tp", "all_gather", 1, 64)
     kept = (Kept("linear_fc1", 8, 2),)
-    traced = Traced(kept, 1, 2, 3, 4, 5, 6, 7, 8, (8,), (9, 10), (), (11, 12), True, (product,), (message,))
+    sizes, levels = range(1, 10), ((8,), (9, 10), (), (11, 12), (13,))
+    traced = Traced(kept, *sizes, *levels, True, (product,), (message,))
     assert Traced.of_data(json.loads(json.dumps(traced.as_data()))) == traced

@@ -164,6 +164,7 @@ OPTIONS: dict[str, Option] = {
     "recompute by hand": lambda c: " and ".join(given(c, *BY_HAND)) or False,
     "full recompute": _field("recompute.recompute_granularity", "full"),
     "memory budget": _field("recompute.recompute_memory_budget"),
+    "replays in bubbles": _field("recompute.recompute_in_bubbles"),
     "recompute of experts": _selects("moe"),
     "recompute of activations": _selects("activation"),
     "recompute of MLPs": _selects("mlp"),
