@@ -308,6 +308,7 @@ class RecomputeConfig:
         "replay checkpointed layers while the rank waits for a gradient, ahead of the backward (RECOMPUTE in the "
         "schedule): a shorter step, for the memory of what a stage computes again for one microbatch; see "
         "docs/memory.md",
+        needs=FULL,
     )
     recompute_modules: tuple[str, ...] = option(
         ("core_attn",),

@@ -14,7 +14,7 @@ import json
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, groupby
@@ -185,8 +185,15 @@ class LayerCosts:
         if not stage.num_layers:
             total = PartCost()
         elif self.shape is not None:
+            specs, seq = self.specs[first:end], self.shape.whole_seq
             total = sum(self.layers[first:end], PartCost())
-            total = replace(total, replay=sum(cost for _, cost in self._chosen_replays(stage, self.shape)))
+            again = (
+                cost.forward * replayed_flops(spec, recompute, seq, False) / layer_flops(spec, seq, False)
+                for cost, spec, recompute in zip(
+                    self.layers[first:end], specs, layer_recompute(specs, self.shape), strict=True
+                )
+            )
+            total = replace(total, replay=sum(again))
         elif self.layers_alike:
             total = replace(self.layers[0] * stage.num_layers, replay=self.layers[0].replay * num_replayed)
         else:
@@ -199,18 +206,7 @@ class LayerCosts:
 
     def checkpoints(self, stage: StageLayers) -> float:
         """Return the cost of running the checkpointed layers of a stage again."""
-        if self.shape is None:
-            return self.of_stage(stage._replace(has_embedding=False, has_head=False)).replay
-        replays = self._chosen_replays(stage, self.shape)
-        return sum(cost for recompute, cost in replays if recompute.recompute_granularity == "full")
-
-    def _chosen_replays(self, stage: StageLayers, shape: RankShape) -> Iterator[tuple[RecomputeConfig, float]]:
-        """Yield what --recompute-memory-budget has chosen for each layer of a stage, and its cost."""
-        layers = slice(stage.first_layer, stage.last_layer_exclusive)
-        specs, seq = self.specs[layers], shape.whole_seq
-        for cost, spec, recompute in zip(self.layers[layers], specs, layer_recompute(specs, shape), strict=True):
-            share = replayed_flops(spec, recompute, seq, False) / layer_flops(spec, seq, False)
-            yield recompute, cost.forward * share
+        return self.of_stage(stage._replace(has_embedding=False, has_head=False)).replay
 
     @cached_property
     def _sums(self) -> tuple[list[PartCost], list[PartCost]]:

@@ -85,6 +85,8 @@ def layer_recompute(layers: tuple[LayerSpec, ...], shape: RankShape) -> tuple[Re
 
 def recompute_text(recompute: RecomputeConfig) -> str:
     """Return the recompute in a few words: 'no recompute', 'full recompute except for attention', or the modules."""
+    if recompute.recompute_in_bubbles:
+        return f"{recompute_text(replace(recompute, recompute_in_bubbles=False))}, replayed in bubbles"
     if recompute.recompute_memory_budget is not None:
         return f"recompute memory budget {recompute.recompute_memory_budget:.4g}"
     if recompute.recompute_granularity is None:

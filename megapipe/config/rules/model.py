@@ -316,23 +316,13 @@ def layers_of_stages(config: Config) -> Iterator[str]:
         yield f"{rule}, and {others} rank(s) between them must hold the rest of --num-layers {layers}; change them"
 
 
-def _replays_in_bubbles(config: Config) -> Iterator[str]:
-    """Check that there are checkpointed layers, and waits in which they can be replayed."""
-    flag, asked = "--recompute-in-bubbles", config.recompute
-    if asked.recompute_granularity != "full" and asked.recompute_memory_budget in (None, 1.0):
-        ways = "--recompute-granularity full, or --recompute-memory-budget below 1"
-        yield f"{flag} replays whole layers that are recomputed, and there are none; give {ways}, or leave it out"
-    if config.parallel.pipeline_model_parallel_size == 1:
-        way = "leave it out, or raise --pipeline-model-parallel-size"
-        yield f"{flag}: a pipeline of one rank waits for no gradient; {way}"
-
-
 def recompute(config: Config) -> Iterator[str]:
     """Check the recompute section."""
     asked, model, impl = config.recompute, config.model, config.kernels.attention_impl
     modules, is_full = asked.recompute_modules, asked.recompute_granularity == "full"
-    if asked.recompute_in_bubbles:
-        yield from _replays_in_bubbles(config)
+    if asked.recompute_in_bubbles and config.parallel.pipeline_model_parallel_size == 1:
+        way = "leave it out, or raise --pipeline-model-parallel-size"
+        yield f"--recompute-in-bubbles: a pipeline of one rank waits for no gradient; {way}"
     if asked.recompute_memory_budget is not None:
         return
     missing = chosen(

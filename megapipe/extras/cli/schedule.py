@@ -109,6 +109,8 @@ MODEL = (
         option("--forward", default=1.0, at_least=0),
         option("--input-grad", default=1.0, at_least=0),
         option("--weight-grad", default=1.0, at_least=0),
+        option("--replay", "of a forward that the backward runs again (full recompute)", default=0.0, at_least=0),
+        switch("--recompute-in-bubbles", "run it ahead of the backward while the rank waits for a gradient"),
         excludes="--experts",
     ),
     option("--p2p", "latency of a message: from an action's end to its use on the next rank", default=0.0, at_least=0),
@@ -165,6 +167,8 @@ def _model(own: argparse.Namespace) -> Model:
     return Model(
         own.ranks,
         Seconds(own.forward, own.input_grad, own.weight_grad),
+        own.replay,
+        own.recompute_in_bubbles,
         transfer_seconds=own.transfer,
         latency_seconds=own.p2p,
         pair_share=own.pair_share,
@@ -228,7 +232,8 @@ def _schedule(own: argparse.Namespace, model: Model | ExpertModel) -> Schedule:
         goal = AutoGoal(model.costs(p), (own.memory_limit or [p])[0], model.kept_for_weights)
     chunks = own.chunks or family.num_chunks(2)
     steps = 1 if family.is_synchronous else STRETCH
-    return build_schedule(own.name, p, chunks, _microbatches(own), own.group_size, goal, own.slices, steps)
+    schedule = build_schedule(own.name, p, chunks, _microbatches(own), own.group_size, goal, own.slices, steps)
+    return model.with_replays(schedule) if isinstance(model, Model) else schedule
 
 
 def _microbatches(own: argparse.Namespace) -> int:

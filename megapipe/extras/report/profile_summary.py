@@ -147,15 +147,23 @@ def message_costs(schedule: Schedule, links: Sequence[LinkTime]) -> Costs:
 
 
 def op_samples(measured: MeasuredTimeline) -> dict[tuple[StageKey, Op], list[float]]:
-    """Return the seconds of every computation of the step, by its stages and op."""
+    """Return the seconds of every computation of the step, by its stages and op; those of a B or I, or of a pair with
+    one, include the replay that a RECOMPUTE has run ahead, as costs do.
+    """
     samples: dict[tuple[StageKey, Op], list[float]] = {}
     for row, owns in zip(measured.schedule.rows, measured.own_seconds, strict=True):
-        halves = _halves(row)
+        halves, replays = _halves(row), dict[Action, float]()  # by the RECOMPUTE
         for slot, (action, own) in enumerate(zip(row, owns, strict=True)):
+            stages: StageKey = (action.stage,)
+            backward = action
             if action.op is Op.OVERLAP:
-                samples.setdefault(((row[slot + 1].stage, row[slot + 2].stage), action.op), []).append(own)
-            elif action.op in BUSY_OPS and slot not in halves:
-                samples.setdefault(((action.stage,), action.op), []).append(own)
+                backward = row[slot + 2]
+                stages = action.stage, backward.stage
+            elif action.op is Op.RECOMPUTE:
+                replays[action] = own
+            if action.op in OCCUPYING_OPS and slot not in halves:
+                ahead = replays.get(backward._replace(op=Op.RECOMPUTE), 0.0) if backward.op in (Op.B, Op.I) else 0.0
+                samples.setdefault((stages, action.op), []).append(own + ahead)
     return samples
 
 

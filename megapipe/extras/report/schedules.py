@@ -16,6 +16,7 @@ from megapipe.schedule.experts import ExpertMeasures, ExpertModel
 from megapipe.schedule.families import SCHEDULES, build_schedule, schedule_family
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.lower import lower
+from megapipe.schedule.recompute import replay_ahead
 from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.sharding import ShardingPolicy, shard, split_stages
 from megapipe.schedule.simulate import Timeline, simulate
@@ -39,6 +40,8 @@ class Model:
 
     num_ranks: int
     seconds: Seconds  # of all the layers of one rank
+    replay_seconds: float = 0.0  # of the forward that a backward runs again besides
+    replays_ahead: bool = False  # before the backward, where the rank waits for a gradient
     transfer_seconds: float = 0.0  # the time that a message occupies its channel
     latency_seconds: float = 0.0  # from then to its use
     pair_share: float = 1.0  # the time of an overlapped forward and backward relative to their sum
@@ -51,6 +54,9 @@ class Model:
         """Return the costs of equal stages."""
         stages = [Seconds(*(value * (self.num_ranks / num_stages) for value in self.seconds))] * num_stages
         seconds = seconds_of_stages(stages, self.transfer_seconds)
+        replay = self.replay_seconds * self.num_ranks / num_stages
+        for stage, op in product(range(num_stages), (Op.B, Op.I, Op.RECOMPUTE)):
+            seconds[stage, op] += replay
         if self.sharding is not None:
             shares = (Op.UNSHARD, self.sharding.gather_seconds), (Op.REDUCE_GRAD, self.sharding.reduce_seconds)
             seconds |= {(stage, op): whole / num_stages for stage in range(num_stages) for op, whole in shares}
@@ -60,6 +66,12 @@ class Model:
             if self.pair_share != 1.0
         }
         return Costs(seconds, self.latency_seconds, pair_seconds=pairs)
+
+    def with_replays(self, schedule: Schedule) -> Schedule:
+        """Return a compute-only schedule with the replays that run ahead; an asynchronous one has none."""
+        if not (self.replays_ahead and schedule.is_synchronous):
+            return schedule
+        return replay_ahead(schedule, self.costs(schedule.num_stages))
 
     def measure(self, schedule: Schedule) -> Measures:
         """Return the measures of a compute-only schedule."""
@@ -198,6 +210,7 @@ def compare(
                 chunks = family.num_chunks(num_chunks)
                 steps = 1 if family.is_synchronous else STRETCH
                 schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, goal, num_slices, steps)
+                schedule = model.with_replays(schedule) if isinstance(model, Model) else schedule
                 rows.append(model.measure(replace(schedule, name=label)))
             except (ConfigError, ScheduleError) as error:
                 rows.append(Unmeasured(label, str(error).splitlines()[0]))

@@ -59,8 +59,9 @@ def timeline_text(timeline: Timeline, max_columns: int = 160) -> str:
 
     A cell is as long as the shortest action, or longer if the text would exceed max_columns; actions that share a cell
     then hide each other, which the last line says. A cell shows op and microbatch (F3, B0; with several stages per rank
-    also a letter for the chunk: F3a, F3b; with slices also their number: F3.1), "=" where an action continues, or "."
-    where the rank is idle. Where gathers or reductions take time, a second line shows them: U and R with the stage.
+    also a letter for the chunk: F3a, F3b; with slices also their number: F3.1; R3 for a RECOMPUTE), "=" where an action
+    continues, or "." where the rank is idle. Where gathers or reductions take time, a second line shows them: U and R
+    with the stage.
     """
     schedule = timeline.schedule
     several = schedule.placement.num_chunks > 1
@@ -72,7 +73,8 @@ def timeline_text(timeline: Timeline, max_columns: int = 160) -> str:
         for action, start, end in spans(timeline, rank):
             if action.op in COMPUTE_OPS:
                 letter = chr(ord("a") + stages.index(action.stage) % 26) if several else ""
-                computed.append((f"{action.op.value}{number_text(schedule, action)}{letter}", start, end))
+                op = "R" if action.op is Op.RECOMPUTE else action.op.value
+                computed.append((f"{op}{number_text(schedule, action)}{letter}", start, end))
                 seconds += [end - start] if end > start else []
             elif action.op in ON_NETWORK and end > start:
                 sent.append((f"{ON_NETWORK[action.op]}{action.stage}", start, end))

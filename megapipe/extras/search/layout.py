@@ -479,6 +479,7 @@ def has_values(layout: Layout, config: Config, keys: Set[str]) -> bool:
         "parallel.pipe_sp_splits": layout.pp == 1 or layout.slices == parallel.pipe_sp_splits,
         "parallel.pipeline_balance": layout.pp == 1 or layout.cut == parallel.pipeline_balance,
         "recompute.recompute_granularity": layout.recompute.recompute_granularity == recompute.recompute_granularity,
-        "recompute.recompute_memory_budget": layout.recompute == recompute,
+        "recompute.recompute_memory_budget": layout.recompute.recompute_memory_budget
+        == recompute.recompute_memory_budget,
     }
     return all(has_value[key] for key in has_value.keys() & keys)

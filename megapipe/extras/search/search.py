@@ -3,8 +3,8 @@
 A candidate is a configuration that training accepts too: nothing is predicted that `resolve` refuses. Closed forms of
 time and memory order the candidates (`estimate`); those of a group are looked at one by one only once the group comes
 first. The first ones that fit are simulated, until the next closed form is above the seconds of the tenth best, or
-MOST_SIMULATED are. Recompute memory budgets are not candidates; afterwards each of the best layouts with recompute is
-also tried with the largest budget that fits.
+MOST_SIMULATED are. Recompute memory budgets and replays in bubbles are not candidates; afterwards each of the best
+layouts with recompute is also tried with the largest budget that fits, and with full recompute with its replays ahead.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 from megapipe.config.config import Config, resolve_model
 from megapipe.config.parallel import RecomputeConfig, strategy_of
 from megapipe.config.problems import divisors
+from megapipe.config.rules.pairs import combinations
 from megapipe.errors import ConfigError
 from megapipe.extras.search.estimate import Estimate, Estimates
 from megapipe.extras.search.layout import Context, Group, Layout, groups, keeps_all
@@ -396,11 +397,17 @@ class ShortSteps:
         return self._whole(layout, *self._short(layout)).seconds
 
     def refined(self, seconds: float, layout: Layout, pinned: Callable[[Layout], bool]) -> tuple[float, Layout]:
-        """Return the seconds and the layout with the largest memory budget that fits, if that is allowed and faster."""
-        other = self.least_recompute(layout)
-        if other == layout or not pinned(other):
-            return seconds, layout
-        return min((seconds, layout), (self.seconds(other), other), key=lambda each: each[0])
+        """Return the seconds and the layout with the largest memory budget that fits, or with full recompute whose
+        replays are in bubbles, if that is allowed and faster.
+        """
+        others = [self.least_recompute(layout)]
+        if layout.recompute.recompute_granularity == "full" and layout.pp > 1:
+            recompute = dataclasses.replace(layout.recompute, recompute_in_bubbles=True)
+            ahead = dataclasses.replace(layout, recompute=recompute)
+            is_legal = not any(combinations(ahead.applied_to(self._config)))
+            others += [ahead] if is_legal and self.need(ahead) <= self.hardware.usable_bytes else []
+        timed = [(self.seconds(other), other) for other in others if other != layout and pinned(other)]
+        return min([(seconds, layout), *timed], key=lambda each: each[0])
 
     def _least_seconds(self, layout: Layout) -> float:
         """Return the seconds of a step without all-to-alls, or of those of a rank alone, if these are more: a step in
