@@ -30,6 +30,10 @@ class Op(enum.Enum):
     REDUCE_GRAD = "REDUCE_GRAD"
     UNSHARD = "UNSHARD"  # start to gather the stage's weights from their shards; a computation waits for its gather
     RESHARD = "RESHARD"  # free the gathered weights of the stage
+    # free the device memory of what the stage keeps for its backward of the microbatch, once the copy to host memory is
+    # complete, which starts as the forward ends
+    OFFLOAD = "OFFLOAD"
+    RELOAD = "RELOAD"  # start the copy back to the device; the backward waits for it
     # the next two actions, the F of this stage and microbatch and a backward, run side by side (DualPipe)
     OVERLAP = "OVERLAP"
     # asynchronous schedules: one optimizer step with the gradients since the last one, up to this microbatch's; where
@@ -47,6 +51,7 @@ PLANNED_OPS = COMPUTE_OPS | {Op.OVERLAP, Op.UPDATE}  # the ops of a schedule tha
 # ops that always read weights; a W may (Schedule.reads_weights)
 WEIGHTS_OPS = frozenset({Op.F, Op.B, Op.I, Op.RECOMPUTE})
 SHARDING_OPS = frozenset({Op.UNSHARD, Op.RESHARD})  # ops of a stage, without a microbatch
+OFFLOAD_OPS = frozenset({Op.OFFLOAD, Op.RELOAD})
 BACKWARD_OPS = frozenset({Op.B, Op.I, Op.W})
 COMPLETES_OPS = frozenset({Op.B, Op.W})  # ops that complete the weight gradient
 SEND_OPS = frozenset({Op.SEND_F, Op.SEND_B})

@@ -36,7 +36,8 @@ class Costs:
     seconds: for (stage, F | B | I | W) the computation; for (stage, SEND_F | SEND_B) the time a message of that stage
     occupies its channel; for (stage, RECOMPUTE) what this takes and the B or I after it takes less; for (stage,
     UNSHARD) the gather of its weights, for (stage, REDUCE_GRAD) a reduction, which a rank runs one at a time in the
-    order of its row. Those not named take no time.
+    order of its row; for (stage, OFFLOAD | RELOAD) a copy to the host, or back, likewise one at a time. Those not named
+    take no time.
     """
 
     seconds: Mapping[tuple[int, Op], float]

@@ -51,6 +51,8 @@ NEEDS: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.REDUCE_GRAD: ((ValueKind.WGRAD, 0),),
     Op.UNSHARD: (),
     Op.RESHARD: (),
+    Op.OFFLOAD: ((ValueKind.ACT, 0),),
+    Op.RELOAD: (),
     Op.OVERLAP: (),  # its two halves, which follow, have the inputs and outputs
     Op.UPDATE: ((ValueKind.WGRAD, 0),),
     Op.NORM: ((ValueKind.WGRAD, 0),),
@@ -68,6 +70,8 @@ MAKES: dict[Op, tuple[tuple[ValueKind, int], ...]] = {
     Op.REDUCE_GRAD: (),
     Op.UNSHARD: (),
     Op.RESHARD: (),
+    Op.OFFLOAD: (),
+    Op.RELOAD: ((ValueKind.ACT, 0),),  # the backward finds what the forward has made on the device again
     Op.OVERLAP: (),
     Op.UPDATE: (),
     Op.NORM: (),

@@ -23,6 +23,7 @@ class Held(enum.Enum):
     MICROBATCH = "microbatch"  # in flight: from F until its weight gradient is done by B or W
     ACTIVATIONS = "activations"  # kept by F for B or I
     REPLAYED = "replayed"  # kept by RECOMPUTE for B or I
+    OFFLOADED = "offloaded activations"  # the part of ACTIVATIONS that OFFLOAD frees and RELOAD makes again
     DEFERRED = "deferred"  # kept by I for W: the inputs and output gradients of the linears
     RECEIVED_INPUT = "received input"  # from RECV_F, which allocates it, to F, which keeps it among its activations
     RECEIVED_GRADIENT = "received gradient"  # from RECV_B to the end of B or I
@@ -39,8 +40,8 @@ class Held(enum.Enum):
 
 
 OF_SLICES = frozenset({Held.KEYS, Held.KEY_GRADIENTS})
-IN_STAGES = frozenset({Held.MICROBATCH, Held.ACTIVATIONS, Held.REPLAYED, Held.DEFERRED, Held.WEIGHTS})
-MESSAGES = frozenset(Held) - IN_STAGES - OF_SLICES
+KEPT = frozenset({Held.ACTIVATIONS, Held.OFFLOADED, Held.REPLAYED, Held.DEFERRED})
+MESSAGES = frozenset(Held) - KEPT - {Held.MICROBATCH, Held.WEIGHTS} - OF_SLICES
 Item = tuple[Held, int]  # (kind, stage); the microbatch is that of the action
 
 
@@ -107,6 +108,10 @@ def _changes(stage: int, op: Op, direction: int, placement: Placement | None, pp
         return Changes(creates=((Held.WEIGHTS, stage),))
     if op is Op.RESHARD:
         return Changes(takes=((Held.WEIGHTS, stage),))
+    if op is Op.OFFLOAD:
+        return Changes(takes=((Held.OFFLOADED, stage),))
+    if op is Op.RELOAD:
+        return Changes(creates=((Held.OFFLOADED, stage),))
     if op in _COMPUTED_FROM:
         takes: tuple[Item, ...] = ()  # of messages
         frees: tuple[Item, ...] = ()

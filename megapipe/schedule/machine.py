@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice, product
 from typing import NamedTuple, TypeVar
 
-from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, SHARDING_OPS, Action, Op
+from megapipe.schedule.action import COMPUTE_OPS, OFFLOAD_OPS, SEND_OPS, SHARDING_OPS, Action, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.dependencies import MAKES, NEEDS, TRAVELS, ChannelPath, Route, Value, ValueKind, channel_of
 from megapipe.schedule.schedule import Schedule
@@ -71,6 +71,7 @@ class ScheduleWalk:
         self.clocks = [0.0] * num_ranks
         self.network_clocks = [0.0] * num_ranks  # all-to-alls run one after another, overlapped with computation
         self.reduce_clocks = [0.0] * num_ranks  # so do gathers and reductions
+        self.copy_clocks = {op: [0.0] * num_ranks for op in OFFLOAD_OPS}  # and copies to the host, and those back
         # [rank][stage] -> when its gathered weights are there; None: weights are not sharded
         self.weights_at = [[NEVER] * num_stages for _ in range(num_ranks)] if Op.UNSHARD in schedule.ops else None
         # (stage, op, how many of them before) -> rank, slot and time of those who issued such a collective, until all
@@ -233,6 +234,7 @@ class ScheduleWalk:
                 continue
             self.positions[rank], self.clocks[rank] = position, clock
             execute = self._overlap if op is Op.OVERLAP else self._exchange if op in work else self._update_or_collect
+            execute = self._copy if op in OFFLOAD_OPS else execute
             if not (num_done := execute(rank, row[position])):
                 break
             clock = self.clocks[rank]
@@ -304,8 +306,8 @@ class ScheduleWalk:
             for base, delay in work.arrives:
                 self._arrive(base + key, end + delay)
 
-    # all-to-alls, OVERLAP, UPDATE, gathers and reductions: the methods return how many slots they executed, 0 if an
-    # input is missing
+    # all-to-alls, pairs, copies, updates, gathers and reductions: the methods return how many slots they executed, 0 if
+    # an input is missing
 
     def _exchange(self, rank: int, action: Action) -> int:
         """Run an all-to-all on the network of the rank, concurrently with its computation."""
@@ -339,6 +341,27 @@ class ScheduleWalk:
         self.clocks[rank] = end
         self.finish(works, end)
         return 3
+
+    def _copy(self, rank: int, action: Action) -> int:
+        """Run a copy to the host, which starts after the forward and for which the rank waits, or a copy back, which
+        starts here and for which the backward waits. Copies of one direction run one after another.
+        """
+        stage, op, microbatch = action
+        assert microbatch is not None
+        slot, value = self.positions[rank], self._base(ValueKind.ACT, stage, False) + microbatch
+        if self.times[value] < 0:
+            self.waiting_for[value] = rank
+            return 0
+        begin = self.times[value] if op is Op.OFFLOAD else self.clocks[rank]
+        start = max(begin, self.copy_clocks[op][rank])
+        end = start + self._cost(stage, op, microbatch % self._num_variants)
+        self.starts[rank][slot], self.ends[rank][slot] = start, end
+        self.copy_clocks[op][rank] = end
+        if op is Op.OFFLOAD:
+            self.clocks[rank] = max(self.clocks[rank], end)
+        else:
+            self.times[value] = end
+        return 1
 
     def _update_or_collect(self, rank: int, action: Action) -> int:
         """Run an optimizer step on the clock of the rank, or a gather or reduction, overlapped unless nothing is."""

@@ -105,11 +105,11 @@ def shard(schedule: Schedule, policy: ShardingPolicy) -> Schedule:
             after = _plan_gathers(list(_uses(schedule, row)), policy, schedule.name)
         for slot, action in _plan_reductions(row, policy.granularity):
             after.setdefault(slot, []).append(action)
-        rows.append(_inserted(row, after))
+        rows.append(inserted(row, after))
     return replace(schedule, rows=tuple(rows))
 
 
-def _inserted(row: Row, after: dict[int, list[Action]]) -> Row:
+def inserted(row: Row, after: dict[int, list[Action]]) -> Row:
     """Return the row with actions added after slots, each time behind the sends that follow there."""
     result: list[Action] = list(after.get(-1, ()))
     waiting: list[Action] = []
@@ -135,7 +135,7 @@ def carry(planned: Schedule, lowered: Schedule) -> Schedule:
                 computed += 1
             else:
                 after.setdefault(slots[computed], []).append(action)
-        rows.append(_inserted(target, after))
+        rows.append(inserted(target, after))
     return replace(lowered, rows=tuple(rows))
 
 

@@ -17,6 +17,7 @@ from megapipe.errors import ScheduleError
 from megapipe.schedule.action import (
     COMPLETES_OPS,
     COMPUTE_OPS,
+    OFFLOAD_OPS,
     RECV_OPS,
     SEND_OPS,
     SHARDING_OPS,
@@ -109,6 +110,7 @@ def validate(schedule: Schedule, send_depth: int | None = None, max_gathered: in
     - With gathers (UNSHARD), the weights of a stage are gathered before every computation that reads them, also a W
       of `reading_in_w`, freed only after it and by the end of the row; at most `max_gathered` stages of a rank at once,
       if given.
+    - Every OFFLOAD follows the forward of its stage and microbatch; one RELOAD follows it, before the backward.
     - All ranks that hold a stage issue its gathers and reductions in the same order, and equally many.
     """
     seen, orders = _check_each_action(schedule)
@@ -117,6 +119,8 @@ def validate(schedule: Schedule, send_depth: int | None = None, max_gathered: in
         _check_replays(schedule)
     if schedule.num_slices > 1:
         _check_slices(schedule)
+    if schedule.ops & OFFLOAD_OPS:
+        _check_offloads(schedule)
     if schedule.is_lowered:
         _check_messages(schedule, seen, orders)
         if schedule.has_backward and schedule.is_synchronous:
@@ -347,6 +351,29 @@ def _check_weights(schedule: Schedule, max_gathered: int | None) -> None:
         if gathered:  # they would be those of the step before in the next step
             stage = min(gathered)
             _fail(schedule, f"{Action(stage, Op.RESHARD, None)} is missing on rank {rank}", (rank, gathered[stage]))
+
+
+def _check_offloads(schedule: Schedule) -> None:
+    """Check that activations leave the device after their forward and are back for their backward."""
+    before = {Op.OFFLOAD: Op.F, Op.RELOAD: Op.OFFLOAD}
+    for rank, row in enumerate(schedule.rows):
+        last: dict[tuple[int, int | None], Op] = {}  # (stage, microbatch) -> the latest of F, OFFLOAD, RELOAD, B and I
+        for slot, action in enumerate(row):
+            stage, op, microbatch = action
+            if op not in (Op.F, *OFFLOAD_OPS, Op.B, Op.I):
+                continue
+            found, wanted = last.get((stage, microbatch)), before.get(op)
+            fault = ""
+            if wanted is not None and found is not wanted:
+                fault = f"must follow {Action(stage, wanted, microbatch)}, with neither a copy nor the backward between"
+            elif wanted is None and found is Op.OFFLOAD:
+                fault = f"needs activations that are in host memory: {Action(stage, Op.RELOAD, microbatch)} is missing"
+            if fault:
+                _fail(schedule, f"{action} {fault}", (rank, slot))
+            last[stage, microbatch] = op
+        left = next((key for key, op in last.items() if op in OFFLOAD_OPS), None)
+        if left is not None:  # in a schedule without backwards
+            _fail(schedule, f"{Action(left[0], last[left], left[1])} has no backward", (rank, len(row)))
 
 
 def _check_order_of_collectives(schedule: Schedule) -> None:

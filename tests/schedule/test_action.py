@@ -28,6 +28,8 @@ def test_parsing_the_text_of_an_action_gives_the_action(action):
         pytest.param(Action(2, Op.REDUCE_GRAD, 5), "2REDUCE_GRAD5", id="reduce a microbatch"),
         pytest.param(Action(2, Op.UNSHARD, None), "2UNSHARD", id="unshard"),
         pytest.param(Action(2, Op.RESHARD, None), "2RESHARD", id="reshard"),
+        pytest.param(Action(2, Op.OFFLOAD, 0), "2OFFLOAD0", id="offload"),
+        pytest.param(Action(12, Op.RELOAD, 3), "12RELOAD3", id="reload"),
     ],
 )
 def test_text_form(action, text):
