@@ -64,7 +64,8 @@ ENDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("2bw", "hsdp"): (CRASH, "cannot be sharded"),
     # what is compared drains after every step
     ("2bw", "cuda graphs"): (EQUAL, ""),
-    ("2bw", "act offload"): (EQUAL, ""),
+    ("2bw", "act offload"): (CRASH, "cannot be split"),
+    ("act offload", "moe overlap"): (EQUAL, ""),  # nothing moves
     ("dualpipe-v", "slices2"): (REFUSED, "has no order for 2 slices"),
     ("slices2", "moe overlap"): (REFUSED, "has no order for 2 slices"),
     ("mla", "sinks"): (CRASH, "softmax_offset"),

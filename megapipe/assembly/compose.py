@@ -145,7 +145,6 @@ def compose_stage(
     the seed. lender: buffers of the first stage, whose embedding this one uses.
     """
     config, parallel = plan.config, plan.config.parallel
-    has_budget = config.recompute.recompute_memory_budget is not None
     queue = WeightQueue() if trains else None
     module = GPTStage(
         config.model,
@@ -157,7 +156,7 @@ def compose_stage(
         cp_comm_types=parallel.cp_comm_type,
         experts=own.experts,  # 4
         kernels=kernels,  # 5
-        recompute=plan.layer_recompute(stage) if has_budget else config.recompute,  # 6
+        recompute=plan.layer_recompute(stage) if plan.recompute_differs else config.recompute,  # 6
         weight_queue=queue,  # 7
         tables=tables,
         loss=config.training,

@@ -272,11 +272,13 @@ class TrainingRuntime(InferenceRuntime):
         self.handlers[Op.RECOMPUTE] = self._recompute
         self.graphs = None if plan.config.gpu.cuda_graph_impl == "none" else self._build_graphs(recorder)
         self.marks = marks
-        self.offload: Offload | None = None  # moves activations to the host and back; the stages run layers through it
-        if plan.config.offload.cpu_offloading_num_layers:
+        self.offload: Offload | None = None  # moves activations to the host and back
+        if plan.offloaded:
             self.offload = Offload(copies_for(device), plan.config.offload.min_offloaded_tensor_size)
-            for stage, module in self.stages.items():
-                module.group_runner = partial(self.offload.run, stage)
+            self.handlers |= {Op.OFFLOAD: self.offload.release, Op.RELOAD: self.offload.load}
+            for stage in plan.offloaded & self.stages.keys():
+                self.stages[stage].group_runner = self.offload.run
+                self.runners[stage].releases_inputs = True
         self._engines: dict[int, Engine] = {}
 
     def engine(self, num_microbatches: int) -> Engine:
@@ -303,9 +305,8 @@ class TrainingRuntime(InferenceRuntime):
             around.append(Around.computing(lambda action: streams.computing(action.stage)))
             handlers[Op.OVERLAP] = lambda action: streams.begin_pair()
         if self.offload is not None:
-            moves = plan.row_moves(num_microbatches, pp_rank)
-            begin, clear = partial(self.offload.begin, moves), self.offload.clear
-            around.append(Around.computing(self.offload.computing, begin, clear))
+            context = self.offload.around(schedule.rows[pp_rank])
+            around.append(Around(context, self.offload.clear, self.offload.clear))
         around += self.around(schedule)
         return self._engine(Engine, schedule, around, handlers, runners, streams=streams)
 

@@ -32,7 +32,12 @@ ACTION_NAMES = {
     Op.REDUCE_GRAD: "start-reduce",
     Op.UNSHARD: "start-gather",
     Op.RESHARD: "free-weights",
+    Op.RECOMPUTE: "recompute",
+    Op.OFFLOAD: "free-activations",
+    Op.RELOAD: "start-reload",
     Op.OVERLAP: "start-pair",
+    Op.UPDATE: "update",
+    Op.NORM: "start-norm",
 }
 WAITING = "wait"  # for messages and parameters; not part of the forward or backward it happens in
 

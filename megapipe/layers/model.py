@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from megapipe.config.config import Config, ResolvedModelConfig
 from megapipe.config.layers import LayerConfig, layer_configs, why_masked
 from megapipe.config.model import PrecisionConfig
-from megapipe.config.parallel import ParallelConfig
+from megapipe.config.parallel import ParallelConfig, RecomputeConfig
 from megapipe.dtypes import FP8_BLOCKS
 from megapipe.layers.linear import fp8_layers
 from megapipe.layers.table import WHOLE, CommChunks, Documents, RankShape
@@ -27,7 +27,8 @@ class LayerSpec:
 
     config: with the branches that it has. is_fp8: its linears and experts multiply in 8 bits. comm_type: how attention
     reaches the keys of other cp ranks. frozen: linears whose weights are not trained. imbalance: rows that the rank's
-    experts see, over the mean of all ranks.
+    experts see, over the mean of all ranks. recompute: its own, where that depends on its place in a stage of several
+    units; None: that of the run.
     """
 
     config: LayerConfig
@@ -35,6 +36,7 @@ class LayerSpec:
     comm_type: str = "p2p"
     frozen: frozenset[str] = frozenset()
     imbalance: float = 1.0
+    recompute: RecomputeConfig | None = None
 
     @cached_property
     def num_experts(self) -> int:

@@ -76,9 +76,9 @@ def _groups_of(
     return own, [group for number, each in own.items() for group in layer_groups(each, (number,))]
 
 
-# (group, fn, hidden, stays) -> fn(hidden), for example with what the group's layers save offloaded; stays: parameters,
-# attention mask and rotary tables, which exist without the layers
-GroupRunner = Callable[[int, Callable[[Tensor], Tensor], Tensor, Iterable[Tensor]], Tensor]
+# (fn, hidden, stays) -> fn(hidden), for example with what a group of layers saves offloaded; stays: parameters, masks
+# and rotary tables, which exist without the layers
+GroupRunner = Callable[[Callable[[Tensor], Tensor], Tensor, Iterable[Tensor]], Tensor]
 
 
 class GPTStage(nn.Module):
@@ -301,7 +301,7 @@ class GPTStage(nn.Module):
             )
         ]
         with nullcontext() if self._library is None else self._library.region(self.tp):
-            for group, (layers, is_checkpointed) in enumerate(self._groups):
+            for layers, is_checkpointed in self._groups:
                 blocks: list[Any] = [self.decoder.layers[str(layer)] for layer in layers]
                 own, kept = [contexts[layer] for layer in layers], None
                 if is_checkpointed:
@@ -313,7 +313,7 @@ class GPTStage(nn.Module):
                     hidden = run(hidden)
                 else:
                     parameters = (block.parameters() for block in blocks)
-                    hidden = self.group_runner(group, run, hidden, chain(*parameters, constants))
+                    hidden = self.group_runner(run, hidden, chain(*parameters, constants))
                 if is_checkpointed and self.replays is not None and torch.is_grad_enabled():
                     self.replays.append(segment.ahead(hidden))
         return hidden

@@ -1,9 +1,8 @@
-"""Activation offloading to host memory between forward and backward, as planned by `schedule.lifetimes`.
+"""Activation offloading to host memory between forward and backward, by the actions OFFLOAD and RELOAD of a row.
 
-The engine reports the actions of a row to the rank's `Offload`, and stages run their groups of layers through it.
-Autograd's saved-tensor hooks deliver what a group keeps: each storage once, however many operations and views share it.
-Parameters, the stage's own input (kept for its gradient anyway), tensors shared by all layers and small tensors stay on
-the device.
+A stage whose activations are offloaded runs its layers through the rank's `Offload`. Autograd's saved-tensor hooks
+deliver what they keep: each storage once, however many operations and views share it. Parameters, tensors shared by all
+layers and small tensors stay on the device.
 """
 
 from __future__ import annotations
@@ -18,98 +17,79 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megapipe.gpu.streams import Copies, HostBuffer, HostPool
+from megapipe.pipeline.engine import Before, Context
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.lifetimes import NO_MOVES, Moment, Moves, Unit
+
+Key = tuple[int, int | None]  # (stage, microbatch)
 
 
 class Offload:
-    """The offloaded units of one rank. min_elements: smaller tensors stay on the device."""
+    """The offloaded activations of one rank. min_elements: smaller tensors stay on the device."""
 
     def __init__(self, copies: Copies, min_elements: int) -> None:
         self.copies, self.min_elements = copies, min_elements
         self.pool = HostPool(copies.host_memory)
-        self._moves = NO_MOVES
-        self._next = 0  # moments reached so far
-        self._action: Action | None = None  # the one that computes now
-        self._units: dict[Unit, _Carried] = {}  # from their forward until their copy back starts
+        self._computed: Key | None = None  # whose forward runs now, if its activations will be offloaded
+        self._carried: dict[Key, _Carried] = {}  # from their forward until their copy back starts
         # from then until their backward: their stream, and the event after the copy
-        self._coming: dict[Unit, tuple[Any, Any]] = {}
-
-    def begin(self, moves: Moves) -> None:
-        """Begin a row."""
-        self.clear()
-        self._moves = moves
+        self._coming: dict[Key, tuple[Any, Any]] = {}
 
     def clear(self) -> None:
-        """Discard all units, for example after an error; their backwards must not run."""
-        self._next, self._action = 0, None
-        if self._units or self._coming:
+        """Discard everything, for example after an error; the backwards of what is there must not run."""
+        self._computed = None
+        if self._carried or self._coming:
             self.copies.finish()
-        self._units.clear()
+        self._carried.clear()
         self._coming.clear()
 
-    @contextmanager
-    def computing(self, action: Action) -> Iterator[None]:
-        """Run a computation of the row in the block."""
-        self._action = action
-        if action in self._moves.firsts:
-            self._reach(self._moves.firsts[action])
-        yield
-        self._action = None  # forwards before the next one (an evaluation, for example) are not part of the row
+    def around(self, row: Iterable[Action]) -> Callable[[Action], Context | None]:
+        """Return what is opened around the forwards and backwards of a row whose activations it offloads."""
+        moved = {(stage, microbatch) for stage, op, microbatch in row if op is Op.OFFLOAD}
 
-    def run(
-        self, stage: int, group: int, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]
-    ) -> Tensor:
-        """Return fn(hidden), the forward of one group. stays: tensors kept on the device anyway: parameters, masks."""
-        if self._action is None or not torch.is_grad_enabled():
+        def context(action: Action) -> Context | None:
+            stage, op, microbatch = action
+            if op not in (Op.F, Op.RECOMPUTE, Op.B, Op.I) or (stage, microbatch) not in moved:
+                return None
+            if op is Op.F:
+                return partial(self._computing, (stage, microbatch))
+            return partial(Before, partial(self._arrive, (stage, microbatch)))
+
+        return context
+
+    @contextmanager
+    def _computing(self, key: Key) -> Iterator[None]:
+        """Run a forward whose activations will be offloaded in the block."""
+        self._computed = key
+        yield
+        self._computed = None  # other forwards (those of an evaluation, for example) keep nothing
+
+    def run(self, fn: Callable[[Tensor], Tensor], hidden: Tensor, stays: Iterable[Tensor]) -> Tensor:
+        """Return fn(hidden), the forward of a stage's layers. stays: tensors kept on the device anyway."""
+        if self._computed is None:
             return fn(hidden)
-        microbatch = self._action.microbatch
-        assert microbatch is not None
-        self._reach(Moment(stage, Op.F, microbatch, group))
-        unit = Unit(stage, microbatch, group)
-        if unit in self._moves.moved:
-            carried = self._units[unit] = _Carried(self.copies, self.min_elements, stays)
-            with saved_tensors_hooks(
-                carried.pack, lambda packed: packed.tensor() if isinstance(packed, _View) else packed
-            ):
-                output = fn(hidden)
-            carried.leave(self.pool)
-        else:
+        carried = self._carried[self._computed] = _Carried(self.copies, self.min_elements, stays)
+        with saved_tensors_hooks(carried.pack, lambda packed: packed.tensor() if isinstance(packed, _View) else packed):
             output = fn(hidden)
-        if output.grad_fn is not None:
-            output.grad_fn.register_prehook(partial(self._backward, stage, microbatch, group))
+        carried.leave(self.pool)
         return output
 
-    def _backward(self, stage: int, microbatch: int, group: int, gradients: Any) -> None:
-        """Begin the backward of a group; called by autograd."""
-        if self._action is None:
-            raise RuntimeError(
-                f"the backward of stage {stage}, microbatch {microbatch} runs outside the row that its forward was in"
-            )
-        self._reach(Moment(stage, self._action.op, microbatch, group))
+    def release(self, action: Action) -> None:
+        """Free the device memory of what an OFFLOAD names."""
+        self._carried[action.stage, action.microbatch].release()
 
-    def _reach(self, moment: Moment) -> None:
-        """Run the copies planned for this moment, which both its action and its first group report."""
-        moments, index = self._moves.moments, self._next
-        if index and moments[index - 1] == moment:
-            return
-        if index == len(moments) or moments[index] != moment:
-            expected = moments[index] if index < len(moments) else "nothing more"
-            raise RuntimeError(f"the offload plan expects {expected} next, but {moment} was reached")
-        self._next += 1
-        for unit in self._moves.released.get(index, ()):
-            self._units[unit].release()
-        for unit in self._moves.loaded.get(index, ()):
-            self._coming[unit] = self._units.pop(unit).come_back(self.pool)
-        if moment.op is not Op.F:
-            # before any of its memory can be freed: the copy into it must be complete
-            arrived = self._coming.pop(Unit(moment.stage, moment.microbatch, moment.group), None)
-            if arrived is not None:
-                self.copies.wait(*arrived)
+    def load(self, action: Action) -> None:
+        """Start the copy back of what a RELOAD names."""
+        key = action.stage, action.microbatch
+        self._coming[key] = self._carried.pop(key).come_back(self.pool)
+
+    def _arrive(self, key: Key) -> None:
+        """Wait for a copy back, before any of its memory can be freed; a backward after a RECOMPUTE need not."""
+        if key in self._coming:
+            self.copies.wait(*self._coming.pop(key))
 
 
 class _Carried:
-    """One unit: the storages that it keeps, from its forward until its copy back starts."""
+    """The storages that a stage keeps for one microbatch, from the forward until their copy back starts."""
 
     def __init__(self, copies: Copies, min_elements: int, stays: Iterable[Tensor]) -> None:
         self._copies, self._min_elements = copies, min_elements
@@ -120,7 +100,7 @@ class _Carried:
         self._written: Any = None
 
     def pack(self, tensor: Tensor) -> Any:
-        if tensor.is_leaf and tensor.requires_grad:  # trained parameters, and the stage's input
+        if tensor.is_leaf and tensor.requires_grad:  # trained parameters
             return tensor
         storage, address = tensor.untyped_storage(), _address(tensor)
         if address in self._stay or storage.nbytes() // tensor.element_size() < self._min_elements:
@@ -190,7 +170,7 @@ class _Part:
         """Return the bytes. Raises RuntimeError while they are only in host memory."""
         if self.bytes is None:
             raise RuntimeError(
-                "a backward runs before its moment in the offload plan: its activations are still in host memory"
+                "a backward runs before the RELOAD of its stage and microbatch: its activations are in host memory"
             )
         return self.bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -42,11 +43,38 @@ class Stage(Protocol):
     def clear(self) -> None: ...
 
 
+class _Input:
+    """The place for the gradient of an input whose memory is free to leave the device before the backward."""
+
+    grad: Tensor | None = None
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tensor.shape
+        self.new_zeros = partial(torch.zeros, dtype=tensor.dtype, device=tensor.device)
+
+
+class _Enter(torch.autograd.Function):
+    """Begins a graph at a tensor that only those operations keep that save it, unlike a leaf.
+
+    anchor: a tensor that requires a gradient, and gets none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, place: _Input) -> Tensor:
+        ctx.place = place
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        (ctx.place.grad,) = gradients
+        return None, None, None
+
+
 @dataclass
 class _Kept:
     """The state of one microbatch from F to B."""
 
-    inputs: Tensors  # floating-point leaves
+    inputs: tuple[Any, ...]  # of the floating-point ones leaves, or each an `_Input`
     # in place of outputs, so that sent tensors can be freed; None for an output without a graph, whose gradient is
     # ignored
     edges: tuple[GradientEdge | None, ...]
@@ -88,6 +116,7 @@ class StageRunner:
         self.weight_gradients = weight_gradients
         self._replays = [] if replays is None else replays
         self.observe: Callable[[int, Any], None] | None = None
+        self.releases_inputs = False  # only operations that save an input keep it for the backward, not the runner
         self._kept: dict[int, _Kept] = {}
 
     def forward(self, microbatch: int, inputs: Tensors, payload: Any, loss: LossFunction | None) -> Any:
@@ -98,7 +127,7 @@ class StageRunner:
         """
         training = torch.is_grad_enabled()
         if training:
-            inputs = tuple([t.detach().requires_grad_(t.is_floating_point()) for t in inputs])
+            inputs, kept = self._begin_graph(inputs)
         output = self.module(*inputs, payload)
         if self.observe is not None:
             self.observe(microbatch, output)
@@ -112,9 +141,9 @@ class StageRunner:
         outputs = output if isinstance(output, tuple) else (output,)
         if training:
             edges = tuple([_edge(t) if t.requires_grad else None for t in outputs if t.is_floating_point()])
-            leaves, replays = tuple([t for t in inputs if t.requires_grad]), tuple(self._replays)
+            replays = tuple(self._replays)
             self._replays.clear()
-            self._kept[microbatch] = _Kept(leaves, edges, scalar, replays)
+            self._kept[microbatch] = _Kept(kept, edges, scalar, replays)
         return report if loss is not None else tuple([t.detach() for t in outputs])
 
     def recompute(self, microbatch: int) -> None:
@@ -122,6 +151,18 @@ class StageRunner:
         with torch.enable_grad():
             for replay in self._kept[microbatch].replays:
                 replay()
+
+    def _begin_graph(self, inputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
+        """Return the inputs as the start of a graph, and where the gradients of the floating-point ones will be."""
+        if not self.releases_inputs:
+            leaves = tuple([t.detach().requires_grad_(t.is_floating_point()) for t in inputs])
+            return leaves, tuple([t for t in leaves if t.requires_grad])
+        places = [_Input(t) if t.is_floating_point() else None for t in inputs]
+        anchor = torch.empty(0, requires_grad=True)
+        begun = (
+            t if place is None else _Enter.apply(anchor, t, place) for t, place in zip(inputs, places, strict=True)
+        )
+        return tuple(begun), tuple([place for place in places if place is not None])
 
     def backward(self, microbatch: int, gradients: Gradients) -> Tensors:
         """Compute input and weight gradients together (op B) and return the gradients of the floating-point inputs.
@@ -139,7 +180,7 @@ class StageRunner:
             # torch.autograd.backward first checks shapes in Python, which takes longer than the rest of its overhead;
             # the engine in C++ checks them again
             _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
-        return tuple([torch.zeros_like(t) if (grad := t.grad) is None else grad for t in kept.inputs])
+        return tuple([t.new_zeros(t.shape) if (grad := t.grad) is None else grad for t in kept.inputs])
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors:
         """Compute only input gradients (op I); queue those of weights for `backward_weight`."""

@@ -16,7 +16,7 @@ from megapipe.layers.model import LayerSpec, stage_parameters
 from megapipe.plan.activations import deferred_bytes, layers_of, shared_bytes, stage_bytes, temporary_bytes
 from megapipe.plan.hardware import GIB
 from megapipe.plan.layer_costs import LayerCosts, stage_costs
-from megapipe.plan.memory import USUAL_UNITS_ON_DEVICE, offloaded_groups, rank_memory
+from megapipe.plan.memory import USUAL_UNITS_ON_DEVICE, moved_bytes, rank_memory
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.schedule_choice import is_by_hand
 from megapipe.schedule.action import Op
@@ -111,7 +111,7 @@ def _cuts_within_memory(draft: RunPlan, question: CutQuestion, limits: tuple[flo
 
 
 def _bytes_over(draft: RunPlan, cut: Partition, limits: tuple[float, ...]) -> list[float]:
-    plan = dataclasses.replace(draft, partition=cut)
+    plan = dataclasses.replace(draft, partition=cut).in_units()
     return [rank_memory(plan, rank).total - limit for rank, limit in enumerate(limits)]
 
 
@@ -179,7 +179,7 @@ class RankBytes:
         layers = StageLayers(first, end, stage == 0, stage == plan.placement.num_stages - 1)
         model, shape, base = plan.model, plan.shape, self._elements(*layers[2:], None)
         held = layers_of(model, layers)
-        moved = [group.moved for group in offloaded_groups(plan, stage, layers)]
+        moved = moved_bytes(plan, layers, shape)
         return StageBytes(
             base + sum(self._elements(*layers[2:], layer) - base for layer in held),
             sum(stage_bytes(model, shape, layers).values()) - sum(moved),

@@ -167,7 +167,7 @@ class LayerCosts:
     layers: tuple[PartCost, ...]  # one entry for each
     head: PartCost  # with multi-token prediction
     recompute: RecomputeConfig  # decides which layers are replayed
-    # the layers and the shape by which --recompute-memory-budget chooses, where it is given
+    # the layers and the shape by which --recompute-memory-budget chooses, or layers with their own recompute
     specs: tuple[LayerSpec, ...] = ()
     shape: RankShape | None = None
 

@@ -39,7 +39,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
-from itertools import accumulate
 from operator import or_
 
 from megapipe.dtypes import ELEMENT_BYTES
@@ -48,9 +47,7 @@ from megapipe.plan.activations import (
     all_layers_of,
     deferred_bytes,
     fp8_weight_bytes,
-    group_backward,
     group_trace,
-    head_backward,
     layer_groups,
     layers_of,
     recompute_bytes,
@@ -62,11 +59,11 @@ from megapipe.plan.activations import (
 from megapipe.plan.muon import muon_work
 from megapipe.plan.nccl_memory import nccl_bytes
 from megapipe.plan.part_memory import part_sizes
-from megapipe.plan.run_plan import RunPlan
+from megapipe.plan.run_plan import RunPlan, offloaded_groups
 from megapipe.plan.sharded import NOTHING, Whole, row_bytes
-from megapipe.plan.traces import head_trace, layer_trace, split, without_recompute
+from megapipe.plan.traces import layer_trace, without_recompute
 from megapipe.schedule.action import Action, Op
-from megapipe.schedule.lifetimes import MESSAGES, Held, Item, Unit, host_pieces, lifetimes
+from megapipe.schedule.lifetimes import MESSAGES, Held, Item, host_pieces, lifetimes
 from megapipe.schedule.partition import StageLayers
 from megapipe.schedule.placement import Placement
 from megapipe.sharding.state_dtypes import CHUNK, LAST_CHANGE, MASTER, NORM_CHUNK
@@ -107,6 +104,7 @@ class SliceBytes:
     keys: Mapping[Held, Mapping[int, int]] = field(default_factory=dict)  # by stage, of all slices of a microbatch
     replayed: Mapping[int, int] = field(default_factory=dict)  # from RECOMPUTE to B or I, and `inside` of these then
     inside_replayed: Mapping[tuple[int, Op], int] = field(default_factory=dict)
+    moved: Mapping[int, int] = field(default_factory=dict)  # by stage, of what it keeps: offloaded
 
 
 @dataclass(frozen=True)
@@ -156,10 +154,10 @@ def step_memory(plan: RunPlan, pp_rank: int, count: int, num_read: int | None = 
     stages = plan.placement.stages_of(pp_rank)
     layers = {stage: plan.partition.stages[stage] for stage in stages}
     slices = [slice_bytes(plan, stages, of_slice) for of_slice in plan.slice_shapes]
-    offloaded, host = None, {}
+    host = {}
     if plan.config.offload.cpu_offloading_num_layers:
-        offloaded, host["activations"] = offloaded_memory(plan, pp_rank, count, [each.kept for each in slices])
-    peak = _step_peak(plan, pp_rank, count, slices, offloaded)
+        host["activations"] = _host_bytes(plan.schedule(count).rows[pp_rank], slices)
+    peak = _step_peak(plan, pp_rank, count, slices)
     state = _state(plan, pp_rank)
     if plan.config.optimizer.optimizer_cpu_offload:
         host["optimizer"], state["optimizer"] = state["optimizer"] + _host_copies(plan, pp_rank), 0
@@ -218,6 +216,7 @@ def slice_bytes(plan: RunPlan, stages: Iterable[int], shape: RankShape) -> Slice
         keys,
         replayed,
         inside_replayed,
+        {stage: sum(moved_bytes(plan, layers[stage], shape)) for stage in plan.offloaded & layers.keys()},
     )
 
 
@@ -231,18 +230,16 @@ def _token_bytes(plan: RunPlan, stages: Iterable[int]) -> int:
     return token_bytes
 
 
-def _step_peak(
-    plan: RunPlan, pp_rank: int, count: int, slices: Sequence[SliceBytes], offloaded: MemoryOverTime | None
-) -> Peak:
+def _step_peak(plan: RunPlan, pp_rank: int, count: int, slices: Sequence[SliceBytes]) -> Peak:
     """Return the peak of a step; where stages run in parts, `live` and `action` are those of stages."""
     parts, stages = plan.parts, plan.placement.stages_of(pp_rank)
     schedule = plan.schedule(count) if parts is None else plan.part_schedule(count)
     row = stage_row = schedule.rows[pp_rank]
     if parts is not None:
-        slices, offloaded = [SliceBytes(*part_sizes(plan, parts, stages), plan.message_bytes)], None
+        slices = [SliceBytes(*part_sizes(plan, parts, stages), plan.message_bytes)]
         stage_row = parts.stage_row(row)
     whole = None if plan.sharding is None else row_bytes(plan, pp_rank, stage_row).whole
-    peak = peak_of_row(row, pp_rank, schedule.placement, slices, plan.send_depth, offloaded, whole)
+    peak = peak_of_row(row, pp_rank, schedule.placement, slices, plan.send_depth, whole)
     if parts is None:
         return peak
     live = {stage: peak.live[parts.of_stage[stage][0]] for stage in stages}
@@ -349,7 +346,6 @@ def peak_of_row(
     placement: Placement,
     slices: Sequence[SliceBytes],  # of a microbatch; a whole one alone without slices
     sends_in_flight: int,  # the most of one channel
-    offloaded: MemoryOverTime | None = None,  # what is offloaded meanwhile
     whole: Sequence[Whole] | None = None,  # of sharded weights and gradients, at each action
 ) -> Peak:
     """Return the peak of one row of a lowered training schedule, a fold over what each action creates and frees."""
@@ -360,6 +356,7 @@ def peak_of_row(
         """Return the bytes of activations and of messages among some items of a slice."""
         size = slices[index]
         sizes = {Held.ACTIVATIONS: size.kept, Held.REPLAYED: size.replayed, Held.DEFERRED: size.waiting, **size.keys}
+        sizes[Held.OFFLOADED] = size.moved
         kept = sum(sizes[kind][stage] for kind, stage in items if kind in sizes)
         messages = [kind for kind, _ in items if kind in MESSAGES]
         num_sent = sum(kind in SENT_MESSAGES for kind in messages)
@@ -379,11 +376,9 @@ def peak_of_row(
         of_slice, is_replayed = slices[index], (Held.REPLAYED, stage) in changes.frees
         inside = (of_slice.inside_replayed if is_replayed else of_slice.inside).get((stage, op), 0)
         replayed += of_slice.replayed[stage] if op is Op.RECOMPUTE else 0
-        levels = ((0, inside),) if offloaded is None else offloaded.levels(action, inside)
         unsharded = NOTHING if whole is None else whole[slot]
-        for less, made in levels:
-            if kept - less + messages + made + sum(unsharded) > peak.total:
-                peak = Peak(kept - less, messages, dict(live), replayed, made, action, unsharded)
+        if kept + messages + inside + sum(unsharded) > peak.total:
+            peak = Peak(kept, messages, dict(live), replayed, inside, action, unsharded)
         left, freed = total(changes.leaves, index), total(changes.frees, index)
         kept += left[0] - freed[0]
         messages += left[1] - freed[1]
@@ -392,114 +387,23 @@ def peak_of_row(
     return peak
 
 
-@dataclass(frozen=True)
-class GroupBytes:
-    """Bytes of one group of a stage for one microbatch."""
-
-    kept: int  # for the backward
-    moved: int  # of these, if the group is offloaded
-
-    @property
-    def host(self) -> int:
-        """Bytes of the host's buffer for the group."""
-        return sum(host_pieces(self.moved))
+def moved_bytes(plan: RunPlan, layers: StageLayers, shape: RankShape) -> list[int]:
+    """Return what each offloaded group of a stage with these layers moves for a microbatch, or a slice of one."""
+    num_moved = len(offloaded_groups(plan.config, layers.num_layers))
+    groups = layer_groups(layers_of(plan.model, layers), shape)[:num_moved]
+    least = plan.config.offload.min_offloaded_tensor_size
+    kept = [group_trace(group, shape).kept for group in groups]
+    return [total_bytes([tensor for tensor in tensors if tensor.elements >= least]) for tensors in kept]
 
 
-def offloaded_groups(
-    plan: RunPlan, stage: int, layers: StageLayers | None = None, shape: RankShape | None = None
-) -> tuple[GroupBytes, ...]:
-    """Return what each group of a stage's layers keeps and moves for one microbatch. layers: in place of the plan's.
-    shape: of a slice.
-    """
-    layers, shape = layers or plan.partition.stages[stage], shape or plan.shape
-    num_moved = plan.stage_groups(stage, layers).num_moved
-    found = []
-    for index, group in enumerate(layer_groups(layers_of(plan.model, layers), shape)):
-        kept = group_trace(group, shape).kept
-        # the first tensor of the first group is the stage's input, which is held on the device for its gradient
-        movable = kept if layers.has_embedding or index else kept[1:]
-        least = plan.config.offload.min_offloaded_tensor_size
-        moved = [tensor for tensor in movable if tensor.elements >= least] if index < num_moved else []
-        found.append(GroupBytes(total_bytes(kept), total_bytes(moved)))
-    return tuple(found)
-
-
-Level = tuple[int, int | None]  # of a moment, as `MemoryOverTime.levels` gives it; None: what the action makes
-
-
-@dataclass
-class MemoryOverTime:
-    """Device memory of a row with offloaded activations, moment by moment."""
-
-    moments: Mapping[Action, Sequence[tuple[int, Level]]]  # bytes on the host only, and the level with none there
-    now: int = 0  # bytes on the host only at the last moment
-
-    def levels(self, action: Action, inside: int) -> list[tuple[int, int]]:
-        """Return two numbers for each moment of an action: the bytes that the device holds less than without
-        offloading, with all of this action's stage counted as kept; and the bytes made and freed again (`inside` for
-        an action that is not a backward).
-        """
-        moments = self.moments.get(action, [(self.now, (0, None))])
-        self.now = moments[-1][0]
-        return [(now + less, inside if made is None else made) for now, (less, made) in moments]
-
-
-def offloaded_memory(
-    plan: RunPlan, pp_rank: int, num_microbatches: int, kept: Sequence[Mapping[int, int]]
-) -> tuple[MemoryOverTime, int]:
-    """Return the device memory of a step's row over time, and the bytes of all its host buffers together.
-
-    kept: bytes of each stage for each slice of a microbatch without offloading.
-    """
-    stages = plan.placement.stages_of(pp_rank)
-    groups = [{stage: offloaded_groups(plan, stage, shape=shape) for stage in stages} for shape in plan.slice_shapes]
-    slices: list[dict[tuple[int, Op, int], Level]] = [{} for _ in groups]
-    for found, shape, own, of_slice in zip(slices, plan.slice_shapes, groups, kept, strict=True):
-        for stage in stages:
-            found |= _levels_of_stage(plan, stage, shape, own[stage], of_slice[stage])
-    moves = plan.row_moves(num_microbatches, pp_rank)
-    moments: dict[Action, list[tuple[int, Level]]] = {}
-    now = 0
-    in_use, most = Counter[int](), Counter[int]()  # host buffers, by size
-
-    def group_of(unit: Unit) -> GroupBytes:
-        return groups[unit.microbatch % len(groups)][unit.stage][unit.group]
-
-    for index, moment in enumerate(moves.moments):
-        now += sum(group_of(unit).moved for unit in moves.released.get(index, ()))
-        for unit in moves.loaded.get(index, ()):
-            group = group_of(unit)
-            now -= group.moved
-            in_use[group.host] -= 1
-        stage, op, microbatch, group_number = moment
-        level = slices[microbatch % len(slices)].get((stage, op, group_number), (0, None))
-        moments.setdefault(Action(stage, op, microbatch), []).append((now, level))
-        unit = Unit(stage, microbatch, group_number)
-        if op is Op.F and unit in moves.moved:
-            in_use[group_of(unit).host] += 1
+def _host_bytes(row: Iterable[Action], slices: Sequence[SliceBytes]) -> int:
+    """Return the bytes of all host buffers of a row, each in use from a forward to the RELOAD."""
+    actions = list(row)
+    moved = {(stage, number) for stage, op, number in actions if op is Op.OFFLOAD}
+    in_use, most = Counter[int](), Counter[int]()  # buffers, by size
+    for stage, op, number in actions:
+        if op in (Op.F, Op.RELOAD) and (stage, number) in moved:
+            size = slices[(number or 0) % len(slices)].moved[stage]
+            in_use[sum(host_pieces(size))] += 1 if op is Op.F else -1
             most |= in_use  # the larger number of each size
-    return MemoryOverTime(moments), sum(count * size for size, count in most.items())
-
-
-def _levels_of_stage(
-    plan: RunPlan, stage: int, shape: RankShape, groups: Sequence[GroupBytes], kept: int
-) -> dict[tuple[int, Op, int], Level]:
-    """Return the levels of a stage for a microbatch, or a slice, of this shape. kept: by the stage, head included."""
-    model, layers = plan.model, plan.partition.stages[stage]
-    last, of_groups = len(groups) - 1, sum(group.kept for group in groups)
-    above = [of_groups - below for below in accumulate(group.kept for group in groups)]
-    found: dict[tuple[int, Op, int], Level] = {(stage, Op.F, number): (above[number], None) for number in range(last)}
-    found[stage, Op.F, last] = 0, head_trace(model, shape).peaks[0] if layers.has_head else 0
-    for op, own in ((Op.B, shape), (Op.I, split(shape))):
-        in_head, level = head_backward(model, own, layers)
-        found[stage, op, last + 1] = 0, in_head
-        waiting = head_trace(model, own).waiting if layers.has_head else 0  # for W
-        for number, group in reversed(list(enumerate(layer_groups(layers_of(model, layers), own)))):
-            peak, _ = group_backward(group, own)
-            # on top of all that was kept for the last group, of what the groups before them left for the others
-            found[stage, op, number] = 0, max(0, level + peak)
-            if number < last:
-                less = above[number] + kept - of_groups - waiting * own.splits_backward
-                found[stage, op, number] = less, peak + own.hidden_bytes(plan.config.model.hidden_size)
-            waiting += group_trace(group, own).waiting
-    return found
+    return sum(count * size for size, count in most.items())

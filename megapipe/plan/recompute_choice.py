@@ -60,8 +60,11 @@ def choices(layer: LayerSpec, shape: RankShape) -> tuple[Choice, ...]:
 def layer_recompute(layers: tuple[LayerSpec, ...], shape: RankShape) -> tuple[RecomputeConfig, ...]:
     """Return the recompute of each layer of a stage: the budget's choice, or the shape's where it has no budget.
 
-    --recompute-method block recomputes the first N layers alone.
+    --recompute-method block recomputes the first N layers alone. layers: of a whole stage, or with their own recompute.
     """
+    own = [layer.recompute for layer in layers if layer.recompute is not None]
+    if len(own) == len(layers):
+        return tuple(own)
     budget = shape.recompute.recompute_memory_budget
     if budget is None:
         is_block = shape.recompute.recompute_granularity == "full" and shape.recompute.recompute_method == "block"

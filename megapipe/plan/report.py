@@ -14,12 +14,13 @@ from megapipe.plan.activations import stage_bytes
 from megapipe.plan.expert_load import BALANCED
 from megapipe.plan.hardware import GIGA, HOST_SHARE, PCIE_4, PCIE_5
 from megapipe.plan.layer_costs import layer_flops, step_flops
-from megapipe.plan.memory import RankMemory, all_rank_memory, offloaded_groups, stage_activation_bytes
+from megapipe.plan.memory import RankMemory, all_rank_memory, slice_bytes, stage_activation_bytes
 from megapipe.plan.recompute_choice import recompute_text
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.sharded import replica_bytes, row_bytes
 from megapipe.plan.step_time import expected_bubble
 from megapipe.plan.traffic import layer_bytes
+from megapipe.schedule.action import Op
 from megapipe.schedule.partition import StageLayers
 
 MOST_RANKS_SHOWN = 64
@@ -309,10 +310,11 @@ def _host(plan: RunPlan, rank: RankMemory) -> Iterator[str]:
     )
     if not rank.host.get("activations"):
         return
-    groups = {stage: offloaded_groups(plan, stage) for stage in plan.placement.stages_of(rank.pp_rank)}
-    moved = plan.row_moves(plan.batch.num_microbatches, rank.pp_rank).moved
-    step = sum(groups[unit.stage][unit.group].moved for unit in moved)
-    most = max(group.moved for each in groups.values() for group in each)
+    stages = plan.placement.stages_of(rank.pp_rank)
+    moved = [slice_bytes(plan, stages, shape).moved for shape in plan.slice_shapes]
+    row = plan.schedule(plan.batch.num_microbatches).rows[rank.pp_rank]
+    step = sum(moved[(number or 0) % len(moved)][stage] for stage, op, number in row if op is Op.OFFLOAD)
+    most = max(max(of_slice.values()) for of_slice in moved)
     rates = (("PCIe 4", PCIE_4), ("PCIe 5", PCIE_5))
     times = ", ".join(f"{most / (HOST_SHARE * rate * GIGA) * 1e3:.3g} ms over {name}" for name, rate in rates)
     yield (

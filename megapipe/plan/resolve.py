@@ -32,7 +32,6 @@ from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.schedule_choice import cut_layers, group_size, memory_limit, schedule_and_chunks
 from megapipe.plan.world_rules import batch_of, check_counts, num_steps, placement_of, topology_of, world_rules
 from megapipe.schedule.lower import default_receive_depth
-from megapipe.schedule.sharding import split_partition, split_placement, units_of
 from megapipe.sharding.audit import audit_slices, audit_stages
 from megapipe.topology import Topology
 from megapipe.trace.parameters import model_parameters
@@ -99,12 +98,7 @@ def _balanced_and_checked(draft: RunPlan) -> RunPlan:
     Raises ConfigError if a rank's memory is too small.
     """
     draft = draft.whole_stages()
-    plan = dataclasses.replace(draft, partition=balanced_cut(draft))
-    wanted = plan.config.parallel.data_parallel_sharding_units
-    if wanted > 1:
-        units = units_of(plan.partition, wanted)
-        placement, partition = split_placement(plan.placement, units), split_partition(plan.partition, units)
-        plan = dataclasses.replace(plan, placement=placement, partition=partition, num_units=units)
+    plan = dataclasses.replace(draft, partition=balanced_cut(draft)).in_units()
     for count in plan.decisive_counts:  # now, so that errors surface before anything starts
         if plan.parts is None:
             plan.schedule(count)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from megapipe.config.config import ResolvedConfig, ResolvedModelConfig
 from megapipe.config.parallel import SHARDED_GRADS, SHARDED_PARAMS, RecomputeConfig
 from megapipe.config.rules.context import slice_unit
 from megapipe.config.training import OPTIMIZERS
-from megapipe.layers.model import ModelSpec, model_spec, rank_shape, stage_parameters
+from megapipe.layers.model import LayerSpec, ModelSpec, model_spec, rank_shape, stage_parameters
 from megapipe.layers.table import RankShape
 from megapipe.plan.activations import group_sizes, layers_of, reads_weights_in_w
 from megapipe.plan.batch import BatchSchedule
@@ -27,20 +27,27 @@ from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs
 from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_forward_only, build_schedule, build_stream
 from megapipe.schedule.lifetimes import (
-    Moves,
     Slots,
-    StageGroups,
     assign_slots,
     num_slots,
-    plan_moves,
 )
 from megapipe.schedule.lower import lower
-from megapipe.schedule.partition import Partition, StageLayers
+from megapipe.schedule.offload import offload
+from megapipe.schedule.partition import Partition, from_counts
 from megapipe.schedule.parts import Parts, expand, pair_up, parts_of, prove
 from megapipe.schedule.placement import Placement, v_shape
 from megapipe.schedule.recompute import replay_ahead
 from megapipe.schedule.schedule import Schedule
-from megapipe.schedule.sharding import ShardingPolicy, carry, joined_units, shard, split_stages
+from megapipe.schedule.sharding import (
+    ShardingPolicy,
+    carry,
+    joined_units,
+    shard,
+    split_partition,
+    split_placement,
+    split_stages,
+    units_of,
+)
 from megapipe.schedule.simulate import unhindered_send_depth
 from megapipe.schedule.stream import Stream, WeightVersions, weight_versions
 from megapipe.schedule.validate import validate
@@ -59,11 +66,12 @@ class LoweredSchedule:
     """The schedule of one number of microbatches."""
 
     schedule: Schedule
+    num_units: tuple[int, ...] = ()  # as in `RunPlan`
 
     @cached_property
     def send_depth(self) -> int:
         """The fewest in-flight sends of a channel with which no send blocks."""
-        return unhindered_send_depth(self.schedule)
+        return unhindered_send_depth(self.schedule, self.num_units)
 
 
 def decisive_counts(
@@ -142,9 +150,10 @@ class RunPlan:
     specs: tuple[ParamSpec, ...] = field(compare=False, repr=False)  # all parameters of the model
     batch: BatchSchedule
     schedule_name: str  # 'auto' resolved
-    # units into which each stage of the schedule is split (--data-parallel-sharding-units); placement and partition
-    # are then those of the units, which are what everything else calls stages. Empty: stages are not split
+    # units into which each stage of the schedule is split (`in_units`); placement and partition are then those of the
+    # units, which are what everything else calls stages. Empty: stages are not split
     num_units: tuple[int, ...] = ()
+    offloaded: frozenset[int] = frozenset()  # units whose activations are offloaded
     expert_load: ExpertLoad = BALANCED  # for which memory and time are given; a run itself plans for balanced routing
 
     @cached_property
@@ -153,9 +162,26 @@ class RunPlan:
         config = self.config
         frozen = frozenset(spec.name for spec in self.specs if not spec.trainable)
         model = model_spec(config.model, config.precision, config.parallel.cp_comm_type, frozen)
-        if self.expert_load == BALANCED:
-            return model
-        return with_load(model, self.expert_load.of(self.config.model, self.topology.ep))
+        if self.expert_load != BALANCED:
+            model = with_load(model, self.expert_load.of(self.config.model, self.topology.ep))
+        return self._with_own_recompute(model) if self.num_units and self.recompute_differs else model
+
+    @property
+    def recompute_differs(self) -> bool:
+        """True if what a layer recomputes depends on its place in its stage."""
+        recompute = self.config.recompute
+        return recompute.recompute_method == "block" or recompute.recompute_memory_budget is not None
+
+    def _with_own_recompute(self, model: ModelSpec) -> ModelSpec:
+        """Return the model with the recompute that each layer has in its whole stage. Alike layers stay one object."""
+        whole = self.whole_stages()
+        chosen = (each for stage in range(whole.placement.num_stages) for each in whole.layer_recompute(stage))
+        found: dict[tuple[LayerSpec, RecomputeConfig], LayerSpec] = {}
+        pairs = list(zip(model.layers, chosen, strict=True))
+        for layer, recompute in pairs:
+            if (layer, recompute) not in found:
+                found[layer, recompute] = replace(layer, recompute=recompute)
+        return replace(model, layers=tuple(found[pair] for pair in pairs))
 
     @property
     def expert_imbalance(self) -> float:
@@ -213,7 +239,31 @@ class RunPlan:
         if not self.num_units:
             return self
         placement, partition = joined_units(self.placement, self.partition, self.num_units)
-        return replace(self, placement=placement, partition=partition, num_units=())
+        return replace(self, placement=placement, partition=partition, num_units=(), offloaded=frozenset())
+
+    def in_units(self) -> RunPlan:
+        """Return the plan with its stages, which are whole, split into units: into those of sharded weights and then of
+        each its offloaded groups of layers, one by one, and the rest.
+        """
+        wanted, count = self.config.parallel.data_parallel_sharding_units, self.config.offload.cpu_offloading_num_layers
+        if wanted == 1 and not count:
+            return self
+        sharded = units_of(self.partition, wanted)
+        counts, num_units, offloaded = list[int](), list[int](), set[int]()
+        parts = iter(split_partition(self.partition, sharded).stages)
+        for number in sharded:
+            before = len(counts)
+            for part in islice(parts, number):
+                moved = offloaded_groups(self.config, part.num_layers)
+                rest = part.num_layers - sum(moved)
+                offloaded.update(range(len(counts), len(counts) + len(moved)))
+                counts += [*moved, rest] if rest or part.has_head or not moved else moved
+            num_units.append(len(counts) - before)
+        partition = from_counts(counts, self.partition.num_layers)
+        placement, moved_units = split_placement(self.placement, num_units), frozenset(offloaded)
+        return replace(
+            self, placement=placement, partition=partition, num_units=tuple(num_units), offloaded=moved_units
+        )
 
     @property
     def stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:
@@ -302,9 +352,10 @@ class RunPlan:
         return self._budgeted(flop_costs(self.model, self.config.model.seq_length, self.config.recompute))
 
     def _budgeted(self, costs: LayerCosts) -> LayerCosts:
-        """Return costs that know what --recompute-memory-budget recomputes, where it is given."""
+        """Return costs that know what each layer recomputes, where a stage alone does not say it."""
         has_budget = self.config.recompute.recompute_memory_budget is not None
-        return replace(costs, specs=self.model.layers, shape=self.shape) if has_budget else costs
+        has_own = has_budget or (self.num_units and self.recompute_differs)
+        return replace(costs, specs=self.model.layers, shape=self.shape) if has_own else costs
 
     def layer_recompute(self, stage: int) -> tuple[RecomputeConfig, ...]:
         """Return the recompute of each layer of a stage."""
@@ -375,18 +426,6 @@ class RunPlan:
         """Return the number of slots of each stage of the rank, enough for any number of microbatches of the run."""
         of_counts = [num_slots(self.slots(count, pp_rank)) for count in self.decisive_counts]
         return {stage: max(counts[stage] for counts in of_counts) for stage in self.placement.stages_of(pp_rank)}
-
-    def stage_groups(self, stage: int, layers: StageLayers | None = None) -> StageGroups:
-        """Return the groups of a stage's layers (the plan's, or `layers`), and how many of them are offloaded."""
-        layers, count = layers or self.partition.stages[stage], self.config.offload.cpu_offloading_num_layers
-        sizes = group_sizes(self.config.recompute, layers.num_layers)
-        num_moved = sum(start < count for start in list(accumulate(sizes, initial=0))[:-1])
-        return StageGroups(len(sizes), num_moved, layers.has_head)
-
-    def row_moves(self, num_microbatches: int, pp_rank: int) -> Moves:
-        """Return which groups leave the device and come back when, in a step of this many microbatches."""
-        stages = {stage: self.stage_groups(stage) for stage in self.placement.stages_of(pp_rank)}
-        return plan_moves(self.schedule(num_microbatches).rows[pp_rank], stages)
 
     @cached_property
     def send_depth(self) -> int:
@@ -460,6 +499,7 @@ class RunPlan:
             self.sharding,
             self._reading_in_w,
             self._scheduled_costs if self.config.recompute.recompute_in_bubbles else None,
+            self.offloaded,
         )
 
     @property
@@ -481,7 +521,8 @@ class RunPlan:
 
     def _forward_only(self, num_microbatches: int, num_slices: int) -> LoweredSchedule:
         policy = self.sharding if self.sharding is not None and self.sharding.gathers else None
-        return _forward_only_schedule(self.placement, num_microbatches, self._receive_depth, num_slices, policy)
+        more = num_slices, policy, self.num_units
+        return _forward_only_schedule(self.placement, num_microbatches, self._receive_depth, *more)
 
 
 ScheduledCosts = tuple[LayerCosts, Partition, tuple[float, ...]]  # of whole stages, their cut, speeds of ranks
@@ -502,6 +543,7 @@ def _training_schedule(
     policy: ShardingPolicy | None,
     reading_in_w: frozenset[int],  # stages, or units
     replayed: ScheduledCosts | None,  # --recompute-in-bubbles
+    offloaded: frozenset[int],  # units
 ) -> LoweredSchedule:
     """Build and lower a training schedule."""
     goal = None
@@ -517,8 +559,10 @@ def _training_schedule(
     schedule = lower(split_stages(planned, num_units) if num_units else planned, receive_depth)
     if policy is not None:
         schedule = shard(replace(schedule, reading_in_w=reading_in_w), policy)
+    if offloaded:
+        schedule = offload(schedule, offloaded)
     validate(schedule)
-    return LoweredSchedule(schedule)
+    return LoweredSchedule(schedule, num_units)
 
 
 @lru_cache(maxsize=SCHEDULES_CACHED)
@@ -537,13 +581,24 @@ def _part_schedule(stages: Schedule, parts: Parts, receive_depth: int, delay_wei
 
 @lru_cache(maxsize=SCHEDULES_CACHED)
 def _forward_only_schedule(
-    placement: Placement, num_microbatches: int, receive_depth: int, num_slices: int, policy: ShardingPolicy | None
+    placement: Placement,
+    num_microbatches: int,
+    receive_depth: int,
+    num_slices: int,
+    policy: ShardingPolicy | None,
+    num_units: tuple[int, ...],
 ) -> LoweredSchedule:
     schedule = build_forward_only(placement, num_microbatches, receive_depth, num_slices)
     if policy is not None:
         schedule = shard(schedule, policy)
         validate(schedule)
-    return LoweredSchedule(schedule)
+    return LoweredSchedule(schedule, num_units)
+
+
+def offloaded_groups(config: ResolvedConfig, num_layers: int) -> list[int]:
+    """Return the numbers of layers of the groups of so many layers that --cpu-offloading-num-layers moves."""
+    sizes, count = group_sizes(config.recompute, num_layers), config.offload.cpu_offloading_num_layers
+    return [size for size, end in zip(sizes, accumulate(sizes), strict=True) if end - size < count]
 
 
 @lru_cache(maxsize=64 * SCHEDULES_CACHED)

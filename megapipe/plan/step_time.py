@@ -22,17 +22,17 @@ from megapipe.dtypes import ELEMENT_BYTES
 from megapipe.layers.linear import casts
 from megapipe.layers.model import LayerSpec
 from megapipe.layers.table import ALL_REDUCE, RankShape
-from megapipe.plan.activations import fp8_weights, layer_groups, layers_of, layers_with_recompute
+from megapipe.plan.activations import fp8_weights, layers_of, layers_with_recompute
 from megapipe.plan.expert_overlap import hidden_seconds
 from megapipe.plan.hardware import Hardware
 from megapipe.plan.layer_costs import step_flops
 from megapipe.plan.layer_time import OpSeconds, context_links, expert_links, head_seconds, layer_seconds, ring_link
-from megapipe.plan.memory import offloaded_groups
+from megapipe.plan.memory import moved_bytes
 from megapipe.plan.muon import muon_work
 from megapipe.plan.run_plan import RunPlan
 from megapipe.plan.traces import with_recompute
 from megapipe.plan.traffic import KINDS, gather_bytes, instance_bytes, reduction_bytes
-from megapipe.schedule.action import COMPUTE_OPS, Op
+from megapipe.schedule.action import COMPUTE_OPS, OFFLOAD_OPS, Op
 from megapipe.schedule.costs import Costs
 from megapipe.schedule.simulate import Bubble, Timeline, simulate
 from megapipe.schedule.stream import steady
@@ -109,6 +109,10 @@ def predict_step(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, ...
     if not plan.is_synchronous:
         span, reduce, num_updates = _in_stream(plan, hardware, costs)
     parts = _parts(timeline, max(range(len(work)), key=work.__getitem__), stages)
+    if plan.offloaded:  # waits for copies
+        copies = {(stage, op): 0.0 for stage in plan.offloaded for op in OFFLOAD_OPS}
+        free = simulate(schedule, replace(costs, seconds={**costs.seconds, **copies}))
+        parts["host"] = parts.get("host", 0.0) + span - computed_and_reduced(plan, hardware, free)[0]
     parts["bubble"] = span - sum(parts.values())
     if plan.parts is not None and hides:
         # at best a step takes as long as its computation alone, or as the all-to-alls of the busiest rank alone
@@ -223,7 +227,7 @@ def _layer_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> Layer
 
 def _slice_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> tuple[OpSeconds, ...]:
     """Return the seconds of each stage for one slice of a microbatch, or a whole one."""
-    config, model, of_layer = plan.config, plan.model, _layer_seconds(plan, hardware, shape)
+    model, of_layer = plan.model, _layer_seconds(plan, hardware, shape)
     tp_link = ring_link(plan.topology, "tp", hardware.node, hardware.network)
     nothing = layer_seconds(model.layers[0], shape, hardware, tp_link) * 0
     found: dict[frozenset[Any], OpSeconds] = {}  # by the number of layers of each kind and recompute
@@ -236,20 +240,6 @@ def _slice_seconds(plan: RunPlan, hardware: Hardware, shape: RankShape) -> tuple
             found[key] = sum(terms[1:], terms[0]) if terms else nothing
         stages.append(found[key])
     stages[-1] += head_seconds(model, shape, hardware, tp_link)
-    if not config.offload.cpu_offloading_num_layers:
-        return tuple(stages)
-    # Waits for copies to the host and back. Each overlaps with the computation of one group of layers; both directions
-    # run at the same time.
-    backward_op = Op.I if plan.splits_backward else Op.B
-    for stage, held in enumerate(plan.partition.stages):
-        forward = backward = 0.0
-        groups = layer_groups(layers_of(model, held), shape)
-        for group, moved in zip(groups, offloaded_groups(plan, stage, shape=shape), strict=True):
-            copy = moved.moved / hardware.host_bytes_per_second
-            seconds = [of_layer(layer, group.shape(shape).recompute) for layer in group.layers]
-            forward += max(0.0, copy - sum(layer.of(Op.F) for layer in seconds))
-            backward += max(0.0, copy - sum(layer.of(backward_op) for layer in seconds))
-        stages[stage] += OpSeconds({"host": forward}, {"host": backward}, {})
     return tuple(stages)
 
 
@@ -280,6 +270,9 @@ def _schedule_costs(plan: RunPlan, hardware: Hardware, stages: tuple[OpSeconds, 
         seconds[stage, Op.SEND_F] = seconds[stage, Op.SEND_B] = message_seconds
     if plan.config.recompute.recompute_in_bubbles:
         seconds |= _replay_seconds(plan, hardware)
+    for stage in plan.offloaded:  # both directions of the link at once
+        moved = sum(sum(moved_bytes(plan, plan.partition.stages[stage], shape)) for shape in plan.slice_shapes)
+        seconds |= {(stage, op): moved / hardware.host_bytes_per_second for op in OFFLOAD_OPS}
     overlap = plan.config.parallel.overlap_p2p_comm
     costs = Costs(seconds, link.latency_seconds, overlap=overlap, rank_speeds=plan.rank_speeds)
     return costs if plan.num_slices == 1 else replace(costs, slice_shares=_slice_shares(plan, hardware))

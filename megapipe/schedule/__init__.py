@@ -4,7 +4,7 @@ anything runs.
     action, placement    Op, Action ("2F0": stage 2, forward, microbatch 0); which pp_rank holds which stage
     schedule             Schedule: one row of actions per pp_rank, bubbles not stored; CSV; the grid of error messages
     dependencies         NEEDS and MAKES of each op, from which order, communication, proof and times are derived
-    lifetimes            what each action creates and frees: peaks, CUDA-graph slots, offloading
+    lifetimes            what each action creates and frees: peaks, CUDA-graph slots
     families, generate/  the table of names and builders; the generators of compute-only rows
     lower                adds SEND, RECV and REDUCE_GRAD; lets a step start before the last one ended
     validate, machine    the proof (complete, ordered, no deadlock); the walk that proof and simulator share

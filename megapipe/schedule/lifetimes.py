@@ -8,11 +8,10 @@ from __future__ import annotations
 import enum
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
+from megapipe.schedule.action import SEND_OPS, Action, Op
 from megapipe.schedule.placement import Placement
 from megapipe.schedule.schedule import Schedule
 
@@ -223,103 +222,11 @@ def num_slots(slots: Slots) -> Counter[int]:
     return counts
 
 
-# The plan of activation offloading: when each layer's activations leave the device and return.
-#
-# A unit is what one group of layers (one layer; with full recompute the layers of one checkpoint) keeps for the
-# backward of one microbatch. A moment is the start of the computation of one group: forwards run a stage's groups in
-# order, backwards run the head and then the groups in reverse. A unit is copied to the host after its forward, and its
-# device memory is free one whole moment later; the copy back starts one moment before its backward. A unit whose
-# backward follows too soon to free anything stays on the device.
-
-AHEAD = 1  # moments before its use that the copy back of a unit starts
-COPYING = 2  # moments from the forward of a unit until its device memory is free
-
-
-class Unit(NamedTuple):
-    """The activations that one group of a stage's layers keeps for one microbatch."""
-
-    stage: int
-    microbatch: int
-    group: int
-
-
-class Moment(NamedTuple):
-    """The start of the computation of one group.
-
-    The head is the group after the last one; a W is one moment, of group 0.
-    """
-
-    stage: int
-    op: Op
-    microbatch: int
-    group: int
-
-
-@dataclass(frozen=True)
-class StageGroups:
-    """The groups of a stage's layers: num_groups, of which the first num_moved are offloaded."""
-
-    num_groups: int
-    num_moved: int
-    has_head: bool
-
-
-@dataclass(frozen=True)
-class Moves:
-    """The plan of one row."""
-
-    moments: tuple[Moment, ...]  # in order
-    firsts: Mapping[Action, Moment]  # the first moment of each action that has any
-    moved: frozenset[Unit]  # units that leave the device
-    released: Mapping[int, tuple[Unit, ...]]  # index of a moment -> units whose device memory is freed
-    loaded: Mapping[int, tuple[Unit, ...]]  # index of a moment -> units whose copy back starts
-
-
-NO_MOVES = Moves((), {}, frozenset(), {}, {})
-
-
 def host_pieces(num_bytes: int) -> tuple[int, ...]:
-    """Return the sizes of the allocations that make up a unit's host buffer.
+    """Return the sizes of the allocations that make up a host buffer.
 
     Pinned memory is allocated in powers of two; the sum is at most one 32nd more than num_bytes.
     """
     unit = max(1, (1 << max(num_bytes.bit_length() - 1, 0)) // 32)
     rest = -(-num_bytes // unit) * unit
     return tuple(1 << bit for bit in range(rest.bit_length() - 1, -1, -1) if rest >> bit & 1)
-
-
-def plan_moves(row: Iterable[Action], stages: Mapping[int, StageGroups]) -> Moves:
-    """Plan the offloading of one rank's row, lowered or not. stages: those of the rank."""
-    moments: list[Moment] = []
-    firsts: dict[Action, Moment] = {}
-    made: dict[Unit, int] = {}  # index of the moment of its forward
-    moved: list[Unit] = []
-    released: dict[int, tuple[Unit, ...]] = {}
-    loaded: dict[int, tuple[Unit, ...]] = {}
-    for action, changes in lifetimes(row):
-        activations = Held.ACTIVATIONS, action.stage
-        for moment in moments_of(action, stages):
-            index, unit = len(moments), Unit(moment.stage, moment.microbatch, moment.group)
-            moments.append(moment)
-            firsts.setdefault(action, moment)
-            if unit.group >= stages[unit.stage].num_moved:
-                continue
-            if activations in changes.creates:
-                made[unit] = index
-            elif activations in changes.frees and index - AHEAD > made[unit] + COPYING:
-                moved.append(unit)
-                for plan, at in ((released, made[unit] + COPYING), (loaded, index - AHEAD)):
-                    plan[at] = (*plan.get(at, ()), unit)
-    return Moves(tuple(moments), firsts, frozenset(moved), released, loaded)
-
-
-def moments_of(action: Action, stages: Mapping[int, StageGroups]) -> Iterator[Moment]:
-    """Yield the moments of an action in order; none if it computes nothing or its stage has no layers."""
-    stage, op, microbatch = action
-    if op not in COMPUTE_OPS:
-        return
-    assert microbatch is not None
-    groups = stages[stage]
-    backward = range(groups.num_groups - 1 + groups.has_head, -1, -1)
-    for group in {Op.F: range(groups.num_groups), Op.W: range(1)}.get(op, backward):
-        yield Moment(stage, op, microbatch, group)

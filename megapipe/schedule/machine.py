@@ -95,6 +95,8 @@ class ScheduleWalk:
         for kind, stage in ((ValueKind.ACT, -1), (ValueKind.GRAD, num_stages)):  # the data, the gradient of the loss
             base = self._base(kind, stage, False)
             self.times[base : base + self.count] = [0.0] * self.count
+        self.others = {Op.OVERLAP: self._overlap, **dict.fromkeys(COMPUTE_OPS, self._exchange)}
+        self.others |= dict.fromkeys(OFFLOAD_OPS, self._copy)
         self.replays = self._base(ValueKind.REPLAY, 0, False)
         self.work = self._resolve_work()
 
@@ -233,9 +235,7 @@ class ScheduleWalk:
                 self.meet(message + key, route, wire_seconds, (at, ends, position))
                 continue
             self.positions[rank], self.clocks[rank] = position, clock
-            execute = self._overlap if op is Op.OVERLAP else self._exchange if op in work else self._update_or_collect
-            execute = self._copy if op in OFFLOAD_OPS else execute
-            if not (num_done := execute(rank, row[position])):
+            if not (num_done := self.others.get(op, self._update_or_collect)(rank, row[position])):
                 break
             clock = self.clocks[rank]
             deque(islice(slots, num_done - 1), maxlen=0)  # both halves of a pair are done

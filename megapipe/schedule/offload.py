@@ -1,8 +1,9 @@
 """Offloaded activations: where a schedule moves what a stage keeps for a microbatch to host memory, and back.
 
 The copy to the host starts as the forward ends. OFFLOAD waits for it and frees the device memory; it comes one
-computation later, under which the copy runs. RELOAD starts the copy back one computation ahead of the backward, which
-waits for it. A backward that follows its forward too soon for this finds everything on the device: nothing is placed.
+computation later, under which the copy runs. RELOAD starts the copy back one computation ahead of the backward, or its
+RECOMPUTE, which waits for it. A backward that follows its forward too soon for this finds everything on the device:
+nothing is placed.
 
 `offload` is a lowering pass. What moves at a time is what one stage keeps; `sharding.split_stages` makes stages
 smaller.
@@ -19,7 +20,7 @@ from megapipe.schedule.schedule import Row, Schedule, gc_paused
 from megapipe.schedule.sharding import inserted
 
 COPYING = 1  # computations of the rank (pairs of DualPipe count once) between a forward and its OFFLOAD
-AHEAD = 1  # computations between a RELOAD and its backward
+AHEAD = 1  # computations between a RELOAD and its RECOMPUTE or backward
 
 
 @gc_paused()
@@ -42,8 +43,8 @@ def offload(schedule: Schedule, stages: Collection[int]) -> Schedule:
                 key = stage, microbatch
                 if stage in stages and op is Op.F:
                     forwards[key] = number
-                elif op in (Op.B, Op.I) and key in forwards:
-                    freed, copied = forwards[key] + COPYING, number - AHEAD - 1
+                elif op in (Op.RECOMPUTE, Op.B, Op.I) and key in forwards:
+                    freed, copied = forwards.pop(key) + COPYING, number - AHEAD - 1
                     if freed < copied:
                         offloads.setdefault(computations[freed][0], []).append(Action(stage, Op.OFFLOAD, microbatch))
                         reloads.setdefault(computations[copied][0], []).append(Action(stage, Op.RELOAD, microbatch))

@@ -9,6 +9,7 @@ Idle time ("bubble") is measured in two ways and reported in two forms, in docs 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import BUSY_OPS, COMPUTE_OPS, SEND_OPS, Op
-from megapipe.schedule.costs import Costs
+from megapipe.schedule.costs import Costs, Seconds, seconds_of_stages
 from megapipe.schedule.dependencies import ChannelPath, channel_of
 from megapipe.schedule.lifetimes import peak_live_chunks
 from megapipe.schedule.machine import ScheduleWalk
@@ -152,14 +153,18 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     return Timeline(schedule, costs, tuple(map(tuple, machine.starts)), tuple(map(tuple, machine.ends)))
 
 
-def unhindered_send_depth(schedule: Schedule) -> int:
+def unhindered_send_depth(schedule: Schedule, num_units: Sequence[int] = ()) -> int:
     """Return the most messages in flight on one channel if no sender waits, in a lowered schedule where F = I = W.
+
+    num_units: of stages that are split, whose units together take as long as another stage.
 
     With as many sends in flight the schedule runs to its end (any depth that lets one order of events through lets all
     through) and no sender blocks. Breadth-first needs nearly all its messages: a rank runs ahead of the one that uses
     its last chunk but one.
     """
-    timeline = simulate(schedule, Costs.equal(schedule.num_stages, 1.0, 1.0, 1.0))
+    whole = math.lcm(*num_units)
+    units = [whole / count for count in num_units for _ in range(count)] or [1.0] * schedule.num_stages
+    timeline = simulate(schedule, Costs(seconds_of_stages([Seconds(each, each, each) for each in units], 0.0)))
     # (seconds, order at the same time, change)
     changes: defaultdict[ChannelPath, list[tuple[float, int, int]]] = defaultdict(list)
     for row, starts, ends in zip(schedule.rows, timeline.starts, timeline.ends, strict=True):

@@ -357,10 +357,10 @@ def _check_offloads(schedule: Schedule) -> None:
     """Check that activations leave the device after their forward and are back for their backward."""
     before = {Op.OFFLOAD: Op.F, Op.RELOAD: Op.OFFLOAD}
     for rank, row in enumerate(schedule.rows):
-        last: dict[tuple[int, int | None], Op] = {}  # (stage, microbatch) -> the latest of F, OFFLOAD, RELOAD, B and I
+        last: dict[tuple[int, int | None], Op] = {}  # (stage, microbatch) -> the latest of these ops
         for slot, action in enumerate(row):
             stage, op, microbatch = action
-            if op not in (Op.F, *OFFLOAD_OPS, Op.B, Op.I):
+            if op not in (Op.F, *OFFLOAD_OPS, Op.RECOMPUTE, Op.B, Op.I):
                 continue
             found, wanted = last.get((stage, microbatch)), before.get(op)
             fault = ""
@@ -371,9 +371,9 @@ def _check_offloads(schedule: Schedule) -> None:
             if fault:
                 _fail(schedule, f"{action} {fault}", (rank, slot))
             last[stage, microbatch] = op
-        left = next((key for key, op in last.items() if op in OFFLOAD_OPS), None)
-        if left is not None:  # in a schedule without backwards
-            _fail(schedule, f"{Action(left[0], last[left], left[1])} has no backward", (rank, len(row)))
+        for (stage, microbatch), op in last.items():
+            if op in OFFLOAD_OPS:  # in a schedule without backwards
+                _fail(schedule, f"{Action(stage, op, microbatch)} has no backward", (rank, len(row)))
 
 
 def _check_order_of_collectives(schedule: Schedule) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megapipe.comm.trace import Tracer
-from megapipe.gpu.device_clock import EventClock, HostClock, Mark
+from megapipe.gpu.device_clock import ACTION_NAMES, EventClock, HostClock, Mark
 from megapipe.gpu.streams import StageStreams
 from megapipe.profile.profile import measured_row
 from megapipe.schedule.action import Op
@@ -111,3 +111,7 @@ def test_actions_have_times_of_their_streams_and_pair_halves_overlap(monkeypatch
             alone += 1
             assert length == near(took[action.stage], rel=1e-2)
     assert pairs > 2 and alone > 2
+
+
+def test_every_action_has_a_name_among_the_timers() -> None:
+    assert set(ACTION_NAMES) == set(Op)

@@ -18,12 +18,11 @@ from tests.tiny import small_config
 KINDS = ("window_size=8 norm_position=around", "ffn_hidden_size=512", "attention=none", "mlp=none qk_layernorm=true")
 # copies to the host take longer than the computation, which hides a part of them
 # GEMMs without waves: small ones of other sizes take other times
-SLOW = dataclasses.replace(HARDWARE["h100"], host_bytes_per_second=1e9, gemm_shares=((1, 0.001), (8192, 0.5)))
+SLOW = dataclasses.replace(HARDWARE["h100"], gemm_shares=((1, 0.001), (8192, 0.5)))
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ("mlp", "core_attn", "layernorm")},
-    "offload": {"cpu_offloading_num_layers": 8, "min_offloaded_tensor_size": 1},
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
 

@@ -9,6 +9,7 @@ from megapipe.schedule.families import SCHEDULES, build_schedule
 from megapipe.schedule.lower import lower
 from megapipe.schedule.machine import ScheduleWalk
 from megapipe.schedule.schedule import Schedule
+from megapipe.schedule.sharding import split_stages
 from megapipe.schedule.simulate import unhindered_send_depth
 from megapipe.schedule.validate import validate
 
@@ -39,3 +40,11 @@ def test_breadth_first_needs_m_minus_p_sends_in_flight() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     assert unhindered_send_depth(lower(build_schedule("1f1b", 1, 1, 4), 1)) == 0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1"])
+def test_units_of_stages_need_no_more_sends_in_flight_than_the_stages(name: str) -> None:
+    schedule, num_units = build_schedule(name, 4, 1 if name != "interleaved" else 2, 8), [5, 1, 3, 2, 1, 4, 2, 2]
+    num_units = num_units[: schedule.num_stages]
+    split = lower(split_stages(schedule, num_units), 1)
+    assert unhindered_send_depth(split, num_units) == unhindered_send_depth(lower(schedule, 1))
