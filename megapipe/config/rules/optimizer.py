@@ -88,15 +88,11 @@ def strategy(config: Config) -> Iterator[str]:
 
 
 def units(config: Config) -> Iterator[str]:
-    """Check what counts layers of whole stages, of which units are parts."""
+    """Check that the memory of ranks, which counts whole stages, is not given with their parts."""
     count = config.parallel.data_parallel_sharding_units
-    if count == 1:
-        return
-    for option in chosen(
-        ("--recompute-method block", config.recompute.recompute_method == "block"),
-        ("--pipeline-rank-memory", config.parallel.pipeline_rank_memory is not None),
-    ):
-        yield f"{UNITS} {count} does not work with {option} yet, which counts whole stages; leave one of the two out"
+    if count > 1 and config.parallel.pipeline_rank_memory is not None:
+        rule = "does not work with --pipeline-rank-memory yet, which counts whole stages"
+        yield f"{UNITS} {count} {rule}; leave one of the two out"
 
 
 RULES = (precision_aware, muon, options, strategy, units)
