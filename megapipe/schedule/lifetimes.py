@@ -126,8 +126,8 @@ def _changes(stage: int, op: Op, direction: int, placement: Placement | None, pp
         if op is Op.F:
             return Changes(takes, ((Held.MICROBATCH, stage), (Held.ACTIVATIONS, stage), *creates))
         if op is Op.B:
-            return Changes(creates=creates, frees=((Held.ACTIVATIONS, stage), (Held.MICROBATCH, stage), *frees))
-        return Changes(creates=creates, frees=((Held.ACTIVATIONS, stage), *frees), leaves=((Held.DEFERRED, stage),))
+            return Changes(frees=((Held.ACTIVATIONS, stage), (Held.MICROBATCH, stage), *frees), leaves=creates)
+        return Changes(frees=((Held.ACTIVATIONS, stage), *frees), leaves=((Held.DEFERRED, stage), *creates))
     if op in _MESSAGE_OF and placement is not None:
         return Changes(creates=((_MESSAGE_OF[op], stage),))
     return Changes()
