@@ -16,7 +16,7 @@ from megapipe.extras.report.timeline import svg
 from megapipe.schedule.costs import Seconds
 from megapipe.schedule.families import SCHEDULES, build_schedule
 
-RANKS, MICROBATCHES, WIDTH = 4, 8, 1200
+RANKS, MICROBATCHES, WIDTH = 4, 8, 600
 STREAM = 3, 5  # steps, and microbatches of each, of schedules that do not drain
 SHORT = {"naive": 2}  # microbatches: more would add nothing new
 

@@ -17,6 +17,8 @@ from typing import NamedTuple
 from megapipe.extras.report.drawing import (
     document,
     element,
+    entry,
+    legend,
     line,
     merged,
     rect,
@@ -35,7 +37,7 @@ from megapipe.extras.report.profile_summary import (
     oversubscription_text,
     summarize,
 )
-from megapipe.extras.report.timeline import LARGE, STYLES, fill, legend
+from megapipe.extras.report.timeline import LARGE, STYLES, fill, op_entries
 from megapipe.formatting import milliseconds
 from megapipe.profile.profile import Profile, trace_path
 from megapipe.schedule.action import COMPUTE_OPS, Action, Op
@@ -140,17 +142,14 @@ def comparison_svg(comparison: Comparison, ranks: Sequence[int], with_labels: bo
     if with_labels:
         parts += _labels(ranks)
     parts += _ends(drawing)
-    y = height - 12
     ops = [op for op in STYLES if op in plan.schedule.ops and op is not Op.REDUCE_GRAD]
-    shown, x = legend(ops, plan.schedule.placement.num_chunks, drawing.left, y, letter=6.1)
-    parts += [
-        *shown,
-        rect(f"{x:g}", y - 10, 18, 12, class_="wait"),
-        text(f"{x + 23:g}", y, "waiting for a message"),
-        rect(f"{x + 160:g}", y - 8, 14, 8, class_="after"),
-        text(f"{x + 179:g}", y, "reduction, optimizer"),
-        text(f"{x + 310:g}", y, "numbers: microbatches", class_="soft"),
+    entries = [
+        *op_entries(ops, plan.schedule.placement.num_chunks),
+        entry("waiting for a message", rect(0, -10, 18, 12, class_="wait"), 18),
+        entry("reduction, optimizer", rect(0, -8, 14, 8, class_="after"), 14),
+        entry("numbers: microbatches", class_="soft"),
     ]
+    parts += legend(entries, drawing.left, width, height - 12)[0]
     return document(width, height, parts, class_="mp-step", role="img", aria_label=spoken)
 
 

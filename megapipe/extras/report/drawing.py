@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from html import escape
+from typing import Any
 
 SOFT = "#555555"  # of captions and axes
+LETTER, LINE = 6.2, 18  # px: about the width of a letter in the mean, and the height of a line of a legend
 XMLNS = "http://www.w3.org/2000/svg"
 Number = float | str
 
@@ -46,6 +48,31 @@ def titled(words: str | None) -> str:
 def swatch(x: Number, y: int, colour: str) -> str:
     """Return a square of a legend whose text has the baseline y."""
     return rect(x, y - 10, 12, 12, fill=colour)
+
+
+def squares(*colours: str) -> tuple[str, int]:
+    """Return the sample of an `entry`, a square of each colour."""
+    return "".join(swatch(14 * place, 0, colour) for place, colour in enumerate(colours)), 14 * len(colours)
+
+
+def entry(words: str, sample: str = "", size: int = 0, **style: Any) -> tuple[float, str]:
+    """Return an entry of a `legend`, a sample of `size` px and words, with its width."""
+    start = size + 4 if sample else 0
+    return start + LETTER * len(words), sample + text(start, 0, words, **style)
+
+
+def legend(entries: Iterable[tuple[float, str]], left: int, right: float, y: int) -> tuple[list[str], int]:
+    """Place entries from left to right, in as many lines as they need, the first at the baseline y.
+
+    entries: width, and markup at the origin. Returns the elements and the baseline of the last line.
+    """
+    placed, x = [], float(left)
+    for width, markup in entries:
+        if x > left and x + width > right:
+            x, y = float(left), y + LINE
+        placed.append(element("g", markup, transform=f"translate({x:g} {y})"))
+        x += width + LINE
+    return placed, y
 
 
 def merged(boxes: Iterable[tuple[str, float, float, float, float]], **attributes: object) -> Iterator[str]:

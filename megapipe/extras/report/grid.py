@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megapipe.errors import ConfigError
-from megapipe.extras.report.drawing import element, paper, rect, swatch, text
+from megapipe.extras.report.drawing import element, entry, legend, paper, rect, squares, text
 from megapipe.extras.report.timeline import svg
 from megapipe.formatting import grid_text, range_text
 from megapipe.plan.run_plan import RunPlan
@@ -73,10 +73,12 @@ def grid_svg(plan: RunPlan) -> str:
             parts += _names(x - 7, y, len(rows), row) if column == 0 else ()
             parts.append(rect(x, y, WIDTH, box, rx=4, fill="#ffffff", stroke=EDGE))
             parts += _rank(plan, node * per_node + place, x, y, rows, row)
-    for dp_rank in range(min(topology.dp, len(COLOURS))):
-        x = MARGIN + 84 * dp_rank
-        parts += [swatch(x, height - 14, COLOURS[dp_rank]), text(x + 17, height - 14, f"dp_rank {dp_rank}", fill=TEXT)]
-    return paper(width, height, parts)
+    entries = (
+        entry(f"dp_rank {rank}", *squares(colour), fill=TEXT)
+        for rank, colour in zip(range(topology.dp), COLOURS, strict=False)
+    )
+    shown, last = legend(entries, MARGIN, width, height - 14)
+    return paper(width, last + 14, [*parts, *shown])
 
 
 def _names(x: int, y: int, num_rows: int, row: int) -> Iterator[str]:
@@ -153,11 +155,12 @@ def context_svg(plan: RunPlan) -> str:
         parts += _cell(LEFT + chunk * width, TOP - 26, width, 24, rank, str(rank))
     parts += _heads(cp, inner, side)
     parts += _blocks(cp // inner, inner, side, seq, layer.visibility(plan.shape).window, kind == "all_gather")
-    for rank in range(cp):
-        x = LEFT + 66 * rank
-        parts += [swatch(x, bottom, COLOURS[rank]), _label(x + 17, bottom, f"rank {rank}", TEXT)]
+    entries = (
+        entry(f"rank {rank}", *squares(colour), fill=TEXT) for rank, colour in zip(range(cp), COLOURS, strict=False)
+    )
+    shown, last = legend(entries, LEFT, right + side, bottom)
     parts.append(_label(LEFT, bottom - 20, NUMBERS[kind], QUIET))
-    return paper(right + side + 24, bottom + 18, parts)
+    return paper(right + side + 24, last + 18, [*parts, *shown])
 
 
 def _heads(cp: int, inner: int, side: int) -> Iterator[str]:

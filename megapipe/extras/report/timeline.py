@@ -11,10 +11,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from textwrap import wrap
 from typing import NamedTuple
 
 from megapipe.extras.report.curves import live_curve, waiting_message_curves
-from megapipe.extras.report.drawing import SOFT, element, line, merged, paper, rect, round_step, swatch, text
+from megapipe.extras.report.drawing import (
+    LETTER,
+    SOFT,
+    element,
+    entry,
+    legend,
+    line,
+    merged,
+    paper,
+    rect,
+    round_step,
+    squares,
+    text,
+)
 from megapipe.schedule.action import COMPUTE_OPS, SEND_OPS, Action, Op
 from megapipe.schedule.experts import exposures
 from megapipe.schedule.lifetimes import Held, peak_held
@@ -45,6 +59,7 @@ STYLES = {
     Op.UNSHARD: OpStyle("gather of weights", "#2f8f9d", "#2f8f9d", "#ffffff"),
 }
 LEFT, RIGHT, TOP, STRIP = 64, 72, 44, 5  # px: margins, title, strip under a lane for gathers and reductions
+CAPTION_LINE = 15  # px: from one line of a caption to the next
 ON_NETWORK = {Op.UNSHARD: "U", Op.REDUCE_GRAD: "R"}  # in the strip, and in the second line of a rank as text
 LARGE = 12_000  # boxes
 LIVE, WAITING = "#c9ccd6", "#7a4a1e"
@@ -119,26 +134,30 @@ class _Box(NamedTuple):
 class _Drawing:
     """A timeline with the layout of its picture in px.
 
-    heights: of a rank's lane, of what stands below it, and of the gap to the next rank. name: an action in its title.
+    caption: below the title, in as many lines as it needs. heights: of a rank's lane, of what stands below it, and of
+    the gap to the next rank. name: an action in its title.
     """
 
     def __init__(
         self,
         timeline: Timeline,
         width: int,
+        caption: str,
         heights: tuple[int, int, int],
         is_large: bool,
         name: Callable[[Action], str],
         unit: str = "",
     ) -> None:
         self.timeline, self.schedule, self.width, self.is_large = timeline, timeline.schedule, width, is_large
+        self.caption = wrap(caption, round((width - LEFT) / LETTER))
         self.lane, self.below, _ = heights
-        self.pitch, self.bottom = sum(heights), TOP + timeline.schedule.num_ranks * sum(heights)
+        self.pitch, self.first = sum(heights), TOP + CAPTION_LINE * (len(self.caption) - 1)
+        self.bottom = self.top(self.schedule.num_ranks)
         self.scale = (width - LEFT - RIGHT) / timeline.makespan_seconds  # px per second
         self.name, self.unit = name, unit
 
     def top(self, rank: int) -> int:
-        return TOP + rank * self.pitch
+        return self.first + rank * self.pitch
 
     def x(self, seconds: float) -> float:
         return LEFT + seconds * self.scale
@@ -147,10 +166,12 @@ class _Drawing:
         """Return True if the op has a cost on any stage."""
         return any(self.timeline.costs.seconds.get((stage, op)) for stage in range(self.schedule.num_stages))
 
-    def page(self, height: int, title: str, caption: str, parts: Iterable[str]) -> str:
-        """Return the SVG file with its title and caption."""
-        heading = text(LEFT, 18, title, font_size=14, font_weight="bold")
-        return paper(self.width, height, [heading, text(LEFT, 34, caption, fill=SOFT), *parts])
+    def page(self, title: str, parts: Iterable[str], entries: Iterable[tuple[float, str]]) -> str:
+        """Return the SVG file with its title and caption, the time axis, and the entries of its legend."""
+        shown, last = legend(entries, LEFT, self.width, self.bottom + 38)
+        heading = [text(LEFT, 18, title, font_size=14, font_weight="bold")]
+        heading += (text(LEFT, 34 + CAPTION_LINE * i, words, fill=SOFT) for i, words in enumerate(self.caption))
+        return paper(self.width, last + 14, [*heading, *parts, *self.ticks(self.bottom + 10), *shown])
 
     def ticks(self, y: int) -> Iterator[str]:
         """Yield about ten round times."""
@@ -199,29 +220,21 @@ def svg(timeline: Timeline, width: int | None = None) -> str:
         narrow = lengths[len(lengths) // 4] if lengths else makespan
         width = min(max(1200, LEFT + RIGHT + round(15 * makespan / narrow)), 6000)
     is_large = len(lengths) > LARGE
-    drawing = _Drawing(timeline, width, (10, 7, 1) if is_large else (26, 14, 6), is_large, schedule.text, " s")
+    heights = (10, 7, 1) if is_large else (26, 14, 6)
+    drawing = _Drawing(timeline, width, _caption(timeline), heights, is_large, schedule.text, " s")
     parts: list[str] = []
     for rank, waiting in enumerate(waiting_message_curves(timeline)):
         parts += drawing.lanes(rank, ((drawing.lane, "#f1f1f1"),), _boxes(drawing, rank))
         parts += _curves(drawing, rank, waiting)
     if not is_large:
         parts += _messages(drawing)
-    parts += drawing.ticks(drawing.bottom + 10)
-    y = drawing.bottom + 38
     ops = [op for op in STYLES if op in schedule.ops and (op in COMPUTE_OPS or drawing.takes_time(op))]
-    shown, x = legend(ops, schedule.placement.num_chunks, LEFT, y)
-    parts += shown
+    entries = op_entries(ops, schedule.placement.num_chunks)
     if schedule.has_backward:
-        parts += [swatch(f"{x:g}", y, LIVE), element("path", stroke=WAITING, d=f"M{x + 90:g} {y - 4}h12")]
-        parts.append(text(f"{x + 16:g}", y, "live chunks") + text(f"{x + 106:g}", y, "inputs waiting"))
-        x += 210
+        waiting_line = element("path", stroke=WAITING, d="M0 -4h12")
+        entries += [entry("live chunks", *squares(LIVE)), entry("inputs waiting", waiting_line, 14)]
     numbers = "microbatches and their slices" if schedule.num_slices > 1 else "microbatches"
-    note = f"numbers: {numbers}; grey: idle"
-    if x + 6 * len(note) > width:  # no room after the legend: beside the title
-        parts.append(text(width - RIGHT, 18, note, text_anchor="end", fill=SOFT))
-    else:
-        parts.append(text(f"{x:g}", y, note, fill=SOFT))
-    return drawing.page(drawing.bottom + 52, str(schedule), _caption(timeline), parts)
+    return drawing.page(str(schedule), parts, [*entries, entry(f"numbers: {numbers}; grey: idle", fill=SOFT)])
 
 
 def _caption(timeline: Timeline) -> str:
@@ -321,9 +334,10 @@ def parts_svg(timeline: Timeline, parts: Parts, width: int | None = None) -> str
     """
     schedule = timeline.schedule
     is_large = sum(map(len, schedule.rows)) > LARGE
-    drawing = _Drawing(timeline, width or 1600, (24, 14, 10), is_large, parts.text)
     exchanging, exposed = map(sum, zip(*exposures(timeline), strict=True))
     hidden = f"{1 - exposed / exchanging:.1%} of the all-to-alls hidden" if exchanging else "no all-to-alls"
+    caption = f"step {timeline.makespan_seconds:.4g}, {hidden}"
+    drawing = _Drawing(timeline, width or 1600, caption, (24, 14, 10), is_large, parts.text)
     drawn: list[str] = []
     for rank in range(schedule.num_ranks):
         boxes = []
@@ -334,16 +348,11 @@ def parts_svg(timeline: Timeline, parts: Parts, width: int | None = None) -> str
                 colour = shade(action.op, SHADES[parts.sites[action.stage].part])
                 boxes.append(_Box(action, start, end, y, height, colour))
         drawn += drawing.lanes(rank, ((drawing.lane, "#f1f1f1"), (drawing.below, "#e4e4ea")), boxes)
-    drawn += drawing.ticks(drawing.bottom + 8)
-    x, y = LEFT, drawing.bottom + 34
-    for op in (op for op in STYLES if op in COMPUTE_OPS and op in schedule.ops):
-        drawn += (swatch(x + 14 * i, y, shade(op, part)) for i, part in enumerate((0.0, 0.7)))
-        drawn.append(text(x + 32, y, STYLES[op].name))
-        x += 150
-    note = "dark: attention, dispatch; light: MLP, combine, head; thin lane: all-to-alls; numbers: microbatches"
-    drawn.append(text(LEFT, y + 18, note, fill=SOFT))
+    ops = (op for op in STYLES if op in COMPUTE_OPS and op in schedule.ops)
+    entries = [entry(STYLES[op].name, *squares(shade(op, 0.0), shade(op, 0.7))) for op in ops]
+    notes = "dark: attention, dispatch; light: MLP, combine, head", "thin lane: all-to-alls; numbers: microbatches"
     title = f"{schedule.name} ({schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches), parts of layers"
-    return drawing.page(drawing.bottom + 66, title, f"step {timeline.makespan_seconds:.4g}, {hidden}", drawn)
+    return drawing.page(title, drawn, [*entries, *(entry(note, fill=SOFT) for note in notes)])
 
 
 def fill(placement: Placement, rank: int, action: Action) -> str:
@@ -359,15 +368,12 @@ def shade(op: Op, part: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in channels)
 
 
-def legend(ops: Iterable[Op], num_chunks: int, x: float, y: int, letter: float = 7) -> tuple[list[str], float]:
-    """Return the colours and names of the ops from x at baseline y, and the x after them. letter: its width in px."""
-    parts = []
+def op_entries(ops: Iterable[Op], num_chunks: int) -> list[tuple[float, str]]:
+    """Return the entries of a legend with the name of each op, and its colour for each chunk."""
+    entries = []
     for op in ops:
-        shades = num_chunks if op in COMPUTE_OPS else 1
-        for chunk in range(shades):
-            parts.append(swatch(f"{x:g}", y, shade(op, chunk / max(1, num_chunks - 1))))
-            x += 14
-        name = STYLES[op].name + (f", chunk 0 .. {num_chunks - 1}" if shades > 1 else "")
-        parts.append(text(f"{x + 4:g}", y, name))
-        x += 30 + letter * len(name)
-    return parts, x
+        chunks = num_chunks if op in COMPUTE_OPS else 1
+        colours = (shade(op, chunk / max(1, chunks - 1)) for chunk in range(chunks))
+        name = STYLES[op].name + (f", chunk 0 .. {chunks - 1}" if chunks > 1 else "")
+        entries.append(entry(name, *squares(*colours)))
+    return entries

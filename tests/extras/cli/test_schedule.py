@@ -148,7 +148,7 @@ def test_rows_of_parts_are_proven_by_name_or_from_a_file(tmp_path: Path, capsys:
 
 def test_the_picture_of_parts_is_current(tmp_path: Path) -> None:
     path = tmp_path / "expert_schedule.svg"
-    words = "draw dualpipe-v -p 2 -m 4 --experts --layers 4 --dense-layers 0 --head 2 2 2 --width 900".split()
+    words = "draw dualpipe-v -p 2 -m 4 --experts --layers 4 --dense-layers 0 --head 2 2 2 --width 600".split()
     assert main([*words, "--svg", str(path)]) == 0
     stored = REPOSITORY / "docs" / "images" / "expert_schedule.svg"
     assert path.read_text(encoding="utf-8") == stored.read_text(encoding="utf-8")
@@ -194,7 +194,7 @@ def test_units_of_a_stage_are_gathered_one_by_one(capsys: pytest.CaptureFixture[
 
 def test_the_pictures_of_sharded_weights_are_current(tmp_path: Path) -> None:
     images, path = REPOSITORY / "docs" / "images", tmp_path / "drawn.svg"
-    drawn = ["-m", "8", *SHARDED, "--width", "1200", "--svg", str(path)]
+    drawn = ["-m", "8", *SHARDED, "--width", "600", "--svg", str(path)]
     assert main(["draw", "breadth-first", "-p", "4", "-v", "2", *TIMES, *drawn]) == 0
     assert path.read_text() == (images / "sharded_breadth_first.svg").read_text()
     units = ["--data-parallel-sharding-units", "2", "--gather", "0.5", "--reduce", "1"]
