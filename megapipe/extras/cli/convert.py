@@ -12,7 +12,7 @@ from megapipe.config.yaml_file import to_yaml
 from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.cli.frame import command, option, switch
 from megapipe.extras.convert import hugging_face, megatron_dist, megatron_legacy
-from megapipe.extras.convert.megatron import has_writable_optimizer, iteration_folder
+from megapipe.extras.convert.megatron import has_writable_optimizer, iteration_folder, left_out
 from megapipe.extras.convert.megatron_args import MegatronGrid
 from megapipe.extras.convert.snapshot import DTYPES, Snapshot, read_checkpoint, write_checkpoint
 from megapipe.extras.convert.special_tokens import ends_of
@@ -131,7 +131,7 @@ def main(own: argparse.Namespace) -> None:
     if own.print_config:
         print(to_yaml(snapshot.config), end="")
         return
-    for remark in snapshot.remarks:
+    for remark in (*snapshot.remarks, *(left_out(snapshot) if target_format == MEGATRON else ())):
         print(remark)
     print(f"{own.source} ({source_format}) -> {written}")
     if is_checked:

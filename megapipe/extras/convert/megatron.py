@@ -27,8 +27,10 @@ from megapipe.errors import CheckpointError, ConfigError
 from megapipe.extras.convert.megatron_args import INTERLEAVED, LATENT, MegatronGrid, write_args
 from megapipe.extras.convert.snapshot import DTYPES, EXPERT_BIAS, LazyTensor, Snapshot, fresh_state, new_folder
 from megapipe.extras.convert.tables import Layout, Settings, latent_keys, latent_queries, unpadded
+from megapipe.schedule.families import SCHEDULES
 from megapipe.sharding.boxes import pieces
 from megapipe.sharding.spec import ExpertRows, Fused, ParamSpec
+from megapipe.sharding.state_dtypes import LAST_CHANGE
 from megapipe.trace.parameters import model_parameters
 
 TRACKER, COMMON = "latest_checkpointed_iteration.txt", "common.pt"
@@ -505,6 +507,29 @@ def has_writable_optimizer(snapshot: Snapshot) -> bool:
         )
         and all(tensor.dtype == torch.float32 for tensor in weights.values())
     )
+
+
+def left_out(snapshot: Snapshot) -> tuple[str, ...]:
+    """Return a remark on each part of a running job that Megatron does not continue."""
+    if snapshot.state.get("optimizer") is None:
+        return ()
+    if not has_writable_optimizer(snapshot):
+        return (
+            "left out the optimizer's state, the step and the schedules: Megatron can continue Adam with fp32 masters "
+            "and one learning rate; training starts again from these weights",
+        )
+    remarks, schedule = [], snapshot.config.parallel.pipeline_schedule
+    if schedule in SCHEDULES and not SCHEDULES[schedule].is_synchronous:
+        remarks.append(
+            f"left out --pipeline-schedule {schedule}: Megatron continues the run with synchronous steps, whose "
+            "gradients are not late"
+        )
+    if any(name.startswith(f"{LAST_CHANGE}/") for name in snapshot.tensors):
+        remarks.append(
+            "left out the last change of each weight (--delay-error-feedback), which Megatron lacks: its first update "
+            "does not add the error of the last one"
+        )
+    return tuple(remarks)
 
 
 def param_groups(snapshot: Snapshot, of_experts: bool = False) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from megapipe.extras.convert.megatron import in_halves, layer_order
 from megapipe.extras.convert.megatron_args import MegatronGrid
 from megapipe.extras.convert.megatron_dist import Place, lay_out
 from megapipe.extras.convert.pickled import read_folder
-from megapipe.extras.convert.snapshot import EXPERT_BIAS, Snapshot, read_checkpoint
+from megapipe.extras.convert.snapshot import EXPERT_BIAS, Snapshot, read_checkpoint, write_checkpoint
 from megapipe.extras.convert.tables import unpadded
 from megapipe.layers.ends import WORD_EMBEDDING
 from megapipe.sharding.boxes import Box
@@ -231,6 +231,29 @@ def test_optimizer_state_is_asked_for_only_where_there_is_any(
     assert "--ckpt-format torch_dist --finetune" in capsys.readouterr().out
     again, expected = read(tmp_path / "theirs").weights, read_checkpoint(tmp_path / "ours").weights
     assert all(torch.equal(again[name].detach(), tensor.detach()) for name, tensor in expected.items())
+
+
+def test_what_megatron_cannot_continue_is_said(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = read(runs / "plain")
+    parallel = dataclasses.replace(plain.config.parallel, pipeline_schedule="pipedream-2bw")
+    changes = {name.replace("master/", "last_change/"): t for name, t in plain.tensors.items() if "master/" in name}
+    sources = {
+        "plain": plain,
+        "late": dataclasses.replace(plain, config=dataclasses.replace(plain.config, parallel=parallel)),
+        "feedback": dataclasses.replace(plain, tensors={**plain.tensors, **changes}),
+        "muon": dataclasses.replace(plain, state=plain.state | {"optimizer": {"rule": "muon"}}),
+        "weights": read(runs / "plain", "--weights-only"),
+    }
+    said = {}
+    for name, source in sources.items():
+        write_checkpoint(source, tmp_path / name)
+        assert main([*f"{tmp_path / name} {tmp_path / name}_theirs --to megatron".split()]) == 0
+        said[name] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out")]
+    assert not said["plain"] and not said["weights"]
+    words = {"late": "pipedream-2bw", "feedback": "--delay-error-feedback", "muon": "optimizer's state"}
+    for name, word in words.items():
+        (line,) = said[name]
+        assert word in line
 
 
 @pytest.mark.parametrize("kinds", ["qqkv", "qqggkv"])
