@@ -155,11 +155,18 @@ class ModelConfig:
         more_flags=(Flag("--group-query-attention", 1, only_from=(None,), help="one group, or --num-query-groups N"),),
     )
     kv_channels: int | None = count(None, "width of one attention head", derived="hidden-size / num-attention-heads")
-    seq_length: int = count(
-        128, "training sequence length", "tokens", required=True, more_flags=(Flag("--encoder-seq-length"),)
+    seq_length: int = option(
+        128,
+        "training sequence length",
+        "tokens",
+        at_least=2,
+        required=True,
+        more_flags=(Flag("--encoder-seq-length"),),
     )
     max_position_embeddings: int | None = count(None, "length of the position table", "tokens", derived="seq-length")
-    vocab_size: int | None = count(None, "true size of the vocabulary", "tokens", derived="the tokenizer's")
+    vocab_size: int | None = option(
+        None, "true size of the vocabulary", "tokens", at_least=2, derived="the tokenizer's"
+    )
     padded_vocab_size: int | None = count(
         None,
         "rows of the embedding table",
@@ -184,7 +191,7 @@ class ModelConfig:
             ),
         ),
     )
-    rotary_base: float = option(10000.0, "base of the rotary frequencies (theta)", above=0)
+    rotary_base: float = option(10000.0, "base of the rotary frequencies (theta)", above=1)
     rotary_percent: float = option(1.0, "fraction of each head's channels that is rotated", above=0, at_most=1)
     rope_scaling_type: str = option(
         "none",
@@ -269,7 +276,7 @@ class ModelConfig:
         "where attention and MLP are normalized: their input, x + f(norm(x)), their output, x + norm(f(x)), or both",
         choices=("before", "after", "around"),
     )
-    norm_epsilon: float = option(1e-5, "added to the variance in normalization", above=0)
+    norm_epsilon: float = option(1e-5, "added to the variance in normalization", above=0, at_most=1)
     layernorm_zero_centered_gamma: bool = option(False, "store norm weights as gamma - 1", flag="--apply-layernorm-1p")
     activation: str = option(
         "gelu_tanh",
@@ -364,6 +371,7 @@ class ModelConfig:
         None,
         "norm-epsilon of the norms of latents (--qk-layernorm), which DeepSeek's files have apart from the others",
         above=0,
+        at_most=1,
         derived="norm-epsilon",
         needs=LATENT,
     )
@@ -520,7 +528,7 @@ class ModelConfig:
     hidden_dropout: float = option(0.1, "dropout after embedding, attention, MLP", "probability", at_least=0, below=1)
     attention_dropout: float = option(0.1, "dropout of attention probabilities", "probability", at_least=0, below=1)
     init_method_std: float = option(
-        0.02, "standard deviation of initial weights (output linears: / sqrt(2 x num-layers))", at_least=0
+        0.02, "standard deviation of initial weights (output linears: / sqrt(2 x num-layers))", above=0
     )
 
     @property

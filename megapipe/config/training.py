@@ -222,7 +222,7 @@ class OptimizerConfig:
     lr_decay_style: str = option("linear", "shape of the decay", choices=LR_DECAY_STYLES)
     lr_decay_iters: int | None = count(None, "steps over which it decays", "steps", derived="train-iters")
     lr_decay_samples: int | None = count(None, "sequences over which it decays", "sequences", derived="train-samples")
-    lr_warmup_fraction: float | None = option(None, "warm-up as a share of the decay length", at_least=0, at_most=1)
+    lr_warmup_fraction: float | None = option(None, "warm-up as a share of the decay length", at_least=0, below=1)
     lr_warmup_iters: int = option(0, "steps of linear warm-up", "steps", at_least=0)
     lr_warmup_samples: int = option(0, "sequences of linear warm-up", "sequences", at_least=0)
     lr_warmup_init: float = option(0.0, "learning rate at which warm-up starts", at_least=0)
@@ -242,7 +242,7 @@ class OptimizerConfig:
     )
     adam_beta1: float = option(0.9, "decay of the first moment", at_least=0, below=1, needs=ADAM)
     adam_beta2: float = option(0.999, "decay of the second moment", at_least=0, below=1, needs=ADAM)
-    adam_eps: float = option(1e-8, "added to the root of the second moment", above=0, needs=ADAM)
+    adam_eps: float = option(1e-8, "added to the root of the second moment", above=0, at_most=1, needs=ADAM)
     sgd_momentum: float = option(0.9, "momentum of SGD", at_least=0, below=1, needs=SGD)
     muon_momentum: float = option(0.9, "decay of Muon's momentum", at_least=0, below=1, needs=MUON)
     muon_nesterov: bool = option(

@@ -80,15 +80,16 @@ def rates(config: Config) -> Iterator[str]:
     warmups = given(config, *(f"optimizer.lr_warmup_{how}" for how in ("fraction", "iters", "samples")))
     if len(warmups) > 1:
         yield f"{' and '.join(warmups)} each give the warm-up; give one of them"
-    for unit, steps, decay, whole in (
-        ("iters", optimizer.lr_warmup_iters, optimizer.lr_decay_iters, training.train_iters),
-        ("samples", optimizer.lr_warmup_samples, optimizer.lr_decay_samples, training.train_samples),
-    ):
-        end = decay if decay is not None else whole
-        if end is not None and 0 < end <= steps:
-            name = f"--lr-decay-{unit}" if decay is not None else f"--train-{unit}"
-            yield f"--lr-warmup-{unit} {steps} must end before {name} {end}; use less, or --lr-warmup-fraction"
-            break
+    for unit in ("iters", "samples"):
+        warmup, last_phase, decay = (
+            getattr(optimizer, f"lr_{part}_{unit}") for part in ("warmup", "wsd_decay", "decay")
+        )
+        end = getattr(training, f"train_{unit}") if decay is None else decay
+        name = f"--train-{unit}" if decay is None else f"--lr-decay-{unit}"
+        if end is not None and end <= warmup:
+            yield f"--lr-warmup-{unit} {warmup} must end before {name} {end}; use less, or --lr-warmup-fraction"
+        if end is not None and last_phase is not None and end < last_phase:
+            yield f"--lr-wsd-decay-{unit} {last_phase} is above {name} {end}; use at most {end}"
     if lr is not None and optimizer.min_lr > lr:
         yield f"--min-lr {optimizer.min_lr:g} is above --lr {lr:g}; use at most {lr:g}"
     elif lr is not None and optimizer.lr_warmup_init > lr:
