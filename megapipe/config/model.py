@@ -437,7 +437,7 @@ class ModelConfig:
         needs=EXPERTS,
     )
     moe_router_bias_update_rate: float = option(
-        1e-3, "change of an expert's bias in a step", above=0, needs=EXPERT_BIAS
+        1e-3, "change of an expert's bias in a step; 0 keeps it", at_least=0, needs=EXPERT_BIAS
     )
     moe_router_force_load_balancing: bool = option(
         False, "for measurements: give every expert the same number of tokens, whatever the scores", needs=EXPERTS
