@@ -12,5 +12,5 @@ megatron_flags.py, .csv    every flag of Megatron in a class: supported, already
 problems.py     all that is wrong with a command line and its files, reported at once; values that would work instead
 
 A new field is a declaration in its section, from which flag, YAML key and checks follow, and a row in changes.csv if
-its class is not that of the section.
+its class is not that of `section.*` there.
 """

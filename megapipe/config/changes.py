@@ -21,13 +21,12 @@ NEUTRAL = "neutral"  # results are the same up to rounding and the reduction ord
 
 CLASSES = (FUNCTION, OPTIMIZER, DATA, LOSS, SCHEDULE, NEUTRAL)
 
-# section -> the class of its fields; those of the other sections are neutral
-OF_SECTION = {"model": FUNCTION, "optimizer": OPTIMIZER, "data": DATA, "precision": LOSS, "training": SCHEDULE}
-# 'section.name' -> the class of a field that has not that of its section
-EXCEPTIONS = {key: kind for key, kind, _ in read_table(Path(__file__).with_name("changes.csv"))}
+# 'section.name' -> class, and 'section.*' of the fields without a row, which new fields join. Where changes are passed
+# over in silence a field has a row of its own, except of sections that cannot change a result.
+ROWS = {key: kind for key, kind, _ in read_table(Path(__file__).with_name("changes.csv"))}
 
 
 @cache
 def classes() -> dict[str, str]:
     """Return 'section.name' -> class."""
-    return {field.key: EXCEPTIONS.get(field.key, OF_SECTION.get(field.section, NEUTRAL)) for field in all_fields()}
+    return {field.key: ROWS.get(field.key) or ROWS[f"{field.section}.*"] for field in all_fields()}
