@@ -49,9 +49,20 @@ ATTENTION_OPTIONS = (
 
 # where the pipeline of an asynchronous schedule drains, which changes later weights (Config.drain_intervals)
 DRAINS = (
-    *"checkpoint.save_interval training.eval_interval training.eval_iters training.exit_interval".split(),
-    "training.check_weight_hash_across_dp_replicas_interval",
+    *"checkpoint.save_interval checkpoint.save_interval_minutes training.eval_interval training.eval_iters".split(),
+    *"training.exit_interval training.check_weight_hash_across_dp_replicas_interval".split(),
 )
+# which layers a stage has, and so how late a gradient is and which norm limits it where stages are updated one by one
+STAGES = tuple(
+    f"parallel.{name}"
+    for name in (
+        *"pipeline_model_parallel_size pipeline_model_parallel_layout pipeline_balance pipeline_layer_times".split(),
+        *"decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_rank_speeds".split(),
+        *"account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_rank_memory".split(),
+    )
+)
+# which tokens are on one rank, and so which of them a capacity drops and sinkhorn balances
+TOKENS_OF_A_RANK = ("parallel.tensor_model_parallel_size", "parallel.context_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -164,7 +175,13 @@ def _change(key: str, saved: Config, own: Config) -> Iterator[str]:
             return  # the change of the other option is named
         # where a neutral option is off, as that of narrow states, the default is in force
         before, now = (field.default if off else value for off, value in zip(is_off, (before, now), strict=True))
-    if key == "training.micro_batch_size" and not (over_microbatches(saved) or over_microbatches(own)):
+    if key == "training.micro_batch_size" and not any(
+        over_microbatches(one) or _updates_by_stage(one) for one in (saved, own)
+    ):
+        return
+    if key in STAGES and not (_updates_by_stage(saved) and _updates_by_stage(own)):
+        return
+    if key in TOKENS_OF_A_RANK and not (_chooses_by_rank(saved) and _chooses_by_rank(own)):
         return
     if key == TOKENIZER and {None, "NullTokenizer"} & {before, now}:
         return  # the data were tokenized elsewhere
@@ -184,15 +201,26 @@ def _is_synchronous(config: Config) -> bool:
     return name not in SCHEDULES or SCHEDULES[name].is_synchronous
 
 
+def _updates_by_stage(config: Config) -> bool:
+    """Return True if a stage is updated at its own time, some microbatches after their forwards."""
+    name = config.parallel.pipeline_schedule
+    return not _is_synchronous(config) and not SCHEDULES[name].is_delayed
+
+
+def _chooses_by_rank(config: Config) -> bool:
+    """Return True if what happens to a token in a layer with experts depends on the other tokens of its rank."""
+    model = config.model
+    return bool(model.num_experts) and (model.moe_expert_capacity_factor is not None or model.has_sinkhorn)
+
+
 def over_microbatches(config: Config) -> bool:
     """Return True if a loss or a choice of experts depends on which sequences are in one microbatch."""
     model, training = config.model, config.training
     losses = {*model.balance_losses} if model.num_experts else set()
-    drops = model.num_experts and (model.moe_expert_capacity_factor is not None or model.has_sinkhorn)
     # masked tokens give microbatches different weights: that of a mean over each, or of a router's loss
     has_means = losses or model.mtp_num_layers or (model.num_experts and model.moe_z_loss_coeff)
     is_weighed = config.data.masks_loss and (not training.calculate_per_token_loss or has_means)
-    return bool(losses - {"seq_aux_loss"} or drops or is_weighed)
+    return bool(losses - {"seq_aux_loss"} or _chooses_by_rank(config) or is_weighed)
 
 
 def check_tokenizer(
