@@ -77,12 +77,15 @@ class Router(nn.Module):
         self.losses: dict[Unit, dict[str, Tensor]] = {}  # this rank's parts
         # of a microbatch by its slices: the tokens of each expert, and the sums of their shares
         self._slices: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
-        self._sums: dict[int, Tensor] = {}  # of `_global_counts` over the microbatches up to a number
+        # by number of a microbatch, what `_global_counts` returned in its forward
+        self._global: dict[int, tuple[Tensor, Tensor]] = {}
+        self._counted: tuple[int, Tensor] | None = None  # the step's microbatches so far, and their counts over dp
 
     def clear(self) -> None:
-        """Forget what the forwards of a step have recorded."""
-        for kept in (self.loads, self.dropped, self.losses, self._slices, self._sums):
+        """Forget what the forwards of a step have recorded. None of its microbatches is in flight."""
+        for kept in (self.loads, self.dropped, self.losses, self._slices, self._global):
             kept.clear()
+        self._counted = None
 
     def padding(self, context: LayerContext, num_tokens: int) -> Tensor | None:
         """Return [s, b], True for those of this rank's num_tokens = s b tokens that are padding; None if none is."""
@@ -105,7 +108,7 @@ class Router(nn.Module):
     @torch.no_grad()
     def take(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Return the sums over the step's microbatches, and forget them: the load [experts], the dropped rows, and this
-        rank's part of each loss with its coefficient.
+        rank's part of each loss with its coefficient. Microbatches of the step may still be in flight.
         """
         loads = torch.stack(list(self.loads.values()) or [torch.zeros(self.num_experts, dtype=torch.int64)])
         losses: dict[str, Tensor] = {}
@@ -113,7 +116,9 @@ class Router(nn.Module):
             for name, loss in found.items():
                 losses[name] = losses[name] + loss if name in losses else loss
         dropped = sum(self.dropped.values(), loads.new_zeros(()))
-        self.clear()
+        for kept in (self.loads, self.dropped, self.losses):
+            kept.clear()
+        self._counted = None
         return loads.sum(0), dropped, losses
 
     def forward(
@@ -130,10 +135,15 @@ class Router(nn.Module):
         trains = context.dropout_key is not None
         weights, chosen, *measured = run_branch(self.choice[trains], (logits,), context)
         if trains:
+            kept = context.kept_routing
+            is_replay = kept is not None and kept.is_reused
+            if not is_replay:
+                self._global.pop(self._number(context.unit[0]), None)
             losses = dict(self._losses(dict(zip(self.measures, measured, strict=True)), x.shape, context))
             for loss in losses.values():
                 weights = _WithLoss.apply(weights, loss, self.loss_scale, context.loss_weight)
-            self.losses[context.unit] = {name: loss.detach() for name, loss in losses.items()}
+            if not is_replay:
+                self.losses[context.unit] = {name: loss.detach() for name, loss in losses.items()}
         return weights, chosen
 
     def _operands(self, context: LayerContext, logits: Tensor) -> tuple[Tensor | None, ...]:
@@ -209,17 +219,21 @@ class Router(nn.Module):
         """Return the mean of such counts over the microbatches of all dp ranks up to this one, by number, and the
         tokens of these ranks' microbatches of this number.
 
-        Megatron's running mean, but in the order of the numbers; a replay finds what the forward has summed.
+        Megatron's running mean, but in the order of the numbers. The backward of a slice and a replay find what the
+        forward has returned: where steps follow each other without a drain, forwards of the next one are in between.
         """
-        number = microbatch // self.dp.size
-        if number not in self._sums:
-            counts = counts.clone()
-            all_reduce(counts, self.dp)
-            if number:
-                counts += self._sums[number - 1]
-            self._sums[number] = counts
-        own = self._sums[number] - self._sums[number - 1] if number else self._sums[number]
-        return self._sums[number] / (number + 1), own.sum().clamp(min=1) / self.model.moe_router_topk
+        number = self._number(microbatch)
+        if number not in self._global:
+            own = counts.clone()
+            all_reduce(own, self.dp)
+            before, total = (0, torch.zeros_like(own)) if self._counted is None else self._counted
+            self._counted = before + 1, total + own
+            self._global[number] = (total + own) / (before + 1), own.sum().clamp(min=1) / self.model.moe_router_topk
+        return self._global[number]
+
+    def _number(self, microbatch: int) -> int:
+        """Return the number of a microbatch among those of its dp rank. microbatch: in the global batch."""
+        return microbatch // self.dp.size
 
     def _balance_loss(self, sums: Tensor, counts: Tensor, total: int | Tensor, coefficient: float) -> Tensor:
         """Return coefficient x experts / (k T^2) x sum over experts of their tokens x their sum of shares, summed over
