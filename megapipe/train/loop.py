@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from megapipe.train.metrics import EvaluationMetrics, Observer, StepMetrics, Ste
 from megapipe.train.profiling import Profiling
 from megapipe.train.saving import Saving
 from megapipe.train.state import Schedules, TrainingState
-from megapipe.train.step import StepBatch, StepResult, read_microbatches
+from megapipe.train.step import Routed, StepBatch, StepResult, read_microbatches
 from megapipe.train.stream import train_step
 
 FORWARD_SHARE = 1 / 3  # of a step's time, of which the backward takes two thirds: until one evaluation is measured
@@ -210,14 +210,14 @@ class Training:
             spike_rollbacks=state.account.rollbacks,
             skipped_samples=state.account.skipped.index(state.consumed_samples) - state.consumed_samples,
             discarded_tokens=state.account.discarded_tokens,
-            **self._of_experts(len(batch.microbatches)),
+            **self._of_experts(result.routed, len(batch.microbatches)),
             **measured,
         )
 
-    def _of_experts(self, num_microbatches: int) -> dict[str, Any]:
+    def _of_experts(self, routed: Sequence[Routed], num_microbatches: int) -> dict[str, Any]:
         """Return the entries of StepMetrics about experts; nothing without them. num_microbatches: of a dp rank."""
         plan = self.runtime.plan
-        report = self._step.expert_loads.report(num_microbatches * plan.topology.dp)
+        report = self._step.expert_loads.report(routed, num_microbatches * plan.topology.dp)
         if report is None:
             return {}
         has_capacity, names = plan.config.model.moe_expert_capacity_factor is not None, list(map(str, report.layers))

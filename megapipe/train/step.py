@@ -153,13 +153,17 @@ def _detached(output: StageLoss) -> StageLoss:
     return StageLoss(output.loss_sum.detach(), output.num_tokens, tuple(map(_detached, output.ahead)))
 
 
+Routed = tuple[Tensor, Tensor, dict[str, Tensor]]  # by a router in a step: loads, dropped rows, losses
+
+
 class StepResult(NamedTuple):
-    """The outcome of one step, the same on every rank: its `StepLoss`, before the update, and the update."""
+    """The outcome of one step: its `StepLoss`, before the update, and the update, the same on every rank."""
 
     loss: float
     num_tokens: float
     ahead: tuple[float, ...]
     update: StepReport
+    routed: Sequence[Routed]  # what this rank's routers did, in the order of the layers
 
 
 @dataclass(frozen=True)
@@ -210,8 +214,10 @@ class TrainStep:
         with self._timers.phase("optimizer"):
             # loss and norm in one message and one copy: the host waits for the device once per step
             update = optimizer.step(pending.gradient_factor, rates, self._count_zero_gradients, pending.totals)
-            self.expert_loads.finish_step(update.skipped, self.expert_loads.take(), self.expert_loads.biases)
-        return StepResult(*pending.of(update.beside), update)
+            routed = self.expert_loads.take()
+            if not update.skipped:
+                self.expert_loads.balance(routed, self.expert_loads.biases)
+        return StepResult(*pending.of(update.beside), update, routed)
 
     def advance(self, batch: StepBatch, following: StepBatch | None) -> list[tuple[StepBatch, StepResult]]:
         """Run one more step of a stream; return the steps whose results are known now, in order.
@@ -263,9 +269,6 @@ class ExpertReport:
         return [max(load) for load in self.load]
 
 
-Routed = tuple[Tensor, Tensor, dict[str, Tensor]]  # by a router in a step: loads, dropped rows, losses
-
-
 class ExpertLoads:
     """The loads of the experts in this rank's layers over a global batch, and the routers' biases.
 
@@ -283,7 +286,6 @@ class ExpertLoads:
         self._updates = model.moe_router_enable_expert_bias
         self._rate = model.moe_router_bias_update_rate
         self._runtime = runtime
-        self._kept: list[Routed] = []  # of the last step
 
     def clear(self) -> None:
         """Forget the loads of forwards that belong to no step."""
@@ -299,22 +301,21 @@ class ExpertLoads:
         """Return what the routers have done since the last call."""
         return [router.take() for router in self.routers]
 
-    def finish_step(self, skipped: bool, taken: list[Routed], biases: list[Tensor]) -> None:
-        """Update biases unless the step is skipped. taken: of the step's forwards."""
-        self._kept = taken
-        if skipped or not self._updates or not self.routers:
+    def balance(self, routed: Sequence[Routed], biases: Sequence[Tensor]) -> None:
+        """Move biases by the loads of an update's forwards."""
+        if not self._updates or not self.routers:
             return
-        loads = torch.stack([loads for loads, _, _ in self._kept])  # [layers, experts]
+        loads = torch.stack([loads for loads, _, _ in routed])  # [layers, experts]
         for group in self._groups:
             all_reduce(loads, group)
         excess = loads * loads.shape[1] - loads.sum(1, keepdim=True)  # exact: int64
         for bias, sign in zip(biases, excess.sign().to(torch.float32), strict=True):
             bias.sub_(sign, alpha=self._rate)
 
-    def report(self, num_microbatches: int) -> ExpertReport | None:
-        """Return what all ranks' routers did in the last step; None without experts. A collective of the world.
+    def report(self, routed: Sequence[Routed], num_microbatches: int) -> ExpertReport | None:
+        """Return what all ranks' routers did in a step; None without experts. A collective of the world.
 
-        num_microbatches: of the global batch.
+        routed: of this rank. num_microbatches: of the global batch.
         """
         plan = self._runtime.plan
         model = plan.config.model
@@ -324,7 +325,7 @@ class ExpertLoads:
         names = [name for name in ("z_loss", *model.balance_losses) if name != "z_loss" or model.moe_z_loss_coeff]
         experts = model.num_experts or 0
         numbers = torch.zeros(len(layers), experts + 1 + len(names), dtype=torch.float64, device=self._runtime.device)
-        for layer, (loads, dropped, losses) in zip(self.layers, self._kept, strict=False):
+        for layer, (loads, dropped, losses) in zip(self.layers, routed, strict=True):
             row = numbers[layers.index(layer)]
             row[:experts], row[experts] = loads, dropped
             for place, name in enumerate(names, experts + 1):

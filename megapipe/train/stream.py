@@ -182,7 +182,7 @@ class StreamStep(TrainStep):
     def _finish(self, number: int, report: StepReport) -> None:
         begun = self._begun.pop(number)
         assert begun.pending is not None
-        self._finished.append((begun.batch, StepResult(*begun.pending.of(report.beside), report)))
+        self._finished.append((begun.batch, StepResult(*begun.pending.of(report.beside), report, begun.routed or ())))
 
     def _update_at_once(self, action: Action) -> None:
         """Update this stage with the gradients since its last update (UPDATE)."""
@@ -237,7 +237,8 @@ class StreamStep(TrainStep):
         assert begun.routed is not None
         self._biases[number + 1] = [bias.clone() for bias in self._biases[number]]
         self._biases.pop(number - 1, None)
-        self.expert_loads.finish_step(report.skipped, begun.routed, self._biases[number + 1])
+        if not report.skipped:
+            self.expert_loads.balance(begun.routed, self._biases[number + 1])
         self._after_update()
         self._finish(number, report)
 

@@ -61,14 +61,13 @@ def trained(options: dict[str, Any], batches: Sequence[Sequence[Batch]]) -> Outc
     plan = resolve(make_config(**MODEL | CHATS | shape | options), 1)
     slices = drawn_slices(1, torch.float64)
     runtime = TrainingRuntime(plan, ProcessGroups.alone(), torch.device("cpu"), slices)
-    step, loss = TrainStep(runtime), 0.0
-    for number, batch in enumerate(batches):
-        loss = step.run(share_of(runtime, batch, number), RATES).loss
-    report = step.expert_loads.report(len(batches[0]))
+    step = TrainStep(runtime)
+    results = [step.run(share_of(runtime, batch, number), RATES) for number, batch in enumerate(batches)]
+    report = step.expert_loads.report(results[-1].routed, len(batches[0]))
     assert report is not None
     runtime.stores.finish_weights()
     weights = {name: buffers.parameter(name).clone() for buffers in runtime.buffers.values() for name in buffers.names}
-    return loss, weights | {box.name: box.values.clone() for _, box in runtime.held_states()}, report
+    return results[-1].loss, weights | {box.name: box.values.clone() for _, box in runtime.held_states()}, report
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:

@@ -83,6 +83,19 @@ def test_a_pipeline_drains_for_evaluations_saves_and_the_end_alone(rank_pools: P
     assert all(line["step_seconds"] > 1e-4 and 0.0 <= line["bubble"] < 1.0 for line in steps)
 
 
+def test_steps_that_end_together_report_the_loads_of_their_own_experts(rank_pools: Pools, tmp_path: Path) -> None:
+    """The first step of a stream computes with the weights that 1F1B has, and ends with the second one."""
+    flags = f"{STREAM} --train-iters 2 --num-experts 4 --disable-bias-linear --moe-per-layer-logging"
+    loads = {}
+    for name in ("1f1b", "pipedream-2bw"):
+        for said, kind, text in rank_pools(2).run(
+            job_on_rank, f"{flags} --pipeline-schedule {name} --save {tmp_path}/{name}"
+        ):
+            assert not kind, (said, text)
+        loads[name] = [line["expert_load"] for line in steps_of(tmp_path / name / "metrics.jsonl")]
+    assert loads["1f1b"][0] == loads["pipedream-2bw"][0] != loads["pipedream-2bw"][1]
+
+
 def test_a_growing_batch_drains(rank_pools: Pools) -> None:
     flags = f"{STREAM} --rampup-batch-size 4 4 8 --pipeline-schedule pipedream-2bw"
     for (said, kind, text), calls in rank_pools(2).run(recorded, flags):

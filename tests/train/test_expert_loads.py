@@ -119,8 +119,7 @@ def reported(rank: int, world_size: int, options: dict[str, Any]) -> ExpertRepor
     runtime = built(options, rank, world_size)
     trainer = TrainStep(runtime)
     (batch,) = batches_of(runtime, 1)
-    trainer.run(share_of(runtime, batch, 0), RATES)
-    return trainer.expert_loads.report(8)
+    return trainer.expert_loads.report(trainer.run(share_of(runtime, batch, 0), RATES).routed, 8)
 
 
 EVERY = {
