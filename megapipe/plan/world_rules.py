@@ -254,9 +254,6 @@ def _chosen_if(is_chosen: Callable[[str], bool]) -> Option:
 SCHEDULES_CHOSEN: dict[str, Option] = {
     "two passes at a time": _chosen_if(lambda name: Op.OVERLAP in _small_schedule(name).ops),
     "updates between microbatches": _chosen_if(lambda name: not SCHEDULES[name].is_synchronous),
-    "updates of a stage alone": _chosen_if(
-        lambda name: not (SCHEDULES[name].is_synchronous or SCHEDULES[name].is_delayed)
-    ),
     "no order of slices": _chosen_if(lambda name: not SCHEDULES[name].takes_slices),
 }
 REFUSED_BY_SCHEDULES = (
@@ -273,13 +270,6 @@ REFUSED_BY_SCHEDULES = (
         NOT_BUILT,
         "two graphs would run at the same time and share cuBLAS's workspace",
         "use zb-v",
-    ),
-    Refusal(
-        "updates of a stage alone",
-        ("experts",),
-        NOT_BUILT,
-        "their loads and losses are those of a whole step",
-        "use pipedream-2bw, or a synchronous schedule, such as 1f1b",
     ),
     Refusal(
         "updates between microbatches",

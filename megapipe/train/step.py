@@ -156,6 +156,12 @@ def _detached(output: StageLoss) -> StageLoss:
 Routed = tuple[Tensor, Tensor, dict[str, Tensor]]  # by a router in a step: loads, dropped rows, losses
 
 
+def sum_of_routed(one: Routed, other: Routed) -> Routed:
+    """Return what a router did in the forwards of two sets of microbatches."""
+    losses = {name: loss + other[2][name] for name, loss in one[2].items()}
+    return one[0] + other[0], one[1] + other[1], losses
+
+
 class StepResult(NamedTuple):
     """The outcome of one step: its `StepLoss`, before the update, and the update, the same on every rank."""
 

@@ -19,7 +19,7 @@ from megapipe.pipeline.engine import Before, Context, StreamEngine
 from megapipe.schedule.action import COMPLETES_OPS, COMPUTE_OPS, Action, Op
 from megapipe.schedule.families import SCHEDULES
 from megapipe.schedule.stream import Place
-from megapipe.train.step import PendingLoss, Routed, StepBatch, StepResult, TrainStep
+from megapipe.train.step import PendingLoss, Routed, StepBatch, StepResult, TrainStep, sum_of_routed
 
 
 @dataclass
@@ -31,7 +31,7 @@ class BegunStep:
     reports: list[StageLoss] = field(default_factory=list)  # of its microbatches, on the last stage
     pending: PendingLoss | None = None
     sums: GradientSums | None = None
-    routed: list[Routed] | None = None  # by the experts' routers in its forwards
+    routed: list[Routed] = field(default_factory=list)  # by the experts' routers in the forwards of its updates so far
 
 
 class StreamStep(TrainStep):
@@ -40,7 +40,8 @@ class StreamStep(TrainStep):
     The loss of a step is that of its microbatches, each under the weights it met. Where updates are delayed (2BW), the
     gradients of a step are clipped by their norm over the model and checked for overflows, as in a synchronous step;
     the sums run while the next step computes. Otherwise each stage updates at its own time, clipped by its own norm;
-    the reported norm is that of the last update of every stage in the step, and nothing is skipped.
+    the reported norm is that of the last update of every stage in the step, and nothing is skipped. The biases of the
+    experts' routers have versions as the weights do, and an update moves them by the loads of its microbatches.
     """
 
     def __init__(self, runtime: TrainingRuntime, timers: Timers | None = None) -> None:
@@ -71,6 +72,7 @@ class StreamStep(TrainStep):
         self._loss_scale = 1.0  # of the microbatch whose backward runs
         for router in self.expert_loads.routers:
             router.loss_scale = lambda: self._loss_scale
+        self._routed: dict[int, list[Routed]] = {}  # by the experts' routers, by number of the update to come
         self._biases: dict[int, list[Tensor]] = {}  # of the experts' routers, by version
 
     def run(self, microbatches: Microbatches, rates: Rates) -> StepResult:
@@ -107,6 +109,7 @@ class StreamStep(TrainStep):
         self._begun, self._first = {0: BegunStep(batch)}, self._buffers.newest
         self._num_run = self._num_forwards = self._num_updates = 0
         self._biases, self._installed = {0: [bias.clone() for bias in self.expert_loads.biases]}, -1
+        self._routed = {}
         self.expert_loads.clear()
         runtime.stores.begin_step(self._update_size)
 
@@ -140,8 +143,9 @@ class StreamStep(TrainStep):
         step, of_step = divmod(number, self._size)
         if of_step == 0:
             self._begun[step].loss_scale = self.runtime.optimizer.loss_scale
-            if step > 0:
-                self._take_routed(self._begun[step - 1])
+        update, of_update = divmod(number, self._update_size)
+        if of_update == 0 and update > self._num_updates:  # the update before this one is still to come
+            self._routed[update - 1] = self._take_routed(self._begun[(number - 1) // self._size])
         version = self._versions.of_forward(Place(number, self._num_updates, self._size, self._num_ranks))
         assert action.microbatch is not None
         self._in_flight[action.microbatch] = step, version
@@ -161,11 +165,24 @@ class StreamStep(TrainStep):
         self._begun[(self._num_forwards - 1) // self._size].reports.append(report)  # forwards are in order
         return objective, report
 
-    def _take_routed(self, begun: BegunStep) -> None:
-        """Keep what routers have recorded in the forwards of a step, before those of the next one."""
-        begun.routed = self.expert_loads.take()
+    def _take_routed(self, begun: BegunStep) -> list[Routed]:
+        """Return what routers have recorded in the forwards of an update. begun: the step of the update."""
+        return self.expert_loads.take()
 
     # Updates
+
+    def _balance(self, begun: BegunStep, skipped: bool = False) -> None:
+        """Add what the routers did in the forwards of the last update to its step, and move the biases of its version
+        by it unless it was skipped. A collective of the ranks that hold the stage.
+        """
+        number = self._num_updates - 1
+        # the forwards of the update after this one have not begun where the stream ends
+        routed = self._routed.pop(number) if number in self._routed else self._take_routed(begun)
+        begun.routed = list(map(sum_of_routed, begun.routed, routed)) if begun.routed else routed
+        self._biases[number + 1] = [bias.clone() for bias in self._biases[number]]
+        self._biases.pop(number + 1 - self._buffers.num_versions, None)
+        if not skipped:
+            self.expert_loads.balance(routed, self._biases[number + 1])
 
     def _start_sums(self, begun: BegunStep) -> None:
         """Start to sum the loss and the reduced gradients of a step over the world."""
@@ -182,7 +199,7 @@ class StreamStep(TrainStep):
     def _finish(self, number: int, report: StepReport) -> None:
         begun = self._begun.pop(number)
         assert begun.pending is not None
-        self._finished.append((begun.batch, StepResult(*begun.pending.of(report.beside), report, begun.routed or ())))
+        self._finished.append((begun.batch, StepResult(*begun.pending.of(report.beside), report, begun.routed)))
 
     def _update_at_once(self, action: Action) -> None:
         """Update this stage with the gradients since its last update (UPDATE)."""
@@ -195,6 +212,7 @@ class StreamStep(TrainStep):
             self._before_update(factor)
         self._start_version()
         runtime.optimizer.update_stage(factor, begun.batch.rates)
+        self._balance(begun)
         if begun.sums is not None:
             self._after_update()
         runtime.stores.begin_step(size)
@@ -232,13 +250,7 @@ class StreamStep(TrainStep):
         report = optimizer.finish_step(begun.sums, factor, begun.batch.rates, begun.loss_scale)
         if report.skipped:  # the memory of the next version has an older one
             optimizer.masters_to_parameters()
-        if begun.routed is None:  # no step follows
-            self._take_routed(begun)
-        assert begun.routed is not None
-        self._biases[number + 1] = [bias.clone() for bias in self._biases[number]]
-        self._biases.pop(number - 1, None)
-        if not report.skipped:
-            self.expert_loads.balance(begun.routed, self._biases[number + 1])
+        self._balance(begun, report.skipped)
         self._after_update()
         self._finish(number, report)
 

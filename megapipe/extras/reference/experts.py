@@ -70,14 +70,18 @@ class Experts(nn.Module):
             self.bias1 = nn.Parameter(torch.empty(config.num_experts * self.gates * self.width))
             self.bias2 = nn.Parameter(torch.empty(config.num_experts * config.hidden_size))
 
-    def forward(self, expert: int, tokens: Tensor) -> Tensor:
-        """Return one expert's result. tokens: [n, h]."""
+    def forward(self, expert: int, tokens: Tensor, weights: Tensor) -> Tensor:
+        """Return one expert's result times the weights of its tokens. tokens: [n, h]. weights: [n, 1]."""
         rows = self.gates * self.width
         inner = tokens @ self.weight1[expert * rows : (expert + 1) * rows].t()
         if self.config.add_bias_linear:
             inner = inner + self.bias1.view(-1, rows)[expert]
-        output = activated(self.config, inner) @ self.weight2[expert * self.width : (expert + 1) * self.width]
-        return output + self.bias2.view(-1, output.shape[1])[expert] if self.config.add_bias_linear else output
+        # before the product, as in Megatron: a gradient of the weights then depends on those of linear_fc2
+        scaled = (activated(self.config, inner) * weights).to(tokens.dtype)
+        output = scaled @ self.weight2[expert * self.width : (expert + 1) * self.width]
+        if not self.config.add_bias_linear:
+            return output
+        return (output + self.bias2.view(-1, output.shape[1])[expert] * weights).to(tokens.dtype)
 
 
 class SharedExperts(MLP):
@@ -161,7 +165,7 @@ class MoE(nn.Module):
             seen = (chosen == expert).any(-1) & real
             # factors on inputs and results; a dropped row's weight is 0, and so is its result, even with biases
             before, after = (share[seen], share[seen] != 0) if config.moe_apply_probs_on_input else (1.0, share[seen])
-            result = (self.experts(expert, (hidden[seen] * before).to(hidden.dtype)) * after).to(hidden.dtype)
+            result = self.experts(expert, (hidden[seen] * before).to(hidden.dtype), after)
             output = output.index_put(torch.where(seen), result, accumulate=True)
         return output + self.shared_experts(hidden) if hasattr(self, "shared_experts") else output
 

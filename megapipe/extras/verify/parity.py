@@ -51,7 +51,7 @@ from megapipe.trace.parameters import model_states
 from megapipe.train.facts import facts_of
 from megapipe.train.gpu_setup import check_deterministic, deterministic_algorithms
 from megapipe.train.state import Schedules
-from megapipe.train.step import PendingLoss, StepBatch, StepResult, TrainStep
+from megapipe.train.step import PendingLoss, Routed, StepBatch, StepResult, TrainStep
 from megapipe.train.stream import BegunStep, StreamStep
 
 EXIT_CODE_DIFFERENT = 1
@@ -224,12 +224,13 @@ class RecordingStreamStep(StreamStep):
 
     def __init__(self, runtime: TrainingRuntime, choices: GridChoices | None) -> None:
         super().__init__(runtime)
-        self._choices, self._chosen = choices, list[Chosen]()
+        self._choices, self._chosen = choices, dict[int, Chosen]()  # by number of the step
         self.recorded: list[tuple[list[HeldPiece], list[HeldPiece], Chosen]] = []
 
-    def _take_routed(self, begun: BegunStep) -> None:
-        super()._take_routed(begun)
-        self._chosen.append({} if self._choices is None else self._choices.take())
+    def _take_routed(self, begun: BegunStep) -> list[Routed]:
+        if self._choices is not None:
+            self._chosen.setdefault(begun.batch.step, {}).update(self._choices.take())
+        return super()._take_routed(begun)
 
     def _before_update(self, factor: float) -> None:
         self._averaged = _copies(self.runtime, factor)
@@ -237,7 +238,7 @@ class RecordingStreamStep(StreamStep):
     def _after_update(self) -> None:
         self._install(self._num_updates)
         weights = [HeldPiece(held.stage, held.piece, held.values.clone()) for held in weight_pieces(self.runtime)]
-        self.recorded.append((self._averaged, weights, self._chosen.pop(0) if self._chosen else {}))
+        self.recorded.append((self._averaged, weights, self._chosen.pop(min(self._chosen)) if self._chosen else {}))
 
 
 def _copies(runtime: TrainingRuntime, factor: float) -> list[HeldPiece]:
