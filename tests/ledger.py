@@ -26,7 +26,7 @@ PARTS = 20
 NUM_SETS, SEED = 200, 1
 # names of features that are gone, so that sets without them are drawn as before
 RETIRED = ("p2p fp8", "post validation")
-NOT_DRAWN = ("frozen", "2bw")  # features added since the sets were drawn, which stay as they were
+NOT_DRAWN = ("frozen", "2bw", "replays ahead")  # features added since the sets were drawn, which stay as they were
 MIN_FEATURES, MAX_FEATURES = 4, 7
 MAX_WORLD = 8
 MICROBATCHES = 4  # a dp rank
@@ -72,6 +72,9 @@ ENDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("recompute full", "moe overlap"): (MEMORY, "planned"),
     ("recompute budget", "moe overlap"): (CRASH, "KeyError: 'dispatch'"),
     ("muon", "precision-aware"): (MEMORY, "planned"),
+    ("2bw", "replays ahead"): (CRASH, "no messages and no updates"),
+    ("replays ahead", "moe overlap"): (CRASH, "was already done"),
+    ("replays ahead", "recompute budget"): (EQUAL, ""),
     ("recompute sel", "recompute budget"): (EQUAL, ""),
     ("recompute full", "recompute budget"): (EQUAL, ""),
 }
