@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from megapipe.config.config import Config
 from megapipe.config.options import read_numbers
 from megapipe.config.parallel import strategy_of
-from megapipe.config.problems import chosen
 from megapipe.config.rules.gpu import ANY_UPDATE
 from megapipe.config.training import NEWTON_SCHULZ, OPTIMIZERS, OptimizerConfig
 from megapipe.errors import ConfigError
