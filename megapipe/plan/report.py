@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from megapipe.config.layers import LAYER_OPTIONS, layer_configs, layer_kinds
 from megapipe.config.rules.gpu import uses_gpu
@@ -240,14 +241,20 @@ def _memory(plan: RunPlan) -> Iterator[str]:
             f"           the most: pp_rank {largest.pp_rank}, {bytes_text(largest.total)}; "
             f"the least: pp_rank {smallest.pp_rank}, {bytes_text(smallest.total)}{others}"
         )
-    kept = {stage: stage_activation_bytes(plan, stage) for stage in plan.placement.stages_of(largest.pp_rank)}
+    kept = {}  # by stages: one, or the units of one
+    num_units = plan.num_units or (1,) * plan.placement.num_stages
+    for end, count in zip(accumulate(num_units), num_units, strict=True):
+        if end - 1 in plan.placement.stages_of(largest.pp_rank):
+            units = range(end - count, end)
+            kept[units] = sum((Counter(stage_activation_bytes(plan, unit)) for unit in units), Counter[str]())
     of_what = "one microbatch" if plan.num_slices == 1 else f"the first of {plan.num_slices} slices of a microbatch"
-    stage = max(kept, key=lambda stage: sum(kept[stage].values()))
-    parts = sorted(kept[stage].items(), key=lambda part: -part[1])
+    stages = max(kept, key=lambda stages: kept[stages].total())
+    parts = sorted(kept[stages].items(), key=lambda part: -part[1])
     rest = sum(size for _, size in parts[MOST_PARTS_SHOWN:])
     parts = [*parts[:MOST_PARTS_SHOWN], *([("other", rest)] if rest else [])]
     words = ", ".join(f"{what} {bytes_text(size)}" for what, size in parts)
-    yield f"  kept     {bytes_text(sum(kept[stage].values()))} by stage {stage} for {of_what}: {words}"
+    name = f"stage{'s' if len(stages) > 1 else ''} {range_text(stages)}"
+    yield f"  kept     {bytes_text(kept[stages].total())} by {name} for {of_what}: {words}"
     yield from _recompute(plan)
     yield from _sharding(plan)
     yield from _host(plan, max(ranks, key=lambda rank: sum(rank.host.values())))
