@@ -77,7 +77,7 @@ def tied_embedding_summed_twice(patch: pytest.MonkeyPatch, rank: int) -> None:
 
     def planted(tensor: Tensor, group: Group, **options: Any) -> Work:
         if group.name == "embedding":
-            once(tensor, group, **options)
+            once(tensor, group, **options).wait()
         return once(tensor, group, **options)
 
     patch.setattr(stores, "all_reduce", planted)
