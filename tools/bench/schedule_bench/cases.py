@@ -24,8 +24,8 @@ FAMILIES = {  # in the order of the tables: chunks a rank
 class Case:
     """One row of a table.
 
-    seconds: of F, of I and of W of one stage, each. message_bytes: of an activation and of a gradient. steps: of a
-    stream, which drains after the last of them; microbatches are those of one.
+    seconds: of F, of I, of W and of a replay of one stage, each. message_bytes: of an activation and of a gradient.
+    steps: of a stream, which drains after the last of them; microbatches are those of one.
     """
 
     schedule: str
@@ -35,15 +35,22 @@ class Case:
     seconds: float = 0.010
     message_bytes: int = 65536
     steps: int = 1
+    replays: str = ""  # 'in backwards' or 'in bubbles': each stage runs its forward again
 
     @property
     def contenders(self) -> tuple[str, ...]:
         """The contenders: torch only if it has the family."""
-        return ("megapipe", "torch", "floor") if self.schedule in TORCH_HAS else ("megapipe", "floor")
+        has_torch = self.schedule in TORCH_HAS and not self.replays
+        return ("megapipe", "torch", "floor") if has_torch else ("megapipe", "floor")
+
+    @property
+    def title(self) -> str:
+        """The schedule, and where it replays."""
+        return f"{self.schedule}, replays {self.replays}" if self.replays else self.schedule
 
     def __str__(self) -> str:
         steps = f", {self.steps} steps" if self.steps > 1 else ""
-        return f"{self.schedule} p {self.ranks} m {self.microbatches} v {self.chunks}{steps}"
+        return f"{self.title} p {self.ranks} m {self.microbatches} v {self.chunks}{steps}"
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,11 @@ def _all(ranks: int, microbatches: int, seconds: float = 0.010) -> tuple[Case, .
 PARTS: dict[str, tuple[AnyCase, ...]] = {
     "p4-m8": _all(4, 8),
     "p4-m32": _all(4, 32),
+    "replays": tuple(
+        Case(name, 4, 8, FAMILIES.get(name, 2), replays=replays)
+        for name in ("1f1b", "zb-h1", "zb-v", "v-half", "v-min")
+        for replays in ("in backwards", "in bubbles")
+    ),
     "p8-m16": (
         *(Case(name, 8, 16, FAMILIES[name]) for name in ("1f1b", "zb-h1", "interleaved")),
         *(RealCase(name, 8, 16, FAMILIES[name], layers=16) for name in ("1f1b", "interleaved")),
@@ -95,6 +107,7 @@ NOT_BY_DEFAULT = "p8-m16"  # it needs eight cores
 QUICK: tuple[AnyCase, ...] = (
     Case("1f1b", 2, 3, 1, 0.002, 1024),
     Case("zb-v", 2, 4, 2, 0.002, 1024),
+    Case("1f1b", 2, 3, 1, 0.002, 1024, replays="in bubbles"),
     Case("pipedream-2bw", 2, 3, 1, 0.002, 1024, steps=3),
     RealCase("1f1b", microbatches=2, layers=2, hidden=16, heads=2, seq=8, vocab=16),
 )

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megapipe.model.recompute import RecomputedSegment
 from megapipe.tensor_parallel.gradients import WeightQueue
 from schedule_bench.figures import Durations
 
 WIDTH = 256  # columns of a message
+Replays = list[Callable[[], None]]
 
 
 class Stopwatch:
@@ -48,17 +50,27 @@ class Stopwatch:
 class EmulatedStage(nn.Module):
     """A stage [rows, WIDTH] -> [rows, WIDTH] that multiplies by a trained factor for each column; F, I and W sleep.
 
-    Its weight gradient goes through `queue` if that is deferring. The first stage also trains an offset, so that its I
+    Its weight gradient goes through `queue` if that is deferring. With `replays` the forward keeps its input alone, and
+    leaves there what runs it again. The first stage also trains an offset, so that its I
     has something to pass through.
     """
 
-    def __init__(self, stage: int, watch: Stopwatch, queue: WeightQueue) -> None:
+    def __init__(self, stage: int, watch: Stopwatch, queue: WeightQueue, replays: Replays | None = None) -> None:
         super().__init__()
-        self.stage, self.watch, self.queue = stage, watch, queue
+        self.stage, self.watch, self.queue, self.replays = stage, watch, queue, replays
         self.factor = nn.Parameter(torch.ones(WIDTH))
         self.offset = nn.Parameter(torch.zeros(WIDTH)) if stage == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.replays is None:
+            return self.compute(x)
+        segment = RecomputedSegment(self.compute)
+        output = segment(x)
+        self.replays.append(segment.ahead(output))
+        return output
+
+    def compute(self, x: Tensor) -> Tensor:
+        """Return the output, after the device's time of a forward."""
         self.watch.pass_time(self.stage, "F")
         if self.offset is not None:
             x = x + self.offset
@@ -109,11 +121,13 @@ class _Waiting:
 
 
 class Stages(dict[int, nn.Module]):
-    """The modules of one contender on one rank, by stage, each with the queue of its weight gradients."""
+    """The modules of one contender on one rank, by stage, with the queue of the weight gradients of each, and where its
+    forwards leave their replays."""
 
-    def __init__(self, numbers: tuple[int, ...], make: Callable[[int, WeightQueue], nn.Module]) -> None:
+    def __init__(self, numbers: tuple[int, ...], make: Callable[[int, WeightQueue, Replays], nn.Module]) -> None:
         self.queues = {number: WeightQueue() for number in numbers}
-        super().__init__({number: make(number, queue) for number, queue in self.queues.items()})
+        self.replays: dict[int, Replays] = {number: [] for number in numbers}
+        super().__init__({number: make(number, queue, self.replays[number]) for number, queue in self.queues.items()})
 
     def begin_step(self) -> None:
         """Forget the gradients of the step before."""

@@ -44,8 +44,8 @@ class StepFigures:
     cpu_seconds: float
 
     @classmethod
-    def of(cls, ranks: Sequence[RankStep], schedule: Schedule) -> StepFigures:
-        durations = mean_durations(rank.durations for rank in ranks)
+    def of(cls, ranks: Sequence[RankStep], schedule: Schedule, replays: bool = False) -> StepFigures:
+        durations = mean_durations((rank.durations for rank in ranks), replays)
         measured_ns = max(rank.end_ns for rank in ranks) - min(rank.start_ns for rank in ranks)
         replay = replay_seconds(schedule, durations) if durations else 0.0
         return cls(measured_ns / 1e9, replay, sum(rank.cpu_seconds for rank in ranks))
@@ -84,14 +84,19 @@ class Figures:
         return self.measured_seconds / self.actions
 
 
-def mean_durations(ranks: Iterable[Durations]) -> dict[tuple[int, Op], float]:
-    """Return the mean seconds of the actions of each stage, of B as I and W where it was not measured itself."""
+def mean_durations(ranks: Iterable[Durations], replays: bool = False) -> dict[tuple[int, Op], float]:
+    """Return the mean seconds of the actions of each stage, of B as I and W where it was not measured itself. replays:
+    of an emulated device, whose backwards repeat a forward.
+    """
     seconds: Durations = defaultdict(list)
     for durations in ranks:
         for key, found in durations.items():
             seconds[key] += found
     means = {(stage, Op(op)): statistics.fmean(found) for (stage, op), found in seconds.items()}
     for stage in {stage for stage, _ in means}:
+        if replays:
+            means[stage, Op.RECOMPUTE] = means[stage, Op.F]
+            means[stage, Op.I] += means[stage, Op.F]
         means.setdefault((stage, Op.B), means.get((stage, Op.I), 0.0) + means.get((stage, Op.W), 0.0))
     return means
 

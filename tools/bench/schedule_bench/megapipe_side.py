@@ -39,13 +39,16 @@ class MegapipeSide:
         depth = 1 + unhindered_send_depth(lowered)
         self.stages: Stages = work.stages(placement.stages_of(pp.rank), placement.num_stages)
         runners = {
-            stage: StageRunner(_Picked(module, stage == 0), self.stages.queues[stage])
+            stage: StageRunner(
+                _Picked(module, stage == 0), self.stages.queues[stage], replays=self.stages.replays[stage]
+            )
             for stage, module in self.stages.items()
         }
         channels, loss = Channels.build(placement, pp, max_in_flight=depth), _loss_for_engine(work.loss)
         self._engine: Engine | StreamEngine
         if stream is None:
-            self._engine = Engine(lowered, pp.rank, runners, channels, tracer=tracer)
+            handlers = {Op.RECOMPUTE: lambda action: runners[action.stage].recompute(action.microbatch)}
+            self._engine = Engine(lowered, pp.rank, runners, channels, handlers, tracer=tracer)
         else:
             self._engine = StreamEngine(stream, pp.rank, runners, channels, UPDATES)
         payloads = work.microbatches()

@@ -24,6 +24,8 @@ def part_of(case: AnyCase) -> str:
     """Return the table that a case belongs to."""
     if isinstance(case, RealCase):
         return "real"
+    if case.replays:
+        return "replays"
     return f"p{case.ranks}-m{case.microbatches}" if case.seconds else "zero"
 
 
@@ -52,7 +54,7 @@ def _emulated_row(result: Result) -> list[str]:
     found = result.figures
     ours, torch, floor = found["megapipe"], found.get("torch"), found["floor"]
     return [
-        result.case.schedule,
+        result.case.title,
         f"{ours.measured_seconds * 1e3 / result.case.steps:.1f}",
         "" if torch is None else f"{torch.measured_seconds * 1e3:.1f}",
         f"**{ours.loss:.2%}**",

@@ -54,6 +54,7 @@ def figures_of(case: AnyCase, found: Sequence[RankCase]) -> dict[str, Figures]:
     figures = {}
     for name in case.contenders:
         schedule, by_step = found[0].schedules[name], zip(*(rank.steps[name] for rank in found), strict=True)
-        steps = tuple(StepFigures.of(ranks, schedule) for ranks in by_step)
+        replays = isinstance(case, Case) and bool(case.replays)
+        steps = tuple(StepFigures.of(ranks, schedule, replays) for ranks in by_step)
         figures[name] = Figures(steps, max(count_actions(schedule)))
     return figures

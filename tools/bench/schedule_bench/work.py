@@ -11,7 +11,9 @@ from torch import Tensor
 
 from megapipe.comm.channels import MessageSpec
 from megapipe.schedule.action import Op
+from megapipe.schedule.costs import Costs
 from megapipe.schedule.families import build_schedule
+from megapipe.schedule.recompute import replay_ahead
 from megapipe.schedule.schedule import Schedule
 from schedule_bench.cases import Case, RealCase
 from schedule_bench.devices import WIDTH, EmulatedStage, Stages, Stopwatch
@@ -53,6 +55,12 @@ class Work:
         """Return megapipe's schedule of the case. An update, which has no weights here, takes no time."""
         case, steps = self.case, self.num_steps
         schedule = build_schedule(case.schedule, case.ranks, case.chunks, case.microbatches, num_steps=steps)
+        if isinstance(case, Case) and case.replays == "in bubbles":
+            stages = range(schedule.num_stages)
+            costs = Costs.equal(len(stages), 1.0, 2.0, 1.0)
+            schedule = replay_ahead(
+                schedule, replace(costs, seconds={**costs.seconds, **{(stage, Op.RECOMPUTE): 1.0 for stage in stages}})
+            )
         rows = (tuple(action for action in row if action.op is not Op.UPDATE) for row in schedule.rows)
         return replace(schedule, rows=tuple(rows))
 
@@ -65,8 +73,12 @@ class Work:
         """Return new modules for some stages."""
         case = self.case
         if isinstance(case, Case):
-            return Stages(numbers, lambda stage, queue: EmulatedStage(stage, self.watch, queue))
-        return Stages(numbers, lambda stage, queue: TransformerStage(case, stage, num_stages, queue))
+            is_replayed = bool(case.replays)
+            return Stages(
+                numbers,
+                lambda stage, queue, replays: EmulatedStage(stage, self.watch, queue, replays if is_replayed else None),
+            )
+        return Stages(numbers, lambda stage, queue, _: TransformerStage(case, stage, num_stages, queue))
 
     def microbatches(self) -> list[tuple[Tensor, Tensor]]:
         """Return (input, label) of each microbatch."""

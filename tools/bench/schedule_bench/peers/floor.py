@@ -43,12 +43,14 @@ class Floor:
         self._microbatches = work.microbatches()
         self._last = placement.num_stages - 1
         self._kept: dict[Key, tuple[Tensor, Tensor]] = {}
+        self._replays: dict[Key, list[Callable[[], None]]] = {}
         self._local: dict[tuple[Key, bool], Tensor] = {}  # outputs of a stage of this rank for another of its stages
         self._parts: dict[Op, Callable[[Action, Tensor | None], Tensor]] = {
             Op.F: self._forward,
             Op.B: self._backward,
             Op.I: self._backward_input,
             Op.W: self._backward_weight,
+            Op.RECOMPUTE: self._recompute,
         }
 
     def begin_step(self) -> None:
@@ -79,13 +81,23 @@ class Floor:
         if stage == self._last:
             output = self._loss(output, label)
         self._kept[key] = inputs, output
+        replays = self.stages.replays[stage]
+        self._replays[key] = [*replays]
+        replays.clear()
         made = output.detach()
         self._local[(stage + 1, microbatch), True] = made
         return made
 
+    def _recompute(self, action: Action, received: Tensor | None) -> Tensor:
+        with torch.enable_grad():
+            for replay in self._replays.pop((action.stage, action.microbatch)):
+                replay()
+        return torch.empty(0)  # nothing is sent
+
     def _backward(self, action: Action, received: Tensor | None) -> Tensor:
         stage, microbatch = key = action.stage, action.microbatch
         inputs, output = self._kept.pop(key)
+        self._replays.pop(key, None)
         gradient = received
         if stage == self._last:
             gradient = None
