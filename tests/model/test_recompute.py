@@ -52,13 +52,16 @@ CASES = [(name, recompute) for recompute in RECOMPUTES for name in (FUSED if "at
 
 
 def run(
-    name: str, recompute: RecomputeConfig, split: bool = False, num_layers: int = 3
+    name: str, recompute: RecomputeConfig, split: bool = False, num_layers: int = 3, is_ahead: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
     config = model_config(**OPTIONS[name], num_layers=num_layers)
     weights = {key: tensor.float() for key, tensor in reference(config).named_parameters()}
     queue = WeightQueue() if split else None
     stage = make_stage(config, weights, recompute=recompute, queue=queue)
+    replays = stage.replays = [] if is_ahead else None
     loss = stage(make_microbatch(config, dropout_key=DropoutKey(5, 6, 7))).loss_sum
+    for replay in replays or ():
+        replay()
     if queue is None:
         loss.backward()
     else:
@@ -84,16 +87,23 @@ def test_recompute_gives_the_same_bits(name: str, recompute: str, split: bool) -
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I-W"])
+@pytest.mark.parametrize(("name", "recompute"), [case for case in CASES if RECOMPUTES[case[1]].recompute_method])
+def test_a_replay_ahead_of_the_backward_gives_the_same_bits(name: str, recompute: str, split: bool) -> None:
+    assert_same_bits(run(name, RECOMPUTES[recompute], split, is_ahead=True), run(name, RecomputeConfig()))
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("split", [False, True], ids=["B", "I-W"])
 @pytest.mark.parametrize(("recompute", "num_forwards"), [("mlp", 2), ("uniform1", 2), ("core_attn", 1)])
 def test_each_segment_is_recomputed_once(
-    monkeypatch: pytest.MonkeyPatch, recompute: str, num_forwards: int, split: bool
+    monkeypatch: pytest.MonkeyPatch, recompute: str, num_forwards: int, split: bool, is_ahead: bool
 ) -> None:
     import megapipe.model.mlp as mlp
 
     calls: list[Any] = []
     original = mlp.activation
     monkeypatch.setattr(mlp, "activation", lambda name, _: lambda x: (calls.append(name), original(name)(x))[1])
-    run("gpt2", RECOMPUTES[recompute], split)
+    run("gpt2", RECOMPUTES[recompute], split, is_ahead=is_ahead)
     assert len(calls) == 3 * num_forwards
 
 
