@@ -24,7 +24,7 @@ from megapipe.config.config import Config
 from megapipe.config.load import load_config
 from megapipe.config.parallel import OffloadConfig, ParallelConfig, RecomputeConfig
 from megapipe.errors import ConfigError
-from megapipe.extras.dry_run.rank import count_rank, kinds_of_ranks
+from megapipe.extras.dry_run.rank import count_rank, kinds_of_ranks, random_reader
 from megapipe.extras.verify.oracle import random_batches, share_of
 from megapipe.extras.verify.parity import verified_steps
 from megapipe.extras.verify.report import found_text
@@ -34,7 +34,6 @@ from megapipe.plan.memory import step_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from megapipe.train.stream import train_step
-from tests.extras.dry_run.grids import read_for
 from tests.features import LIBRARY, ON_GPU, ROUNDED, Feature
 from tests.harness import RankFailure, RankPool
 from tests.ledger import BY_NAME, SIZES, SMALL_SIZES, Combination
@@ -105,7 +104,7 @@ def memory_trouble(combination: Combination, found: Finding) -> str:
     plan = dataclasses.replace(plan, config=dataclasses.replace(plan.config, gpu=gpu))
     trouble = []
     for kind in kinds_of_ranks(plan):
-        counted = count_rank(plan, kind.ranks[0], read_for(plan))
+        counted = count_rank(plan, kind.ranks[0], random_reader(plan))
         memory = step_memory(plan, kind.pp_ranks[0], plan.batch.num_microbatches)
         difference = counted.peak / memory.total - 1.0
         if found.memory is None or abs(difference) > abs(found.memory):

@@ -23,7 +23,7 @@ from megapipe.data.registered import DatasetPart, RegisteredDataset
 from megapipe.errors import ConfigError, DataError
 from megapipe.extend import Action, Op, Placement, Shape, register_schedule, two_directions
 from megapipe.extras.cli.schedule import main as schedule_command
-from megapipe.extras.dry_run.rank import STATE, count_rank
+from megapipe.extras.dry_run.rank import STATE, count_rank, random_reader
 from megapipe.model.registered import replayed
 from megapipe.optimizer.registered import try_rule
 from megapipe.plan.memory import rank_memory
@@ -32,7 +32,7 @@ from megapipe.registry import BUILT_IN, EXTENSIONS, Registry
 from megapipe.schedule.families import SCHEDULES, build_lowered
 from megapipe.schedule.generate.split_backward import dualpipe
 from megapipe.tokenizers.tokenizer import build_tokenizer, checked
-from tests.extras.dry_run.grids import make_plan, read_for
+from tests.extras.dry_run.grids import make_plan
 from tests.extras.verify.grids import compared
 from tests.harness import run_ranks
 from tests.tables import rows, value
@@ -273,7 +273,7 @@ def test_the_planned_memory_of_the_example_layer_is_the_counted_one(grid: str) -
     EXTENSIONS.load(example("layer"))
     world_size, changes = GRIDS[grid]
     plan = make_plan(world_size, {"hidden_dropout": 0.0, "device": "cpu", **LAYER, **changes})
-    counted = count_rank(plan, 0, read_for(plan), "cpu")
+    counted = count_rank(plan, 0, random_reader(plan), "cpu")
     memory = rank_memory(plan, 0)
     assert {item: counted.items[item] for item in STATE} == {item: memory.items.get(item, 0) for item in STATE}
     assert counted.peak == pytest.approx(memory.total, rel=0.05), (counted, dict(memory.items))
@@ -327,7 +327,7 @@ def test_a_rule_that_cannot_be_applied_to_parts_is_refused(rule: Callable[..., N
 def test_the_planned_memory_of_the_example_rule_is_the_counted_one() -> None:
     EXTENSIONS.load(example("update_rule"))
     plan = make_plan(1, {"optimizer": "lion", "device": "cpu", "hidden_dropout": 0.0, "dtype": "bf16"})
-    counted, memory = count_rank(plan, 0, read_for(plan), "cpu"), rank_memory(plan, 0)
+    counted, memory = count_rank(plan, 0, random_reader(plan), "cpu"), rank_memory(plan, 0)
     assert memory.items["optimizer"] == counted.items["optimizer"] > 0
     assert counted.peak == pytest.approx(memory.total, rel=0.05)
 

@@ -16,7 +16,7 @@ from megapipe.config.rules.check import check
 from megapipe.errors import ConfigError, MegapipeError
 from megapipe.extras.convert import hugging_face
 from megapipe.extras.convert.snapshot import read_checkpoint
-from megapipe.extras.dry_run.rank import STATE, count_rank
+from megapipe.extras.dry_run.rank import STATE, count_rank, random_reader
 from megapipe.plan.layer_costs import linear_weights, replayed_flops
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.report import plan_text
@@ -25,7 +25,7 @@ from megapipe.plan.traces import layer_trace
 from megapipe.registry import EXTENSIONS
 from megapipe.schedule.action import Op
 from megapipe.trace.parameters import model_parameters
-from tests.extras.dry_run.grids import make_plan, read_for
+from tests.extras.dry_run.grids import make_plan
 from tests.extras.verify.grids import compared
 from tests.harness import run_ranks
 from tests.tables import options, rows
@@ -128,7 +128,7 @@ def test_its_module_declares_its_parameters_and_flops_and_its_trace_has_its_prod
 def test_planned_memory_is_the_counted_one(grid: str) -> None:
     world_size, options = COUNTED[grid]
     plan = make_plan(world_size, {"hidden_dropout": 0.0, "device": "cpu", **DECAY, **options})
-    counted, memory = count_rank(plan, 0, read_for(plan), "cpu"), rank_memory(plan, 0)
+    counted, memory = count_rank(plan, 0, random_reader(plan), "cpu"), rank_memory(plan, 0)
     assert {item: counted.items[item] for item in STATE} == {item: memory.items.get(item, 0) for item in STATE}
     assert counted.peak == pytest.approx(memory.total, rel=0.005), (counted, dict(memory.items))
 

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from megapipe.config.rules.pairs import CONTRADICTION, NOT_BUILT, REFUSED, Refusal  # noqa: E402
 from megapipe.errors import ConfigError  # noqa: E402
+from megapipe.extras.report.drawing import element, entry, legend, paper, rect, squares, text, titled  # noqa: E402
 from megapipe.plan.world_rules import REFUSED_BY_SCHEDULES  # noqa: E402
 from tests.combinations import planned  # noqa: E402
 from tests.features import FEATURES, RECIPES, Recipe  # noqa: E402
@@ -119,27 +119,19 @@ def verdict_text(recipes: dict[Recipe, tuple[Refusal, ...]]) -> str:
 def picture(found: Matrix) -> str:
     """Return the triangle of pairs, with the number of the reason in each cell that is refused."""
     numbers = {row: number for number, row in enumerate(found.rows, 1)}
-    width, height = 2 * LABEL + CELL * len(NAMES), CELL * len(NAMES) + 60
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        'font-size="11">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
+    parts = []
     for down, name in enumerate(NAMES):
         y = down * CELL
-        parts.append(f'<text x="{LABEL - 6}" y="{y + 13}" text-anchor="end">{escape(name)}</text>')
+        parts.append(text(LABEL - 6, y + 13, name, text_anchor="end"))
         for across, other in enumerate(NAMES[:down]):
             rows = found.refused.get((other, name), ())
             parts.append(_cell(LABEL + across * CELL, y, name, other, rows, numbers))
-        x = LABEL + down * CELL
-        parts.append(f'<text x="{x + 4}" y="{y + 13}" fill="#777">{escape(name)}</text>')
+        parts.append(text(LABEL + y + 4, y + 13, name, fill="#777"))
     kinds = Counter(rows[0].kind for rows in found.refused.values())
     kinds["accepted"] = found.num_pairs - len(found.refused)
-    for place, (kind, color) in enumerate(COLORS.items()):
-        x, y = LABEL + place * 170, CELL * len(NAMES) + 24
-        parts.append(f'<rect x="{x}" y="{y}" width="14" height="14" fill="{color}"/>')
-        parts.append(f'<text x="{x + 20}" y="{y + 12}">{kind}: {kinds[kind]} pairs</text>')
-    return "\n".join(filter(None, [*parts, "</svg>"])) + "\n"
+    entries = (entry(f"{kind}: {kinds[kind]} pairs", *squares(color)) for kind, color in COLORS.items())
+    width, bottom = 2 * LABEL + CELL * len(NAMES), CELL * len(NAMES) + 34
+    return paper(width, bottom + 14, [*filter(None, parts), *legend(entries, LABEL, width, bottom)[0]])
 
 
 def _cell(x: int, y: int, name: str, other: str, rows: tuple[Refusal, ...], numbers: dict[Refusal, int]) -> str:
@@ -148,13 +140,10 @@ def _cell(x: int, y: int, name: str, other: str, rows: tuple[Refusal, ...], numb
         options_of((other, name))
     except ValueError:
         return ""
-    color = COLORS[rows[0].kind if rows else "accepted"]
     words = "; ".join(row.reason for row in rows) or "accepted"
-    box = f'<rect x="{x}" y="{y}" width="{CELL - 1}" height="{CELL - 1}" fill="{color}"/>'
-    number = (
-        f'<text x="{x + 8}" y="{y + 12}" text-anchor="middle" font-size="9">{numbers[rows[0]]}</text>' if rows else ""
-    )
-    return f"<g><title>{escape(f'{name} with {other}: {words}')}</title>{box}{number}</g>"
+    box = rect(x, y, CELL - 1, CELL - 1, fill=COLORS[rows[0].kind if rows else "accepted"])
+    number = text(x + 8, y + 12, str(numbers[rows[0]]), text_anchor="middle", font_size=9) if rows else ""
+    return element("g", titled(f"{name} with {other}: {words}") + box + number)
 
 
 if __name__ == "__main__":

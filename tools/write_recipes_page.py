@@ -27,9 +27,8 @@ from megapipe.api.config import Config  # noqa: E402
 from megapipe.api.planning import make_plan  # noqa: E402
 from megapipe.config.parallel import strategy_of  # noqa: E402
 from megapipe.errors import ConfigError  # noqa: E402
-from megapipe.extras.dry_run.rank import count_rank  # noqa: E402
+from megapipe.extras.dry_run.rank import count_rank, random_reader  # noqa: E402
 from megapipe.extras.dry_run.run import difference_text  # noqa: E402
-from megapipe.extras.streams.ranks import random_batches  # noqa: E402
 from megapipe.formatting import bytes_text  # noqa: E402
 from megapipe.plan.hardware import hardware_named  # noqa: E402
 from megapipe.plan.memory import RankMemory, all_rank_memory  # noqa: E402
@@ -147,7 +146,7 @@ def gib_text(memory: RankMemory) -> str:
 
 def difference_cell(plan: RunPlan, rank: int, memory: RankMemory) -> str:
     """Return the difference of the dry run from the plan."""
-    return difference_text(memory.total, count_rank(plan, rank, random_batches(plan)).peak)
+    return difference_text(memory.total, count_rank(plan, rank, random_reader(plan)).peak)
 
 
 def shipped_rows() -> list[tuple[str, ...]]:

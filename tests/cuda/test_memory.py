@@ -9,10 +9,10 @@ import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups
-from megapipe.extras.dry_run.rank import count_rank, count_step, run_steps
+from megapipe.extras.dry_run.rank import count_rank, count_step, random_reader, run_steps
 from megapipe.plan.memory import rank_memory
 from megapipe.trace.meta import LiveBytes
-from tests.extras.dry_run.grids import FULL, LLAMA, make_plan, read_for, selective
+from tests.extras.dry_run.grids import FULL, LLAMA, make_plan, selective
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -41,7 +41,7 @@ def peak_of_a_step(changes: dict[str, Any]) -> tuple[int, int, int]:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     runtime = TrainingRuntime(plan, ProcessGroups.alone(), torch.device("cuda", 0))
-    read, count = read_for(plan), plan.batch.full // plan.batch.samples_per_microbatch
+    read, count = random_reader(plan), plan.batch.full // plan.batch.samples_per_microbatch
     run_steps(runtime, read, num_microbatches=count)
     taken = torch.cuda.max_memory_allocated() - before
     return taken, rank_memory(plan, 0).total, 0 if runtime.offload is None else runtime.offload.pool.num_bytes
@@ -63,8 +63,8 @@ def test_a_gpu_uses_the_planned_and_counted_bytes(name: str) -> None:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with LiveBytes() as live:
-        seen, _ = count_step(plan, ProcessGroups.alone(), torch.device("cuda", 0), live, read_for(plan))
+        seen, _ = count_step(plan, ProcessGroups.alone(), torch.device("cuda", 0), live, random_reader(plan))
     taken = torch.cuda.max_memory_allocated() - before
     assert seen.peak == pytest.approx(taken, rel=CLOSE)
-    assert count_rank(plan, 0, read_for(plan), "cuda", in_full=True).peak == pytest.approx(taken, rel=CLOSE)
+    assert count_rank(plan, 0, random_reader(plan), "cuda", in_full=True).peak == pytest.approx(taken, rel=CLOSE)
     assert rank_memory(plan, 0).total == pytest.approx(taken, rel=CLOSE)

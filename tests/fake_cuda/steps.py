@@ -33,10 +33,10 @@ from torch import Tensor
 from megapipe.assembly.compose import parameter_dtype
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import fake_process_groups
-from megapipe.extras.dry_run.rank import count_step, empty_slices, run_steps
+from megapipe.extras.dry_run.rank import count_step, empty_slices, random_reader, run_steps
 from megapipe.extras.streams import count
 from megapipe.extras.streams.launches import COLLECTIVE, COMPUTE, HOST_WAIT, MESSAGE, Launch, Work
-from megapipe.extras.streams.ranks import on_device, prepare, random_batches
+from megapipe.extras.streams.ranks import on_device, prepare
 from megapipe.extras.streams.recorder import NcclBackend, where
 from megapipe.extras.streams.shapes import DEVICE, tensors
 from megapipe.plan.memory import rank_memory
@@ -170,7 +170,7 @@ def seen_of(world_size: int, rank: int, changes: dict[str, Any], base: dict[str,
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in (base | changes).items()}
     try:
         plan = make_plan(world_size, given | {"device": "cuda"})
-        groups, read = fake_process_groups(plan.topology, rank, NcclBackend(checks)), random_batches(plan)
+        groups, read = fake_process_groups(plan.topology, rank, NcclBackend(checks)), random_reader(plan)
         built: list[TrainingRuntime] = []
 
         def build(*arguments: Any) -> TrainingRuntime:

@@ -75,4 +75,4 @@ def test_a_page_without_markers_is_refused(tmp_path: Path) -> None:
         f"{{'zero': 'table'}}, 'here')"
     )
     done = run("-c", code)
-    assert "has no markers <!-- zero --> and <!-- /zero -->" in done.stderr
+    assert "has 0 pairs of the marks <!-- zero --> and <!-- /zero -->" in done.stderr

@@ -13,7 +13,6 @@ evaluated there. Runs that have ended are not repeated. What follows -- goes to 
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from pathlib import Path
 
 from bench_processes import BenchError, exit_code, make_parser
 from bench_table import as_markdown
+
+from megapipe.extras.report.folder import read_run
 
 STAGES = 4
 MODEL = (
@@ -58,11 +59,10 @@ def final_loss(folder: Path, flags: Sequence[str]) -> float:
         if code:
             raise BenchError(f"a run ended with exit code {code}; see {folder / 'log'}")
         (folder / "done").touch()
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    losses = [line["loss"] for line in lines if line["kind"] == "evaluation" and line["split"] == "validation"]
-    if not losses:
+    evaluations = read_run(folder).evaluations("validation")
+    if not evaluations:
         raise BenchError(f"{metrics} has no validation loss: the data need a validation part")
-    return float(losses[-1])
+    return float(evaluations[-1]["loss"])
 
 
 def main(argv: Sequence[str]) -> int:

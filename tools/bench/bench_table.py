@@ -1,10 +1,13 @@
-"""Medians with quartiles, and tables, as benchmarks print them."""
+"""Medians with quartiles, tables as benchmarks print them, and their places in pages."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from bench_processes import BenchError
 
 
 @dataclass(frozen=True)
@@ -27,3 +30,13 @@ class Quartiles:
 def as_markdown(rows: Sequence[Sequence[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def with_text(page: str, mark: str, text: str) -> str:
+    """Return a page with another text between its marks. Raises BenchError if it does not have them once."""
+    marks = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    between = rf"(?s)(?<={re.escape(marks[0])}).*?(?={re.escape(marks[1])})"
+    made, count = re.subn(between, lambda _: text, page)
+    if count != 1:
+        raise BenchError(f"a page has {count} pairs of the marks {marks[0]} and {marks[1]}, not one")
+    return made

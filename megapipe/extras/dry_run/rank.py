@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from megapipe.assembly.compose import DrawSlice
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import ProcessGroups, Traffic, fake_process_groups
 from megapipe.comm.trace import Tracer
-from megapipe.data.batch import Batch
+from megapipe.data.batch import Batch, DocumentRules
 from megapipe.errors import CommunicationError
 from megapipe.extras.dry_run.microbatches import microbatches_to_run
 from megapipe.optimizer.schedule import Rates
@@ -107,6 +108,19 @@ ReadBatch = Callable[[int, int], Batch]  # (dp_rank, microbatch number) -> the m
 def empty_slices(device: torch.device) -> DrawSlice:
     """Return initial values of parameters for a device on which there are no values."""
     return lambda spec, tp_rank, tp: torch.empty(spec.local_shape(tp_rank, tp), device=device)
+
+
+def random_reader(plan: RunPlan) -> ReadBatch:
+    """Return a function (dp_rank, microbatch) -> a batch of random token ids."""
+    micro, seq = plan.config.training.micro_batch_size, plan.config.model.seq_length
+    data = plan.config.data
+    rules = DocumentRules(0, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+
+    def read(dp_rank: int, k: int) -> Batch:
+        samples = np.random.default_rng([dp_rank, k]).integers(1, plan.config.model.vocab_size, (micro, seq + 1))
+        return Batch.of(samples.astype(np.int64), tuple(range(micro)), rules)
+
+    return read
 
 
 def run_steps(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megapipe.checkpoint.disk import Disk
 from megapipe.data.dataset import Array
 from megapipe.data.indexed_file import (
     CHECK_BLOCK,
@@ -69,13 +70,4 @@ def publish(partial_bin: Path, partial_idx: Path, prefix: str, tokenizer: Tokeni
         os.replace(partial_bin, bin_path(prefix))
     if partial_idx.exists():
         os.replace(partial_idx, idx_path(prefix))
-    sync_folder(bin_path(prefix).parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names of new files survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    Disk().sync_folder(bin_path(prefix).parent)

@@ -26,10 +26,11 @@ from typing import IO, Any
 
 import numpy as np
 
+from megapipe.checkpoint.disk import Disk
 from megapipe.data.dataset import Array
 from megapipe.data.indexed_file import Tokenizer, bin_path, idx_path, replace_json
 from megapipe.errors import ConfigError, DataError
-from megapipe.extras.preprocess.indexed_writer import index_bytes, publish, sync_folder, write_index
+from megapipe.extras.preprocess.indexed_writer import index_bytes, publish, write_index
 from megapipe.extras.preprocess.text_source import Position, Problem
 
 Description = Mapping[str, Any]  # of inputs and settings: what to call each -> JSON
@@ -233,4 +234,4 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     replace_json(path, path.with_name(f"{path.name}.new"), content)
-    sync_folder(path.parent)
+    Disk().sync_folder(path.parent)

@@ -6,7 +6,6 @@
 - `observer`:   what is said while a run trains: its `kernels`, profiles, `stragglers`
 - `page`:       the HTML report, with page.css and page.js inlined; several runs: a table for the terminal and a page
 - `charts`:     charts over steps and heat maps of experts' loads
-- `expert_load`: the load of experts that chance alone gives
 - `comparison`: plan and measurement drawn with comparison.css, times of the stages, the report's section on them
 - `goodput`:    the days of a run with failures and checkpoints
 - `schedules`:  all schedule families side by side; `curves`: what ranks hold over a timeline

@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import NormalDist
 from typing import Any
 
 from megapipe.config.config import Config
 from megapipe.extras.report.drawing import element, line, merged, rect, round_step, text, titled
-from megapipe.extras.report.expert_load import expected_load
 from megapipe.extras.report.folder import Record, Run
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 30
@@ -285,13 +285,28 @@ def _chance(record: Record, config: Config) -> str:
     experts, tokens = len(loads[0]), record["global_batch_size"] * config.model.seq_length
     if not 0 < topk <= experts or tokens < 1:
         return ""
-    largest, mean = expected_load([1 / experts] * experts, tokens, topk)
-    most = [max(of_layer) for of_layer in loads]
+    most, expected = [max(of_layer) for of_layer in loads], expected_imbalance(experts, tokens, topk)
     return (
         f'<p class="soft">Busiest expert of a layer over the mean, at step {record["step"]:,}: expected for balanced '
-        f"routing {largest / mean:.2f} (chance alone, {tokens:,} tokens, top {topk} of {experts}), measured "
+        f"routing {expected:.2f} (chance alone, {tokens:,} tokens, top {topk} of {experts}), measured "
         f"{sum(most) / len(most):.2f} in the mean of the layers, {max(most):.2f} in the worst.</p>"
     )
+
+
+def expected_imbalance(experts: int, tokens: int, topk: int) -> float:
+    """Return the load of the fullest expert over the mean that chance alone gives at balanced routing.
+
+    Every token draws topk of the experts. Their loads are taken to be normal, with a sum that is fixed: what one expert
+    has more, the others have less. That is exact in the limit of many tokens.
+    """
+    if experts == 1:
+        return 1.0
+    mean = tokens * topk / experts
+    width = math.sqrt(mean * (1.0 - topk / experts) * experts / (experts - 1)) or 1e-9
+    normal, steps, low, high = NormalDist(), 400, mean - 8.0 * width, mean + 8.0 * width
+    grid = (low + (high - low) * (step + 0.5) / steps for step in range(steps))
+    largest = low + (high - low) / steps * sum(1.0 - normal.cdf((load - mean) / width) ** experts for load in grid)
+    return min(float(tokens), largest) / mean
 
 
 def heat(level: int) -> str:

@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from megapipe.assembly.compose import parameter_dtype
 from megapipe.assembly.runtime import TrainingRuntime
 from megapipe.comm.groups import fake_process_groups
-from megapipe.data.batch import Batch, DocumentRules
-from megapipe.extras.dry_run.rank import ReadBatch, empty_slices, run_steps
+from megapipe.extras.dry_run.rank import empty_slices, random_reader, run_steps
 from megapipe.extras.streams.order import Operation, Race, computed_meanwhile, find_races
 from megapipe.extras.streams.recorder import Device, NcclBackend, Recorder, pretend_streams
 from megapipe.extras.streams.rows import rows_of_experts
@@ -72,7 +69,7 @@ def recorded(
 ) -> Any:
     """Run steps of one rank and return what has recorded them, a recorder of this kind."""
     recorder: Recorder = kind()
-    groups, read = fake_process_groups(plan.topology, rank, NcclBackend(recorder)), random_batches(plan)
+    groups, read = fake_process_groups(plan.topology, rank, NcclBackend(recorder)), random_reader(plan)
     with recorder.watching(), on_device(recorder):
         gemm_adds_to_fp32(DEVICE, parameter_dtype(plan.config.precision.dtype))  # as at the start of a run
         runtime = build(plan, groups, DEVICE, empty_slices(DEVICE), marks=recorder.marks)
@@ -91,16 +88,3 @@ def on_device(recorder: Recorder) -> Iterator[None]:
             yield
     finally:
         Device.recorder = None
-
-
-def random_batches(plan: RunPlan) -> ReadBatch:
-    """Return a function (dp_rank, microbatch) -> a batch of random token ids."""
-    micro, seq = plan.config.training.micro_batch_size, plan.config.model.seq_length
-    data = plan.config.data
-    rules = DocumentRules(0, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-
-    def read(dp_rank: int, k: int) -> Batch:
-        samples = np.random.default_rng([dp_rank, k]).integers(1, plan.config.model.vocab_size, (micro, seq + 1))
-        return Batch.of(samples.astype(np.int64), tuple(range(micro)), rules)
-
-    return read

@@ -1,13 +1,10 @@
-"""Configurations on which plan, dry run and real ranks are compared, and random batches."""
+"""Configurations on which plan, dry run and real ranks are compared."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from megapipe.data.batch import Batch, DocumentRules
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
 from tests.tables import options, rows
@@ -139,16 +136,3 @@ def make_plan(world_size: int, changes: dict[str, Any], base: dict[str, Any] | N
     whole = GPT2 | (base or {}) | changes
     per_node = whole.pop("ranks_per_node", None)
     return resolve(make_config(**whole), world_size, per_node)
-
-
-def read_for(plan: RunPlan) -> Any:
-    """Return a function (dp_rank, microbatch) -> a batch of random token ids."""
-    micro, seq = plan.config.training.micro_batch_size, plan.config.model.seq_length
-    data = plan.config.data
-    rules = DocumentRules(0, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
-
-    def read(dp_rank: int, k: int) -> Batch:
-        samples = np.random.default_rng([dp_rank, k]).integers(1, plan.config.model.vocab_size, (micro, seq + 1))
-        return Batch.of(samples.astype(np.int64), tuple(range(micro)), rules)
-
-    return read

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from megapipe.config.config import resolve_model
-from megapipe.extras.dry_run.rank import count_rank
+from megapipe.extras.dry_run.rank import count_rank, random_reader
 from megapipe.layers.model import model_spec, rank_shape
 from megapipe.plan.traces import layer_trace, sent_bytes
 from megapipe.plan.traffic import step_bytes
 from megapipe.schedule.action import Op
-from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, UNLIKE, make_plan, read_for, selective
+from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, UNLIKE, make_plan, selective
 from tests.tiny import make_config
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def test_a_rank_sends_the_planned_bytes_over_cp(kind: str, options: str) -> None
     base = LLAMA | {"num_query_groups": 4, "context_parallel_size": 4, "num_layers": 4, "device": "cpu"}
     plan = make_plan(world_size, base | KINDS[kind] | changes)
     for rank in (0, world_size - 1):
-        traffic = count_rank(plan, rank, read_for(plan), "cpu").traffic
+        traffic = count_rank(plan, rank, random_reader(plan), "cpu").traffic
         assert traffic is not None
         sent = dict.fromkeys(("cp", "cp_a2a", "cp_p2p"), 0.0)
         for (group, operation), num_bytes in traffic.bytes.items():
@@ -92,7 +92,7 @@ def test_a_dry_run_of_few_microbatches_counts_the_messages_of_all(ranks: dict[st
     plan = make_plan(
         2, LLAMA | experts | {"context_parallel_size": 2, "global_batch_size": 32, "num_layers": 2, "device": "cpu"}
     )
-    few, full = (count_rank(plan, 0, read_for(plan), "cpu", in_full=in_full) for in_full in (False, True))
+    few, full = (count_rank(plan, 0, random_reader(plan), "cpu", in_full=in_full) for in_full in (False, True))
     assert few.num_run < full.num_run
     assert few.traffic is not None and full.traffic is not None
     assert few.traffic.bytes == full.traffic.bytes

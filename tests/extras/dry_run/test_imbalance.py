@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megapipe.extras.dry_run.rank import STATE, count_rank
+from megapipe.extras.dry_run.rank import STATE, count_rank, random_reader
 from megapipe.model.dispatch import Routes, ends_of, even_parts
 from megapipe.plan.expert_load import ExpertLoad
 from megapipe.plan.memory import rank_memory
-from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, WIDE_EXPERTS, make_plan, read_for, selective
+from tests.extras.dry_run.grids import FULL, LLAMA, PP2, SP2, WIDE_EXPERTS, make_plan, selective
 
 BF16 = {"dtype": "bf16"}
 CASES: dict[str, tuple[int, float, dict[str, Any]]] = {
@@ -51,7 +51,7 @@ def test_a_plan_at_an_imbalance_counts_the_bytes_of_the_fullest_rank(
         )
 
     monkeypatch.setattr(Routes, "of", classmethod(forced))
-    counted = count_rank(plan, 0, read_for(plan))
+    counted = count_rank(plan, 0, random_reader(plan))
     assert counted.peak == pytest.approx(planned.total, rel=0.015), (counted, dict(planned.items))
     assert of_even.total < 0.99 * planned.total
     assert all(planned.items.get(item, 0) == counted.items[item] for item in STATE)

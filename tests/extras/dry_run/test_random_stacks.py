@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megapipe.extras.dry_run.rank import STATE, count_rank
+from megapipe.extras.dry_run.rank import STATE, count_rank, random_reader
 from megapipe.plan.memory import rank_memory
-from tests.extras.dry_run.grids import FULL, LLAMA, OFFLOAD, PP2, SP2, TP2, make_plan, read_for, selective
+from tests.extras.dry_run.grids import FULL, LLAMA, OFFLOAD, PP2, SP2, TP2, make_plan, selective
 from tests.extras.dry_run.test_planned import CLOSE, ranks_at_ends
 
 RUNS = (
@@ -60,7 +60,7 @@ def test_a_random_stack_takes_the_bytes_in_the_plan(grid: str, seed: int) -> Non
     options = changes | random.choice(RECOMPUTES) | drawn
     plan = make_plan(world_size, options, random.choice(({}, LLAMA)))
     for rank in ranks_at_ends(plan.topology.pp, world_size):
-        counted = count_rank(plan, rank, read_for(plan), drawn["device"])
+        counted = count_rank(plan, rank, random_reader(plan), drawn["device"])
         memory = rank_memory(plan, plan.topology.coordinates(rank).pp_rank)
         assert {item: counted.items[item] for item in STATE} == {item: memory.items.get(item, 0) for item in STATE}
         assert counted.peak == pytest.approx(memory.total, rel=CLOSE), (options, counted, dict(memory.items))

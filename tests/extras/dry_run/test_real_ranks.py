@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megapipe.comm.groups import build_process_groups
-from megapipe.extras.dry_run.rank import RankCount, count_rank, count_step
+from megapipe.extras.dry_run.rank import RankCount, count_rank, count_step, random_reader
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.run_plan import RunPlan
 from megapipe.trace.meta import LiveBytes
@@ -17,7 +17,6 @@ from tests.extras.dry_run.grids import (
     LLAMA,
     cases,
     make_plan,
-    read_for,
 )
 from tests.harness import RankPool
 
@@ -29,7 +28,7 @@ def counted_on_a_rank(rank: int, world_size: int, changes: dict[str, Any]) -> Ra
     plan = make_plan(world_size, changes | {"device": "cpu"})
     groups = build_process_groups(plan.topology, rank, "gloo", 30)
     with LiveBytes() as live:
-        return count_step(plan, groups, torch.device("cpu"), live, read_for(plan))[0]
+        return count_step(plan, groups, torch.device("cpu"), live, random_reader(plan))[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -42,7 +41,7 @@ def test_plan_and_dry_run_equal_real_ranks(name: str, rank_pools: Callable[[int]
 def check_ranks(plan: RunPlan, counted: Sequence[RankCount]) -> None:
     """Compare what real ranks counted with the plan and the dry run."""
     for rank, real in enumerate(counted):
-        with_meta = count_rank(plan, rank, read_for(plan), "cpu", in_full=True)
+        with_meta = count_rank(plan, rank, random_reader(plan), "cpu", in_full=True)
         planned = rank_memory(plan, plan.topology.coordinates(rank).pp_rank)
         assert with_meta.peak == pytest.approx(real.peak, rel=CLOSE), (rank, with_meta, real)
         assert planned.total == pytest.approx(real.peak, rel=CLOSE), (rank, dict(planned.items), real)

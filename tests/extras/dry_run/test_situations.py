@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megapipe.extras.dry_run.microbatches import microbatches_to_run, situations
-from megapipe.extras.dry_run.rank import count_rank
+from megapipe.extras.dry_run.rank import count_rank, random_reader
 from megapipe.schedule.action import parse_action
-from tests.extras.dry_run.grids import PP2, SP2, make_plan, read_for
+from tests.extras.dry_run.grids import PP2, SP2, make_plan
 
 ROW = [parse_action(text) for text in ["0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3"]]
 LONG: dict[str, dict[str, Any]] = {
@@ -39,7 +39,7 @@ def test_a_short_step_has_the_peak_and_messages_of_the_full_one(name: str) -> No
     changes = LONG[name] | {"global_batch_size": 48, "num_layers": 4}
     plan = make_plan(4 if "sequence_parallel" in changes else 2, changes)
     last = plan.topology.world_size - 1
-    short, whole = (count_rank(plan, last, read_for(plan), in_full=in_full) for in_full in (False, True))
+    short, whole = (count_rank(plan, last, random_reader(plan), in_full=in_full) for in_full in (False, True))
     assert short.num_run < whole.num_run == 24
     tokens = 16 * plan.config.training.micro_batch_size * plan.config.model.seq_length
     # tokens and labels of the remaining microbatches

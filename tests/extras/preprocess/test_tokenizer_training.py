@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from megapipe.errors import ConfigError
@@ -36,6 +36,7 @@ def tokenizer(folder: Path) -> HuggingFaceTokenizer:
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 @example(text="\t\tif x:\r\n\n\n   \x0b\x0c\x00y\u2028\ufeff\u00a0 \u2581 ")
 def test_any_text_round_trips(text: str, tokenizer: HuggingFaceTokenizer) -> None:
+    assume(not any(special in text for special in SPECIAL_TOKENS))  # they are read as one token, which isn't shown
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and all(0 <= token < tokenizer.vocab_size for token in ids)
 

@@ -29,12 +29,12 @@ from megapipe.extras.report.charts import (
     Chart,
     Curve,
     chart_svg,
+    expected_imbalance,
     expert_maps_html,
     heat,
     thinned,
 )
 from megapipe.extras.report.comparison import comparison_svg, op_times
-from megapipe.extras.report.expert_load import expected_load
 from megapipe.extras.report.folder import changed_settings, read_run
 from megapipe.extras.report.page import page
 from megapipe.extras.report.profile import profiles_in, read_profile
@@ -375,8 +375,8 @@ def test_the_load_that_chance_gives_stands_beside_the_measured_one(recorded: Pat
         record["expert_load"] = {"1": [0.5, 1.5, 1.0], "3": [1.0, 1.1, 0.9]}
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     tokens = steps[-1]["global_batch_size"] * model.seq_length
-    largest, mean = expected_load([1 / 3] * 3, tokens, model.moe_router_topk)
-    expected = f"routing {largest / mean:.2f} (chance alone, {tokens:,} tokens, top 2 of 3), measured 1.30 in the mean"
+    chance = expected_imbalance(3, tokens, model.moe_router_topk)
+    expected = f"routing {chance:.2f} (chance alone, {tokens:,} tokens, top 2 of 3), measured 1.30 in the mean"
     assert f"{expected} of the layers, 1.50 in the worst" in " ".join(shown(recorded).split())
 
 

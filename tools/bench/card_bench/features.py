@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
 from card_bench.contenders import Contender, Job, transformers_model
 from card_bench.jobs import EAGER_BLOCKS, LLAMA, OF_8B, QWEN_05B, STEPS, TINY, plan_of, predicted_ms
 from card_bench.layers import is_installed
 from card_bench.processes import LOGGED, MEGAPIPE, steps_of
 from card_bench.report import Report
-from card_bench.timing import sustained_seconds
+from card_bench.timing import copy_rate
 from card_bench.turns import build, take_turns
 from megapipe.extras.convert.families import choose_family
 from megapipe.plan.layer_costs import step_flops
@@ -50,7 +48,6 @@ UPDATED = f"--num-layers 4 {OF_8B} --seq-length 1024 {SMALL_BATCH}"
 RING_HEADS = {"cuda": "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 8192 --vocab-size 4096"}
 RING_STEPS = 3
 LOSS_BOUND = {"cuda": 5e-3, "cpu": 5e-3}  # in bf16: 2^-8 an element, much less in the mean over tokens
-COPY_BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
 
 
 def experts(report: Report) -> None:
@@ -126,7 +123,7 @@ def optimizer(report: Report) -> None:
     sizes = UPDATED if report.on_gpu else f"{TINY} {SMALL_BATCH}"
     names = ("torch", "compiled") if report.on_gpu else ("torch",)  # nothing is compiled in a twin
     plans = {name: plan_of(report, sizes, f"--optimizer-impl {name}", EAGER_BLOCKS) for name in names}
-    copy = copy_rate(report)
+    copy = copy_rate(report.device)
     sheet = None if report.hardware is None else report.hardware.memory_bytes_per_second / 1e12
     report.figure("copy", copy / 1e12, "TB/s", sheet)
     for name, seconds in _updates(report, plans).items():
@@ -135,13 +132,6 @@ def optimizer(report: Report) -> None:
         rate = (optimizer_bytes(plan, 0, name == "compiled") - zeroed) / seconds
         report.figure(f"{name}.bytes a second", rate / 1e12, "TB/s", sheet)
         report.bar(f"{name}, of the copy's rate", rate / copy, 0.8, is_goal=True)
-
-
-def copy_rate(report: Report) -> float:
-    """Return the bytes per second of a copy, read and written."""
-    source = torch.ones(COPY_BYTES[report.device.type], dtype=torch.uint8, device=report.device)
-    target = torch.empty_like(source)
-    return 2.0 * source.numel() / sustained_seconds(lambda: target.copy_(source), report.device)
 
 
 def _updates(report: Report, plans: Mapping[str, RunPlan]) -> dict[str, float]:

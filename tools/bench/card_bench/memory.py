@@ -14,8 +14,7 @@ from card_bench.report import Report
 from card_bench.timing import seconds_of
 from megapipe.comm.groups import ProcessGroups, Traffic, fake_process_groups
 from megapipe.config.load import load_config
-from megapipe.extras.dry_run.rank import count_rank, count_step
-from megapipe.extras.streams.ranks import random_batches
+from megapipe.extras.dry_run.rank import count_rank, count_step, random_reader
 from megapipe.plan.memory import rank_memory
 from megapipe.plan.resolve import resolve
 from megapipe.plan.run_plan import RunPlan
@@ -96,7 +95,7 @@ def plan_for(report: Report, name: str) -> RunPlan:
 
 def _one(report: Report, name: str, plan: RunPlan) -> float:
     """Add the figures of a configuration and return how far the plan is from the allocated bytes, as a share."""
-    read, device = random_batches(plan), report.device
+    read, device = random_reader(plan), report.device
     planned = rank_memory(plan, 0).total
     counted = count_rank(plan, 0, read, device.type).peak
     if report.on_gpu:

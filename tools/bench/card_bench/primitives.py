@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from card_bench.report import Report
-from card_bench.timing import fp8_gemm_rate, gemm_rate, sustained_seconds
+from card_bench.timing import copy_rate, fp8_gemm_rate, gemm_rate, sustained_seconds
 from megapipe.gpu.device_clock import EventClock
 from megapipe.gpu.kernels import compiled
 from megapipe.gpu.streams import HostCopy
@@ -68,11 +68,7 @@ def expandable_segments(device: torch.device) -> Found:
 
 
 def copy(device: torch.device) -> Found:
-    size = 1 << (30 if device.type == "cuda" else 20)
-    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-    source.random_()
-    took = sustained_seconds(lambda: target.copy_(source), device)
-    return {"ms": 1e3 * took, "TB/s": 2 * size / took / 1e12}
+    return {"TB/s": copy_rate(device) / 1e12}
 
 
 def gemm(device: torch.device) -> Found:

@@ -15,6 +15,7 @@ from megapipe.tensor_parallel.fp8_matrix import E4M3, fp8_matmul
 from megapipe.tensor_parallel.fp8_scales import tensorwise
 
 GEMM_SIZE = {"cuda": 8192, "cpu": 512}
+COPY_BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
 GEMM_SECONDS = {"cuda": 0.4, "cpu": 0.01}
 LAUNCH = r"(cuda|cu)Launch\w*Kernel|cudaGraphLaunch"  # calls of the driver that launch kernels
 
@@ -41,6 +42,13 @@ def fp8_gemm_rate(device: torch.device) -> float:
     size = GEMM_SIZE[device.type]
     a, b = (tensorwise(torch.randn(size, size, device=device), E4M3) for _ in range(2))
     return 2.0 * size**3 / sustained_seconds(lambda: fp8_matmul(a, b, torch.bfloat16, fast=True), device)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Return the bytes per second of a copy, read and written."""
+    source = torch.randint(256, (COPY_BYTES[device.type],), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * source.numel() / sustained_seconds(lambda: target.copy_(source), device)
 
 
 def sustained_seconds(call: Callable[[], Any], device: torch.device) -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench_table import as_markdown
+from bench_table import as_markdown, with_text
 
 from gpu_day.parts import PARTS, Part
 from gpu_day.record import Record, Row, write_whole
@@ -119,19 +118,6 @@ def sentences(record: Record, parts: Sequence[Part] = PARTS) -> Mapping[str, str
         else f"**Nothing on this page has run on a GPU yet**; [the table]({place}) says how each part was tested.",
         "docs/roadmap.md": f"{counts}" if ran else "Nothing has run on a GPU:",
     }
-
-
-def with_text(page: str, mark: str, text: str) -> str:
-    """Return a page with another text between its marks. Raises ValueError if it does not have them once."""
-    marks = re.escape(f"<!-- {mark} -->"), re.escape(f"<!-- /{mark} -->")
-    made, count = re.subn(
-        rf"({marks[0]}).*?({marks[1]})", lambda found: f"{found[1]}{text}{found[2]}", page, flags=re.S
-    )
-    if count != 1:
-        raise ValueError(
-            f"{count} pairs of <!-- {mark} --> and <!-- /{mark} -->; there is one on each page that has them"
-        )
-    return made
 
 
 def pages(root: Path = REPOSITORY) -> dict[Path, str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_processes import BenchError, machine_text
-from bench_table import Quartiles, as_markdown
+from bench_processes import machine_text
+from bench_table import Quartiles, as_markdown, with_text
 
 from schedule_bench.cases import AnyCase, Case, RealCase
 from schedule_bench.figures import Figures
@@ -179,13 +178,8 @@ def machine(results: Sequence[Result], steps: int) -> str:
 
 
 def insert(page: Path, found: dict[str, str], on: str) -> None:
-    """Replace the text between `<!-- PART -->` and `<!-- /PART -->`; other parts stay. Raises BenchError for a part
-    without markers."""
+    """Replace the text between `<!-- PART -->` and `<!-- /PART -->`; other parts stay. Raises BenchError."""
     text = page.read_text()
     for part, table in found.items():
-        pattern = re.compile(rf"(<!-- {part} -->\n).*?(<!-- /{part} -->)", re.DOTALL)
-        match = pattern.search(text)
-        if match is None:
-            raise BenchError(f"{page} has no markers <!-- {part} --> and <!-- /{part} -->")
-        text = f"{text[: match.end(1)]}\n{on}\n\n{table}\n\n{text[match.start(2) :]}"
+        text = with_text(text, part, f"\n\n{on}\n\n{table}\n\n")
     page.write_text(text)
