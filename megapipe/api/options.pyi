@@ -282,6 +282,7 @@ class Options(TypedDict, total=False):
     end_weight_decay: float | None
     weight_decay_incr_style: Literal["constant", "linear", "cosine"]
     clip_grad: float
+    clip_grad_delay: int
     delay_error_feedback: float
     adam_beta1: float
     adam_beta2: float

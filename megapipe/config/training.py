@@ -72,6 +72,7 @@ DECOUPLED_LR = Need("optimizer.decoupled_lr", "--decoupled-lr")
 MANUAL_GC = Need("training.manual_gc", "--manual-gc", without="Python decides when garbage is collected")
 SPIKES = Need("training.spike_rollback", "--spike-rollback N")
 ADAM = Need("optimizer.optimizer", "--optimizer adam or muon", ("adam", "muon"), without="only AdamW reads it")
+CLIPPING = Need("optimizer.clip_grad", "--clip-grad")
 SGD = Need("optimizer.optimizer", "--optimizer sgd", ("sgd",), without="only SGD reads it")
 MUON = Need("optimizer.optimizer", "--optimizer muon", ("muon",), without="only Muon reads it")
 PRECISION_AWARE = Need("optimizer.use_precision_aware_optimizer", "--use-precision-aware-optimizer")
@@ -234,6 +235,14 @@ class OptimizerConfig:
     end_weight_decay: float | None = option(None, "last weight decay of a ramp", at_least=0, derived="weight-decay")
     weight_decay_incr_style: str = option("constant", "shape of the weight-decay ramp", choices=WEIGHT_DECAY_STYLES)
     clip_grad: float = option(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+    clip_grad_delay: int = option(
+        0,
+        "paci: 1 clips an update by the gradient norm of the model in the update before, 0 by that of its own stage",
+        "updates",
+        at_least=0,
+        at_most=1,
+        needs=CLIPPING,
+    )
     delay_error_feedback: float = option(
         0.0,
         "pipedream-2bw: share of the last update's error that an update adds: what it would have changed with these "

@@ -45,6 +45,7 @@ class StepReport:
     loss_scale: float  # of this step's losses
     num_zeros: int | None  # elements of the gradient that are exactly zero; None unless requested
     beside: tuple[float, ...] = ()  # sums of the numbers that were given beside those of the gradients
+    norm_before: float | None = None  # of the update before, by which this one was clipped (--clip-grad-delay)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ class Optimizer:
     ) -> None:
         self.scaler = LossScaler.of(precision)
         self._clip_grad, self._on_host = config.clip_grad, config.optimizer_cpu_offload
-        self._error_feedback = config.delay_error_feedback
+        self._error_feedback, self._clips_late = config.delay_error_feedback, bool(config.clip_grad_delay)
+        self.last_norm: float | None = None  # of the averaged gradient of the last update, with --clip-grad-delay
         self._has_last_change = False  # False until the first update with it
         stages = stores.stages
         self._groups, self._stores, self._device = groups, stores, next(iter(stages.values())).device
@@ -183,15 +185,17 @@ class Optimizer:
         return StepReport(norm, coefficient, skipped, loss_scale, num_zeros, tuple(others))
 
     @torch.no_grad()
-    def update_stage(self, factor: float, rates: Rates) -> None:
+    def update_stage(self, factor: float, rates: Rates, norm: float | None = None) -> None:
         """Update the newest version of the parameters of this rank's stage, for asynchronous schedules whose stages
         update at different times: without a check for NaN, and clipped by the norm of the stage alone.
 
-        factor: of the raw sums of gradients, for their averages. A collective of the ranks that hold the stage, for
-        which the host does not wait.
+        factor: of the raw sums of gradients, for their averages. norm: to clip by instead. A collective of the ranks
+        that hold the stage, for which the host does not wait.
         """
         self._stores.finish_weights()
-        if self._clip_grad > 0:
+        if norm is not None:
+            factor *= clip_coefficient(norm, self._clip_grad)
+        elif self._clip_grad > 0:
             merged = (shard.gradient[low:high] for shard in self.shards for low, high in shard.merged_ranges)
             square = sum_of_squares(merged, self._device)
             for group in (self._groups.tp, self._groups.replicas):
@@ -278,14 +282,18 @@ class Optimizer:
         return {"optimizer": state}
 
     def plain_state(self) -> dict[str, Any]:
-        """Return the state that is not a tensor: number of updates, loss scaler, whether there is a last change."""
+        """Return the state that is not a tensor: number of updates, loss scaler, whether there is a last change, and
+        the norm by which the next update is clipped.
+        """
         state = {"num_steps": self.rule.num_steps, "loss_scaler": self.scaler.state()}
-        return state | ({"has_last_change": self._has_last_change} if self._error_feedback else {})
+        state |= {"has_last_change": self._has_last_change} if self._error_feedback else {}
+        return state | ({"last_norm": self.last_norm} if self._clips_late else {})
 
     def load_plain_state(self, state: Mapping[str, Any]) -> None:
         self.rule.set_num_steps(int(state["num_steps"]))
         self.scaler.load_state(state["loss_scaler"])
         self._has_last_change = bool(state.get("has_last_change"))
+        self.last_norm = state.get("last_norm")
 
     def _update(self, factor: float, rates: Rates) -> None:
         if self._on_host:

@@ -48,13 +48,19 @@ def check_schedule(config: Config) -> None:
             f"--delay-error-feedback {config.optimizer.delay_error_feedback:g} makes up for gradients that come a step "
             f"late, but those of --pipeline-schedule {name} do not; leave it out, or use pipedream-2bw"
         )
-    if name == AUTO or SCHEDULES[name].is_synchronous:
+    versions = None if name == AUTO else SCHEDULES[name].versions
+    if config.optimizer.clip_grad_delay and (versions is None or versions.is_stashed):
+        raise ConfigError(
+            f"--clip-grad-delay {config.optimizer.clip_grad_delay} clips by the norm of the update before, which is "
+            "known in time where each stage is updated once a step, whenever its own gradients are complete; "
+            f"--pipeline-schedule {name} does not do that; leave it out, or use paci"
+        )
+    if versions is None:
         return
     updates, precision = f"--pipeline-schedule {name} updates", config.precision
     # (True if the option is given, the reason and the way out)
     rules: list[tuple[bool, str]] = []
-    versions = SCHEDULES[name].versions
-    if versions is not None and not versions.is_stashed:
+    if not versions.is_stashed:
         rules.append(
             (
                 config.recompute.recompute_granularity is not None,

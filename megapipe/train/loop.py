@@ -203,6 +203,7 @@ class Training:
             mtp_losses=result.ahead,
             lr=batch.rates.lr,
             grad_norm=update.grad_norm,
+            norm_before=update.norm_before,
             weight_decay=batch.rates.weight_decay,
             loss_scale=update.loss_scale,
             params_norm=norm,

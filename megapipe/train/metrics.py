@@ -68,6 +68,7 @@ class StepMetrics:
     memory_bytes: int | None = None  # the largest over all ranks
     params_norm: float | None = None
     num_zeros: int | None = None
+    norm_before: float | None = None  # of the update before, by which this one was clipped (--clip-grad-delay)
     spike_rollbacks: int = 0  # how often the run went back to a checkpoint
     skipped_samples: int = 0  # samples before this position that are left out
     discarded_tokens: int = 0  # trained on, then taken back
@@ -103,6 +104,7 @@ class StepMetrics:
             *_mtp_text(self.mtp_losses),
             f"lr {self.lr:.3e}",
             f"grad norm {self.grad_norm:.3f}",
+            *([] if self.norm_before is None else [f"clipped by the last one's {self.norm_before:.3f}"]),
             f"{self.tokens_per_second:,.0f} tokens/s",
         ]
         planned = "" if self.predicted_bubble is None else f" (plan {self.predicted_bubble:.1%})"

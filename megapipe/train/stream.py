@@ -31,6 +31,7 @@ class BegunStep:
     reports: list[StageLoss] = field(default_factory=list)  # of its microbatches, on the last stage
     pending: PendingLoss | None = None
     sums: GradientSums | None = None
+    norm_before: float | None = None  # of the gradient of the update before, by which that of this step is clipped
     routed: list[Routed] = field(default_factory=list)  # by the experts' routers in the forwards of its updates so far
 
 
@@ -39,8 +40,9 @@ class StreamStep(TrainStep):
 
     The loss of a step is that of its microbatches, each under the weights it met. Where updates are delayed (2BW), the
     gradients of a step are clipped by their norm over the model and checked for overflows, as in a synchronous step;
-    the sums run while the next step computes. Otherwise each stage updates at its own time, clipped by its own norm;
-    the reported norm is that of the last update of every stage in the step, and nothing is skipped. The biases of the
+    the sums run while the next step computes. Otherwise each stage updates at its own time, clipped by its own norm, or
+    with --clip-grad-delay by that of the model's gradients in the update before, except in the first one of a run. The
+    reported norm is that of the last update of every stage in the step, and nothing is skipped. The biases of the
     experts' routers have versions as the weights do, and an update moves them by the loads of its microbatches.
     """
 
@@ -58,6 +60,7 @@ class StreamStep(TrainStep):
         }
         self._hooks = Updates(self._around, handlers)
         self._side = torch.cuda.Stream(runtime.device) if runtime.device.type == "cuda" else None
+        self._clips_late = bool(runtime.plan.config.optimizer.clip_grad_delay)
         self._objective = self._average.objective(lambda: runtime.optimizer.loss_scale)
         self._engines: dict[int, StreamEngine] = {}
         self._size = 0  # microbatches of a step in this stream; 0: nothing is in flight
@@ -210,8 +213,11 @@ class StreamStep(TrainStep):
         if before + size == self._size:
             self._start_sums(begun)
             self._before_update(factor)
+        if self._clips_late:
+            last = self._begun.get(step - 1)
+            begun.norm_before = runtime.optimizer.last_norm if last is None else self._norm_of(last)
         self._start_version()
-        runtime.optimizer.update_stage(factor, begun.batch.rates)
+        runtime.optimizer.update_stage(factor, begun.batch.rates, begun.norm_before)
         self._balance(begun)
         if begun.sums is not None:
             self._after_update()
@@ -219,13 +225,19 @@ class StreamStep(TrainStep):
 
     def _finish_at_once(self, stop: int) -> None:
         """Finish the steps before `stop`, whose last updates were made."""
-        factor = 1.0 / (self._update_size * self.runtime.groups.dp.size)
         for number in [number for number in self._begun if number < stop]:
             begun = self._begun[number]
             assert begun.sums is not None
-            raw_norm, num_zeros, others = begun.sums.values
-            norm = raw_norm * factor / begun.loss_scale
-            self._finish(number, StepReport(norm, 1.0, False, begun.loss_scale, num_zeros, tuple(others)))
+            _, num_zeros, others = begun.sums.values
+            norm = self.runtime.optimizer.last_norm = self._norm_of(begun)
+            scale, before = begun.loss_scale, begun.norm_before
+            self._finish(number, StepReport(norm, 1.0, False, scale, num_zeros, tuple(others), before))
+
+    def _norm_of(self, begun: BegunStep) -> float:
+        """Return the norm of the averaged gradients of the last update of a step, which is waited for."""
+        assert begun.sums is not None
+        factor = 1.0 / (self._update_size * self.runtime.groups.dp.size)
+        return begun.sums.values[0] * factor / begun.loss_scale
 
     def _sum(self, action: Action) -> None:
         """Finish the reductions of a step, and start to sum over the model what decides on its update (NORM)."""

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
+from megapipe.optimizer.schedule import Rates
+from megapipe.plan.resolve import resolve
+from megapipe.schedule.families import SCHEDULES
 from tests.harness import RankPool
-from tests.parity.comparison import assert_equals_reference
+from tests.parity.comparison import assert_equals_reference, plan_differences
+from tests.parity.grids import Options, grids
 from tests.parity.options import Grid, plain_grid, world_of
+from tests.tiny import make_config
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -51,3 +56,24 @@ GRIDS = {
 @pytest.mark.parametrize("name", GRIDS)
 def test_grid_equals_emulation(name: str, rank_pools: Callable[[int], RankPool]) -> None:
     assert_equals_reference(rank_pools(world_of(GRIDS[name])), GRIDS[name], steps=6, drains=(2,))
+
+
+MODELS = {
+    f"{kind}: {name}": grid
+    for kind in ("experts", "context")
+    for name, grid in grids(kind).items()
+    if "pipeline_schedule" in grid[1] and not SCHEDULES[grid[1]["pipeline_schedule"]].is_synchronous
+}
+
+
+def differences_over_drains(rank: int, world_size: int, options: Options) -> list[str]:
+    plan = resolve(make_config(**options), world_size)
+    rates = [Rates(0.02 / (1 + step), 0.1, None) for step in range(6)]
+    return plan_differences(rank, plan, rates, drains=(2,))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_models_equal_emulation(name: str, rank_pools: Callable[[int], RankPool]) -> None:
+    """Also after a drain; test_grids.py has their first two steps."""
+    world_size, options = MODELS[name]
+    assert rank_pools(world_size).run(differences_over_drains, options)[0] == []

@@ -110,6 +110,7 @@ def test_a_growing_batch_drains(rank_pools: Pools) -> None:
 @pytest.mark.parametrize("name", ["pipedream-2bw", "pipedream", "paci"])
 def test_a_resumed_run_equals_one_that_drained_there(name: str, rank_pools: Pools, tmp_path: Path) -> None:
     own = f" --untie-embeddings-and-output-weights --num-experts 4 --disable-bias-linear {BIASES}"
+    own += " --clip-grad 0.1 --clip-grad-delay 1" if name == "paci" else ""
     if name == "pipedream-2bw":
         own = " --delay-error-feedback 1"
     flags = f"{STREAM} --save-interval 3 --bf16 --pipeline-schedule {name}{own} --eval-interval 100"

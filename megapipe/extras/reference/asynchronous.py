@@ -77,6 +77,8 @@ class StreamTraining:
     Each update is that of a `reference_step` over its own microbatches, except for the weights that they meet: this
     includes the mean that is differentiated, routers' losses, and the change of routers' biases, which have versions as
     weights do. stage_of: parameter name -> stage. per_token_loss, clip_grad, data_parallel: see `reference_step`.
+    clips_late: an update is clipped by the norm of the whole gradient of the update before, also of the last stream's;
+    the very first one by those of its stages.
     """
 
     def __init__(
@@ -88,7 +90,10 @@ class StreamTraining:
         per_token_loss: bool,
         clip_grad: float,
         data_parallel: int = 1,
+        clips_late: bool = False,
     ) -> None:
+        self._clips_late = clips_late
+        self._last_norm: float | None = None
         self.model, self._optimizer, self._rule = model, optimizer, rule
         self._per_token_loss, self._clip_grad, self._data_parallel = per_token_loss, clip_grad, data_parallel
         # a router's bias belongs to the stage of its weight
@@ -168,7 +173,17 @@ class StreamTraining:
         of_stage: dict[int, list[nn.Parameter]] = {}
         for name, parameter in self.model.named_parameters():
             of_stage.setdefault(self._stage_of[name], []).append(parameter)
-        return math.hypot(*(clip_gradients(parameters, self._clip_grad) for parameters in of_stage.values()))
+        limit, last = self._clip_grad, self._last_norm
+        if self._clips_late and last is not None:
+            norm = clip_gradients(self.model.parameters(), 0.0)
+            if limit > 0.0 and (coefficient := limit / (last + 1e-6)) < 1.0:
+                for parameter in self.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(coefficient)
+        else:
+            norm = math.hypot(*(clip_gradients(parameters, limit) for parameters in of_stage.values()))
+        self._last_norm = norm
+        return norm
 
 
 class ErrorFeedback(torch.optim.Optimizer):

@@ -216,8 +216,9 @@ class StreamOracle(Oracle):
         rule, error_feedback = rule or stream_rule(plan), plan.config.optimizer.delay_error_feedback
         optimizer = ErrorFeedback(self._optimizer, error_feedback) if error_feedback else self._optimizer
         per_token_loss, clip_grad = plan.config.training.calculate_per_token_loss, plan.config.optimizer.clip_grad
+        stages, clips_late = parameter_stages(plan, rule), bool(plan.config.optimizer.clip_grad_delay)
         self._stream = StreamTraining(
-            self.model, optimizer, rule, parameter_stages(plan, rule), per_token_loss, clip_grad, plan.topology.dp
+            self.model, optimizer, rule, stages, per_token_loss, clip_grad, plan.topology.dp, clips_late
         )
 
     def _train(self, microbatches: Sequence[Microbatch], rates: Rates, drains: bool) -> StepResult:

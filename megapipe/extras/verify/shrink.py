@@ -39,9 +39,9 @@ DATA_KEPT = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 TRAINING_KEPT = "seed deterministic_mode label_smoothing z_loss calculate_per_token_loss device".split()
 OPTIMIZER_KEPT = (
     "optimizer freeze weight_decay start_weight_decay end_weight_decay weight_decay_incr_style clip_grad "
-    "delay_error_feedback adam_beta1 adam_beta2 sgd_momentum optimizer_options muon_momentum muon_nesterov "
-    "muon_coefficient_type muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_no_split_qkv "
-    "muon_tp_mode muon_fp32_matmul_prec".split()
+    "clip_grad_delay delay_error_feedback adam_beta1 adam_beta2 sgd_momentum optimizer_options muon_momentum "
+    "muon_nesterov muon_coefficient_type muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
+    "muon_no_split_qkv muon_tp_mode muon_fp32_matmul_prec".split()
 )
 NARROW = "use_precision_aware_optimizer main_grads_dtype exp_avg_dtype exp_avg_sq_dtype".split()
 # fields that get their defaults in every case
