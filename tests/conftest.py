@@ -165,6 +165,16 @@ def two_ranks(rank_pools: Callable[[int], RankPool]) -> RankPool:
     return rank_pools(2)
 
 
+@pytest.fixture(scope="session")
+def fake_device() -> None:
+    """Skips where the fake CUDA device cannot be built."""
+    from megapipe.extras.streams import device
+
+    why = device.missing()
+    if why is not None:
+        pytest.skip(f"no fake CUDA device: {why}")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a real disk of DISK_BYTES, for users who may."""

@@ -5,18 +5,15 @@ test_recipes.py runs published combinations, which include the other kinds of co
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megapipe.extras.streams import device
 from tests.extras.dry_run import grids
 from tests.extras.dry_run.grids import PP2, UNLIKE, ZERO1
+from tests.fake_cuda.answers import answers_of
 from tests.tables import options, rows
 
 pytestmark = pytest.mark.timeout(300)
@@ -65,30 +62,21 @@ DURING: dict[str, dict[str, float]] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[Found]:
+def found(fake_device: None) -> Iterator[Found]:
     """Runs steps in one process that has the fake device: (case, plant) -> `races_of`'s result."""
-    why = device.missing()
-    if why is not None:
-        pytest.skip(f"no fake CUDA device: {why}")
-    command = [sys.executable, "-m", "tests.fake_cuda.ordered_steps", str(device.build())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        asked, answers = process.stdin, process.stdout
-        assert asked is not None and answers is not None
+    with answers_of("ordered_steps") as answer:
 
         def ask(case: str, plant: str = "") -> dict[str, Any]:
             world_size, changes = CASES[case]
             num_steps = 3 if "cuda_graph_impl" in changes else 2
-            given = {"world_size": world_size, "changes": changes, "num_steps": num_steps, "plant": plant}
-            print(json.dumps(given), file=asked, flush=True)
-            line = answers.readline()
-            assert line, "the process with the fake device has died"
-            result: dict[str, Any] = json.loads(line)
+            result: dict[str, Any] = answer(
+                {"world_size": world_size, "changes": changes, "num_steps": num_steps, "plant": plant}
+            )
             assert not result["error"], result["error"]
             assert result["entries"] > 250
             return result
 
         yield ask
-        asked.close()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.extras.streams import device
-
 pytestmark = pytest.mark.timeout(200)
 SMALL = (
     "--num-layers 12 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 96 --micro-batch-size 1 "
@@ -34,14 +32,7 @@ def verify(words: str, path: str | None = None) -> tuple[int, str, str]:
     return ended.returncode, ended.stdout, ended.stderr.strip()
 
 
-@pytest.fixture
-def has_compiler() -> None:
-    why = device.missing()
-    if why is not None:
-        pytest.skip(f"no fake CUDA device: {why}")
-
-
-@pytest.mark.usefixtures("has_compiler")
+@pytest.mark.usefixtures("fake_device")
 def test_a_right_configuration_has_no_race() -> None:
     code, said, error = verify(SMALL)
     assert code == 0, said + error
@@ -51,7 +42,7 @@ def test_a_right_configuration_has_no_race() -> None:
     assert said.endswith("no race\n")
 
 
-@pytest.mark.usefixtures("has_compiler")
+@pytest.mark.usefixtures("fake_device")
 def test_a_race_of_an_extension_has_both_places_and_exit_code_1(tmp_path: Path) -> None:
     extension = tmp_path / "racy.py"
     extension.write_text(RACE, encoding="utf-8")
@@ -71,7 +62,7 @@ def test_a_race_of_an_extension_has_both_places_and_exit_code_1(tmp_path: Path) 
     ],
     ids=["unknown flag", "refused", "no world", "cpu", "two checks"],
 )
-@pytest.mark.usefixtures("has_compiler")
+@pytest.mark.usefixtures("fake_device")
 def test_a_mistake_is_one_message(words: str, message: str) -> None:
     code, said, error = verify(words)
     assert (code, said) == (2, "") and error.startswith(message), error

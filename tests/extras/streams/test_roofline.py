@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from megapipe.extras.streams import device
 from megapipe.extras.streams.launches import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -145,14 +144,7 @@ def test_ranks_with_all_kinds_of_layers_are_counted() -> None:
     assert ranks_to_count(plan_for(flags, 1)) == (0,)
 
 
-@pytest.fixture
-def has_compiler() -> None:
-    why = device.missing()
-    if why is not None:
-        pytest.skip(f"no fake CUDA device: {why}")
-
-
-@pytest.mark.usefixtures("has_compiler")
+@pytest.mark.usefixtures("fake_device")
 def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PAGE.parents[1])
     (block,) = re.findall(r"^```\n(roofline of .*?)^```", TEXT, re.M | re.S)
@@ -161,7 +153,7 @@ def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch)
     assert not [line for line in shown if line not in printed]
 
 
-@pytest.mark.usefixtures("has_compiler")
+@pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize("row", ROWS, ids=["blocks", "fp8", "tp8"])
 def test_the_page_has_the_numbers_of_other_flags(row: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PAGE.parents[1])
@@ -181,7 +173,7 @@ WRITTEN_OUT = {
 }
 
 
-@pytest.mark.usefixtures("has_compiler")
+@pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize("name", WRITTEN_OUT)
 def test_written_out_attention_moves_the_planned_bytes(name: str) -> None:
     words = (
@@ -203,7 +195,7 @@ SMALL = (
 CASES = [pytest.param(*row[:4], id=row[4]) for row in rows(Path(__file__).with_name("roofline.tsv"))]
 
 
-@pytest.mark.usefixtures("has_compiler")
+@pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize(("world_size", "flags", "kinds", "groups"), CASES)
 def test_a_step_has_all_kinds_of_layers_and_adds_up(world_size: str, flags: str, kinds: str, groups: str) -> None:
     found, _ = roofline_of(f"{SMALL} {flags} --world-size {world_size}".split(), H100)
