@@ -91,6 +91,10 @@ class GPTStage(nn.Module):
     name, a copy, or the first stage's own where that is on this rank.
     """
 
+    group_runner: GroupRunner | None = None
+    # where a forward leaves what runs its checkpoints again ahead of the backward; None: the backward does
+    replays: list[Callable[[], None]] | None = None
+
     def __init__(
         self,
         config: ResolvedModelConfig,
@@ -113,9 +117,6 @@ class GPTStage(nn.Module):
         self.config, self.stage_layers, self.tp, self._library = config, layers, tp, kernels.layers
         self.sequence_parallel = sequence_parallel = sequence_parallel and tp.size > 1
         self.loss = Loss(config, loss, kernels) if layers.has_head else None
-        self.group_runner: GroupRunner | None = None
-        # where a forward leaves what runs its checkpoints again ahead of the backward; None: the backward does
-        self.replays: list[Callable[[], None]] | None = None
         numbers = range(layers.first_layer, layers.last_layer_exclusive)
         configs = configs or layer_configs(config)
         num_ahead = config.mtp_num_layers or 0 if layers.has_head else 0

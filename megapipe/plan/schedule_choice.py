@@ -57,7 +57,6 @@ def check_schedule(config: Config) -> None:
         )
     if versions is None:
         return
-    updates, precision = f"--pipeline-schedule {name} updates", config.precision
     # (True if the option is given, the reason and the way out)
     rules: list[tuple[bool, str]] = []
     if not versions.is_stashed:
@@ -70,34 +69,39 @@ def check_schedule(config: Config) -> None:
             )
         )
     if not SCHEDULES[name].is_delayed:
-        rules += [
-            (
-                precision.dtype == "fp16" and precision.loss_scale is None,
-                f"{updates} each stage at its own time and cannot skip an update because another stage overflowed; use "
-                "--bf16, a fixed --loss-scale with --fp16, or pipedream-2bw",
-            ),
-            (
-                config.training.calculate_per_token_loss,
-                f"{updates} each stage at its own time, before the tokens of the batch, by which "
-                "--calculate-per-token-loss divides, are counted; leave that out, so that each microbatch has the same "
-                "weight, or use pipedream-2bw"
-                if not config.data.sft
-                else f"{updates} each stage at its own time, before the trained tokens, by which --sft divides, are "
-                "counted; use pipedream-2bw, or a synchronous schedule",
-            ),
-            (
-                not config.model.untie_embeddings_and_output_weights
-                and config.parallel.pipeline_model_parallel_size > 1,
-                f"{updates} each stage at its own time, but the tied embedding is on the first and the last stage and "
-                "has one gradient; give --untie-embeddings-and-output-weights, or use pipedream-2bw",
-            ),
-            (
-                config.model.mtp_num_layers is not None,
-                f"--mtp-num-layers does not work with --pipeline-schedule {name}: the embedding is on the first and "
-                f"the last stage, but {updates} each stage at its own time; use pipedream-2bw",
-            ),
-        ]
+        rules += _rules_of_apart_updates(config, name)
     Problems([message for is_given, message in rules if is_given]).raise_all()
+
+
+def _rules_of_apart_updates(config: Config, name: str) -> list[tuple[bool, str]]:
+    """Return what a schedule rules out that updates each stage at its own time: (True if it is given, the error)."""
+    updates, precision = f"--pipeline-schedule {name} updates", config.precision
+    return [
+        (
+            precision.dtype == "fp16" and precision.loss_scale is None,
+            f"{updates} each stage at its own time and cannot skip an update because another stage overflowed; use "
+            "--bf16, a fixed --loss-scale with --fp16, or pipedream-2bw",
+        ),
+        (
+            config.training.calculate_per_token_loss,
+            f"{updates} each stage at its own time, before the tokens of the batch, by which "
+            "--calculate-per-token-loss divides, are counted; leave that out, so that each microbatch has the same "
+            "weight, or use pipedream-2bw"
+            if not config.data.sft
+            else f"{updates} each stage at its own time, before the trained tokens, by which --sft divides, are "
+            "counted; use pipedream-2bw, or a synchronous schedule",
+        ),
+        (
+            not config.model.untie_embeddings_and_output_weights and config.parallel.pipeline_model_parallel_size > 1,
+            f"{updates} each stage at its own time, but the tied embedding is on the first and the last stage and "
+            "has one gradient; give --untie-embeddings-and-output-weights, or use pipedream-2bw",
+        ),
+        (
+            config.model.mtp_num_layers is not None,
+            f"--mtp-num-layers does not work with --pipeline-schedule {name}: the embedding is on the first and "
+            f"the last stage, but {updates} each stage at its own time; use pipedream-2bw",
+        ),
+    ]
 
 
 def _known_name(parallel: ParallelConfig) -> str:

@@ -193,7 +193,7 @@ class ScheduleWalk:
             stage, op, microbatch = row[position]
             key = stage * count + (microbatch or 0)
             if op in work and stage not in network:
-                needs, makes, arrives, seconds, replay = work[op][microbatch % variants][stage]  # type: ignore[operator]
+                needs, makes, arrives, seconds, again = work[op][microbatch % variants][stage]  # type: ignore[operator]
                 start = clock if self.weights_at is None else self._weights_ready(rank, row[position], clock)
                 if start < 0:
                     break
@@ -205,8 +205,8 @@ class ScheduleWalk:
                         waiting_for[base + key] = rank
                         break
                 else:
-                    if replay and times[replays + key] >= 0:
-                        seconds -= replay
+                    if again and times[replays + key] >= 0:
+                        seconds -= again
                     clock = start + seconds if seconds else start
                     starts[position], ends[position] = start, clock
                     for base in makes:
