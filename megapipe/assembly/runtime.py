@@ -305,8 +305,7 @@ class TrainingRuntime(InferenceRuntime):
             around.append(Around.computing(lambda action: streams.computing(action.stage)))
             handlers[Op.OVERLAP] = lambda action: streams.begin_pair()
         if self.offload is not None:
-            context = self.offload.around(schedule.rows[pp_rank])
-            around.append(Around(context, self.offload.clear, self.offload.clear))
+            around.append(self.offload.around(schedule.rows[pp_rank]))
         around += self.around(schedule)
         return self._engine(Engine, schedule, around, handlers, runners, streams=streams)
 

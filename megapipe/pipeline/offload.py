@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megapipe.gpu.streams import Copies, HostBuffer, HostPool
-from megapipe.pipeline.engine import Before, Context
+from megapipe.pipeline.engine import Around, Before, Context
 from megapipe.schedule.action import Action, Op
 
 Key = tuple[int, int | None]  # (stage, microbatch)
@@ -42,7 +42,7 @@ class Offload:
         self._carried.clear()
         self._coming.clear()
 
-    def around(self, row: Iterable[Action]) -> Callable[[Action], Context | None]:
+    def around(self, row: Iterable[Action]) -> Around:
         """Return what is opened around the forwards and backwards of a row whose activations it offloads."""
         moved = {(stage, microbatch) for stage, op, microbatch in row if op is Op.OFFLOAD}
 
@@ -54,7 +54,7 @@ class Offload:
                 return partial(self._computing, (stage, microbatch))
             return partial(Before, partial(self._arrive, (stage, microbatch)))
 
-        return context
+        return Around(context, self.clear, self.clear)
 
     @contextmanager
     def _computing(self, key: Key) -> Iterator[None]:

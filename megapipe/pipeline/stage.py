@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -43,24 +42,15 @@ class Stage(Protocol):
     def clear(self) -> None: ...
 
 
-class _Input:
-    """The place for the gradient of an input whose memory is free to leave the device before the backward."""
-
-    grad: Tensor | None = None
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = tensor.shape
-        self.new_zeros = partial(torch.zeros, dtype=tensor.dtype, device=tensor.device)
-
-
 class _Enter(torch.autograd.Function):
-    """Begins a graph at a tensor that only those operations keep that save it, unlike a leaf.
+    """Begins a graph at a tensor that only the operations that save it keep, unlike a leaf.
 
-    anchor: a tensor that requires a gradient, and gets none.
+    anchor: a tensor that requires a gradient, and gets none. place: a tensor of one element that is expanded to the
+    shape; its .grad becomes the gradient.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, place: _Input) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, place: Tensor) -> Tensor:
         ctx.place = place
         return tensor.detach()
 
@@ -74,7 +64,7 @@ class _Enter(torch.autograd.Function):
 class _Kept:
     """The state of one microbatch from F to B."""
 
-    inputs: tuple[Any, ...]  # of the floating-point ones leaves, or each an `_Input`
+    inputs: Tensors  # floating-point leaves, or the places of their gradients
     # in place of outputs, so that sent tensors can be freed; None for an output without a graph, whose gradient is
     # ignored
     edges: tuple[GradientEdge | None, ...]
@@ -152,17 +142,16 @@ class StageRunner:
             for replay in self._kept[microbatch].replays:
                 replay()
 
-    def _begin_graph(self, inputs: Tensors) -> tuple[Tensors, tuple[Any, ...]]:
-        """Return the inputs as the start of a graph, and where the gradients of the floating-point ones will be."""
+    def _begin_graph(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the inputs as the start of a graph, and what will have the gradients of the floating-point ones."""
         if not self.releases_inputs:
             leaves = tuple([t.detach().requires_grad_(t.is_floating_point()) for t in inputs])
             return leaves, tuple([t for t in leaves if t.requires_grad])
-        places = [_Input(t) if t.is_floating_point() else None for t in inputs]
         anchor = torch.empty(0, requires_grad=True)
-        begun = (
-            t if place is None else _Enter.apply(anchor, t, place) for t, place in zip(inputs, places, strict=True)
-        )
-        return tuple(begun), tuple([place for place in places if place is not None])
+        places = [t.new_empty(()).expand(t.shape) for t in inputs]
+        pairs = zip(inputs, places, strict=True)
+        begun = tuple([_Enter.apply(anchor, *each) if each[0].is_floating_point() else each[0] for each in pairs])
+        return begun, tuple([place for place in places if place.is_floating_point()])
 
     def backward(self, microbatch: int, gradients: Gradients) -> Tensors:
         """Compute input and weight gradients together (op B) and return the gradients of the floating-point inputs.
@@ -180,7 +169,7 @@ class StageRunner:
             # torch.autograd.backward first checks shapes in Python, which takes longer than the rest of its overhead;
             # the engine in C++ checks them again
             _engine_run_backward(edges, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
-        return tuple([t.new_zeros(t.shape) if (grad := t.grad) is None else grad for t in kept.inputs])
+        return tuple([torch.zeros_like(t) if (grad := t.grad) is None else grad for t in kept.inputs])
 
     def backward_input(self, microbatch: int, gradients: Gradients) -> Tensors:
         """Compute only input gradients (op I); queue those of weights for `backward_weight`."""

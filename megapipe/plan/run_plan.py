@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +26,7 @@ from megapipe.registry import BUILT_IN
 from megapipe.schedule.action import Op
 from megapipe.schedule.costs import AutoGoal, Costs
 from megapipe.schedule.families import SCHEDULES, ScheduleFamily, build_forward_only, build_schedule, build_stream
-from megapipe.schedule.lifetimes import (
-    Slots,
-    assign_slots,
-    num_slots,
-)
+from megapipe.schedule.lifetimes import Slots, assign_slots, num_slots
 from megapipe.schedule.lower import lower
 from megapipe.schedule.offload import offload
 from megapipe.schedule.partition import Partition, from_counts
@@ -41,12 +37,11 @@ from megapipe.schedule.schedule import Schedule
 from megapipe.schedule.sharding import (
     ShardingPolicy,
     carry,
+    divided,
     joined_units,
     shard,
-    split_partition,
     split_placement,
     split_stages,
-    units_of,
 )
 from megapipe.schedule.simulate import unhindered_send_depth
 from megapipe.schedule.stream import Stream, WeightVersions, weight_versions
@@ -139,6 +134,11 @@ class ParameterLayout:
 _parameter_layout = lru_cache(maxsize=SCHEDULES_CACHED)(ParameterLayout)
 
 
+@lru_cache(maxsize=SCHEDULES_CACHED)
+def _with_recompute(layer: LayerSpec, recompute: RecomputeConfig) -> LayerSpec:  # alike layers are one object
+    return replace(layer, recompute=recompute)
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """A resolved configuration on a grid of ranks, made by `plan.resolve.resolve`."""
@@ -173,15 +173,10 @@ class RunPlan:
         return recompute.recompute_method == "block" or recompute.recompute_memory_budget is not None
 
     def _with_own_recompute(self, model: ModelSpec) -> ModelSpec:
-        """Return the model with the recompute that each layer has in its whole stage. Alike layers stay one object."""
+        """Return the model with the recompute that each layer has in its whole stage."""
         whole = self.whole_stages()
         chosen = (each for stage in range(whole.placement.num_stages) for each in whole.layer_recompute(stage))
-        found: dict[tuple[LayerSpec, RecomputeConfig], LayerSpec] = {}
-        pairs = list(zip(model.layers, chosen, strict=True))
-        for layer, recompute in pairs:
-            if (layer, recompute) not in found:
-                found[layer, recompute] = replace(layer, recompute=recompute)
-        return replace(model, layers=tuple(found[pair] for pair in pairs))
+        return replace(model, layers=tuple(map(_with_recompute, model.layers, chosen)))
 
     @property
     def expert_imbalance(self) -> float:
@@ -248,22 +243,20 @@ class RunPlan:
         wanted, count = self.config.parallel.data_parallel_sharding_units, self.config.offload.cpu_offloading_num_layers
         if wanted == 1 and not count:
             return self
-        sharded = units_of(self.partition, wanted)
         counts, num_units, offloaded = list[int](), list[int](), set[int]()
-        parts = iter(split_partition(self.partition, sharded).stages)
-        for number in sharded:
+        for stage in self.partition.stages:
             before = len(counts)
-            for part in islice(parts, number):
-                moved = offloaded_groups(self.config, part.num_layers)
-                rest = part.num_layers - sum(moved)
+            for num_layers in divided(stage.num_layers, wanted):
+                moved = offloaded_groups(self.config, num_layers)
                 offloaded.update(range(len(counts), len(counts) + len(moved)))
-                counts += [*moved, rest] if rest or part.has_head or not moved else moved
+                rest = num_layers - sum(moved)
+                counts += [*moved, rest] if rest or not moved else moved
+            if stage.has_head and len(counts) - 1 in offloaded:
+                counts.append(0)
             num_units.append(len(counts) - before)
         partition = from_counts(counts, self.partition.num_layers)
-        placement, moved_units = split_placement(self.placement, num_units), frozenset(offloaded)
-        return replace(
-            self, placement=placement, partition=partition, num_units=tuple(num_units), offloaded=moved_units
-        )
+        plan = replace(self, placement=split_placement(self.placement, num_units), partition=partition)
+        return replace(plan, num_units=tuple(num_units), offloaded=frozenset(offloaded))
 
     @property
     def stage_specs(self) -> tuple[tuple[ParamSpec, ...], ...]:

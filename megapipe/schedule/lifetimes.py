@@ -101,16 +101,10 @@ def lifetimes(
 def _changes(stage: int, op: Op, direction: int, placement: Placement | None, pp_rank: int) -> Changes:
     if op is Op.W:
         return Changes(frees=((Held.DEFERRED, stage), (Held.MICROBATCH, stage)))
-    if op is Op.RECOMPUTE:
-        return Changes(creates=((Held.REPLAYED, stage),))
-    if op is Op.UNSHARD:
-        return Changes(creates=((Held.WEIGHTS, stage),))
-    if op is Op.RESHARD:
-        return Changes(takes=((Held.WEIGHTS, stage),))
-    if op is Op.OFFLOAD:
-        return Changes(takes=((Held.OFFLOADED, stage),))
-    if op is Op.RELOAD:
-        return Changes(creates=((Held.OFFLOADED, stage),))
+    if op in _CREATED:
+        return Changes(creates=((_CREATED[op], stage),))
+    if op in _TAKEN:
+        return Changes(takes=((_TAKEN[op], stage),))
     if op in _COMPUTED_FROM:
         takes: tuple[Item, ...] = ()  # of messages
         frees: tuple[Item, ...] = ()
@@ -145,6 +139,8 @@ def _with_keys(changes: Changes, action: Action, num_slices: int) -> Changes:
     return changes._replace(frees=(*changes.frees, keys, gradients)) if index == 0 else changes
 
 
+_CREATED = {Op.RECOMPUTE: Held.REPLAYED, Op.UNSHARD: Held.WEIGHTS, Op.RELOAD: Held.OFFLOADED}
+_TAKEN = {Op.RESHARD: Held.WEIGHTS, Op.OFFLOAD: Held.OFFLOADED}
 # op -> its input if it comes from another rank, its input if it comes from this rank, the step from stage to stage
 _COMPUTED_FROM = {
     Op.F: (Held.RECEIVED_INPUT, Held.LOCAL_INPUT, +1),

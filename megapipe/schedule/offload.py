@@ -36,8 +36,7 @@ def offload(schedule: Schedule, stages: Collection[int]) -> Schedule:
     for row in schedule.rows:
         computations = list(_computations(row))
         forwards: dict[tuple[int, int | None], int] = {}
-        offloads: dict[int, list[Action]] = {}  # slot of the computation that they follow
-        reloads: dict[int, list[Action]] = {}
+        after: dict[int, list[Action]] = {}  # slot of the computation that they follow
         for number, (_, halves) in enumerate(computations):
             for stage, op, microbatch in halves:
                 key = stage, microbatch
@@ -45,10 +44,9 @@ def offload(schedule: Schedule, stages: Collection[int]) -> Schedule:
                     forwards[key] = number
                 elif op in (Op.RECOMPUTE, Op.B, Op.I) and key in forwards:
                     freed, copied = forwards.pop(key) + COPYING, number - AHEAD - 1
-                    if freed < copied:
-                        offloads.setdefault(computations[freed][0], []).append(Action(stage, Op.OFFLOAD, microbatch))
-                        reloads.setdefault(computations[copied][0], []).append(Action(stage, Op.RELOAD, microbatch))
-        after = {slot: [*offloads.get(slot, ()), *reloads.get(slot, ())] for slot in offloads.keys() | reloads.keys()}
+                    if freed < copied:  # a slot frees memory before it takes any
+                        after.setdefault(computations[freed][0], []).insert(0, Action(stage, Op.OFFLOAD, microbatch))
+                        after.setdefault(computations[copied][0], []).append(Action(stage, Op.RELOAD, microbatch))
         rows.append(inserted(row, after))
     return replace(schedule, rows=tuple(rows))
 

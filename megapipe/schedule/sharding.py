@@ -232,8 +232,8 @@ def split_stages(schedule: Schedule, num_units: Sequence[int]) -> Schedule:
     """Return a compute-only schedule in which stage s is num_units[s] consecutive stages on the same rank.
 
     Forwards and replays run the units of a stage in order, backwards in reverse. The units of an overlapped pair are
-    paired one by one: the first of the forward with the last of the backward. `split_partition` divides the layers
-    alike. Raises ScheduleError for a lowered or asynchronous schedule, and for another number of stages.
+    paired one by one: the first of the forward with the last of the backward. Raises ScheduleError for a lowered or
+    asynchronous schedule, and for another number of stages.
     """
     if schedule.is_lowered or not schedule.is_synchronous or len(num_units) != schedule.num_stages:
         raise ScheduleError(
@@ -274,21 +274,17 @@ def split_placement(placement: Placement, num_units: Sequence[int]) -> Placement
     return Placement(placement.num_ranks, *ranks)
 
 
-def split_partition(partition: Partition, num_units: Sequence[int]) -> Partition:
-    """Divide the layers of every stage among its units, as evenly as possible, more on the first ones."""
-    counts = []
-    for layers, count in zip(partition.layer_counts, num_units, strict=True):
-        counts += [layers // count + (unit < layers % count) for unit in range(count)]
-    return from_counts(counts, partition.num_layers)
+def divided(num_layers: int, wanted: int) -> list[int]:
+    """Return the layers of the units of a stage, as many as wanted and as even as possible, more in the first ones.
 
-
-def units_of(partition: Partition, wanted: int) -> tuple[int, ...]:
-    """Return the units of every stage: as many as wanted, but none without a layer, and 1 of a stage without layers."""
-    return tuple(max(1, min(wanted, count)) for count in partition.layer_counts)
+    None is without a layer, but for the only one of a stage without layers.
+    """
+    count = max(1, min(wanted, num_layers))
+    return [num_layers // count + (unit < num_layers % count) for unit in range(count)]
 
 
 def joined_units(placement: Placement, partition: Partition, num_units: Sequence[int]) -> tuple[Placement, Partition]:
-    """Return the placement and partition of whole stages: the inverse of `split_placement` and `split_partition`."""
+    """Return the placement and partition of whole stages: the inverse of `split_placement`."""
     starts = list(accumulate(num_units, initial=0))[:-1]
     ranks = [tuple(of_unit[start] for start in starts) for of_unit in placement.directions]
     counts = partition.layer_counts

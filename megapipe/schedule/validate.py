@@ -363,13 +363,12 @@ def _check_offloads(schedule: Schedule) -> None:
             if op not in (Op.F, *OFFLOAD_OPS, Op.RECOMPUTE, Op.B, Op.I):
                 continue
             found, wanted = last.get((stage, microbatch)), before.get(op)
-            fault = ""
             if wanted is not None and found is not wanted:
-                fault = f"must follow {Action(stage, wanted, microbatch)}, with neither a copy nor the backward between"
-            elif wanted is None and found is Op.OFFLOAD:
-                fault = f"needs activations that are in host memory: {Action(stage, Op.RELOAD, microbatch)} is missing"
-            if fault:
-                _fail(schedule, f"{action} {fault}", (rank, slot))
+                rule = f"must follow {Action(stage, wanted, microbatch)}, with neither a copy nor the backward between"
+                _fail(schedule, f"{action} {rule}", (rank, slot))
+            if wanted is None and found is Op.OFFLOAD:
+                missing = f"in host memory: {Action(stage, Op.RELOAD, microbatch)} is missing"
+                _fail(schedule, f"{action} needs activations that are {missing}", (rank, slot))
             last[stage, microbatch] = op
         for (stage, microbatch), op in last.items():
             if op in OFFLOAD_OPS:  # in a schedule without backwards

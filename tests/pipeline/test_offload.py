@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.pipeline.engine import Around, Engine, Step
+from megapipe.pipeline.engine import Engine, Step
 from megapipe.pipeline.offload import Offload
 from megapipe.pipeline.stage import StageRunner
 from megapipe.schedule.action import Action, Op, parse_action
@@ -66,8 +66,8 @@ class Rank:
         handlers: dict[Op, Any] = {Op.OFFLOAD: self.offload.release, Op.RELOAD: self.offload.load}
         if without is not None:
             handlers[without] = lambda action: None
-        around = Around(self.offload.around(self.schedule.rows[0]), self.offload.clear, self.offload.clear)
-        engine = Engine(self.schedule, 0, self.runners, {}, handlers, [around])
+        around = [self.offload.around(self.schedule.rows[0])]
+        engine = Engine(self.schedule, 0, self.runners, {}, handlers, around)
         engine.run(Step(inputs, lambda boundary: (), lambda output, _: (output.sum(), None)))
 
     def gradients(self) -> list[Tensor]:

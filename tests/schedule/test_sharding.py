@@ -21,12 +21,11 @@ from megapipe.schedule.schedule import Row, Schedule, to_csv
 from megapipe.schedule.sharding import (
     GRANULARITIES,
     ShardingPolicy,
+    divided,
     joined_units,
     shard,
-    split_partition,
     split_placement,
     split_stages,
-    units_of,
 )
 from megapipe.schedule.simulate import simulate
 from megapipe.schedule.validate import validate
@@ -318,13 +317,11 @@ def test_asynchronous_schedules_are_refused(name: str) -> None:
 
 
 def test_units_share_the_layers_of_their_stage() -> None:
-    partition = from_counts([5, 4, 0, 7], 16)
-    units = units_of(partition, 3)
-    assert units == (3, 3, 1, 3)
-    split = split_partition(partition, units)
-    assert split.layer_counts == (2, 2, 1, 2, 1, 1, 0, 3, 2, 2)
-    placement = loop(2, 2)
-    assert joined_units(split_placement(placement, units), split, units) == (placement, partition)
+    layers, placement = [5, 4, 0, 7], loop(2, 2)
+    of_stages = [divided(count, 3) for count in layers]
+    assert of_stages == [[2, 2, 1], [2, 1, 1], [0], [3, 2, 2]]
+    units, split = [len(each) for each in of_stages], from_counts([each for stage in of_stages for each in stage], 16)
+    assert joined_units(split_placement(placement, units), split, units) == (placement, from_counts(layers, 16))
 
 
 def test_units_of_a_pair_are_paired_in_opposite_order() -> None:
