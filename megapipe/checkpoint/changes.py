@@ -165,6 +165,15 @@ def compared_config(folder: CheckpointFolder, own: Config) -> tuple[Config, set[
     return replace(config, model=replace(config.model, vocab_size=vocabulary_of(folder)), training=training), unknown
 
 
+def data_parallel_change(state: Mapping[str, Any], own: Config, dp: int) -> list[str]:
+    """Return the line for another number of dp ranks than in a checkpoint's state, where the microbatches of each rank
+    change results: by a loss over those so far, or by updates between them.
+    """
+    depends = ("global_aux_loss" in own.model.balance_losses and own.model.num_experts) or _updates_by_stage(own)
+    saved = (state.get("grid") or {}).get("dp", dp)
+    return [change_text("data-parallel size", saved, dp)] if depends and saved != dp else []
+
+
 def _change(key: str, saved: Config, own: Config) -> Iterator[str]:
     """Yield the line for a field that has changed, unless it has no effect in one of the runs."""
     field, is_off = fields_by_key()[key], list[bool]()

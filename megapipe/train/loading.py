@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from megapipe.assembly.runtime import TrainingRuntime
-from megapipe.checkpoint.changes import changes_since, check_tokenizer
+from megapipe.checkpoint.changes import changes_since, check_tokenizer, data_parallel_change
 from megapipe.checkpoint.disk import Disk
 from megapipe.checkpoint.folder import (
     CheckpointFolder,
@@ -253,7 +253,9 @@ def _load_from(
     remarks = (*folder.remarks, *changed_extensions(saved.get("extensions", []), str(folder.path)))
     if other_versions:
         remarks += (f"other versions than those that saved {folder.path}: {other_versions}",)
-    remarks += on_rank_0(partial(told_changes, folder, config, schedules, data, flags), runtime.groups.world)
+    remarks += on_rank_0(
+        partial(told_changes, folder, config, schedules, data, flags, runtime.plan.topology.dp), runtime.groups.world
+    )
     given = {"is_finetuning": flags.finetune, "may_differ": flags.allow_changed_data}
     remarks += on_rank_0(partial(check_tokenizer, saved, made_with, str(folder.path), **given), runtime.groups.world)
     _load_tensors(runtime, folder, with_optimizer, flags.allow_changed_model)
@@ -316,6 +318,7 @@ def told_changes(
     schedules: Schedules | None,
     data: Fingerprint | None,
     flags: CheckpointConfig,
+    dp: int,
 ) -> tuple[str, ...]:
     """Return the lines about the changes since a checkpoint. schedules: those in force from here on.
 
@@ -326,7 +329,8 @@ def told_changes(
     if flags.finetune or config.training.skip_train or int(state["training"]["consumed_samples"]) == 0:
         return changes_since(folder, config, (), {}).told(flags)
     of_data, remarks = _data_changes(folder, data)
-    more = {DATA: of_data}
+    with understood(folder.path):
+        more = {DATA: of_data, LOSS: data_parallel_change(state, config, dp)}
     if schedules is not None and state["schedules"] is not None:
         with understood(folder.path):
             saved, samples = Schedules.from_dict(state["schedules"]), int(state["training"]["consumed_samples"])

@@ -72,6 +72,7 @@ def saved_by(plan: RunPlan, folder: Path, text: str | None = None) -> Checkpoint
         "random": {"seed": plan.config.training.seed},
         "schedules": asdict(Schedules.of(plan.config)),
         "global_batch_size": plan.batch.full,
+        "grid": {"dp": plan.topology.dp},
         "data": {"kind": "generated", "seq_length": 8, "tokens": 32},
     }
     files = {"config.yaml": SavedFile(len(content), zlib.crc32(content))}
@@ -83,7 +84,8 @@ def told(folder: CheckpointFolder, plan: RunPlan, **flags: bool) -> str:
     """Return what a run that continues is told, or the error."""
     config = plan.config
     try:
-        return "\n".join(told_changes(folder, config, Schedules.of(config), None, replace(config.checkpoint, **flags)))
+        own = replace(config.checkpoint, **flags)
+        return "\n".join(told_changes(folder, config, Schedules.of(config), None, own, plan.topology.dp))
     except CheckpointError as error:
         return f"refused: {error}"
 
@@ -151,6 +153,25 @@ def test_all_changes_are_in_one_block_and_one_refusal(tmp_path: Path) -> None:
         "Set them alike (--use-checkpoint-args takes the checkpoint's model; --no-load-optim starts with a fresh "
         "optimizer), or give --allow-changed-model --allow-changed-optimizer if the change is wanted"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "is_named"),
+    [
+        (f"{MOE} {BALANCE} global_aux_loss --moe-aux-loss-coeff 0.1", 2, True),
+        (f"{MOE} --moe-aux-loss-coeff 0.1", 2, False),
+        (f"{PP2} --pipeline-schedule paci --micro-batch-size 1", 4, True),
+        (f"{PP2} --pipeline-schedule pipedream-2bw --micro-batch-size 1", 4, False),
+    ],
+)
+def test_another_number_of_replicas_is_named_where_results_depend_on_it(
+    flags: str, ranks: int, is_named: bool, tmp_path: Path
+) -> None:
+    before, after = plan_of(flags, ranks // 2), plan_of(flags, ranks)
+    folder = saved_by(before, tmp_path)
+    assert told(folder, before) == ""
+    assert ("  loss:\n    data-parallel size: 1 in the checkpoint, 2 here" in told(folder, after)) == is_named
+    assert is_named or told(folder, after) == ""
 
 
 def test_finetuning_compares_function_and_tokenizer(tmp_path: Path) -> None:
