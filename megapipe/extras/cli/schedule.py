@@ -110,8 +110,11 @@ MODEL = (
         option("--input-grad", default=1.0, at_least=0),
         option("--weight-grad", default=1.0, at_least=0),
         option("--replay", "of a forward that the backward runs again (full recompute)", default=0.0, at_least=0),
-        switch("--recompute-in-bubbles", "run it ahead of the backward while the rank waits for a gradient"),
         excludes="--experts",
+    ),
+    *each_with(
+        switch("--recompute-in-bubbles", "run it ahead of the backward while the rank waits for a gradient"),
+        needs="--replay",
     ),
     option("--p2p", "latency of a message: from an action's end to its use on the next rank", default=0.0, at_least=0),
     option("--transfer", "time that a message occupies its channel, before --p2p", default=0.0, at_least=0),
