@@ -189,5 +189,6 @@ def _recompute(grid: Grid) -> dict[str, Any]:
             "recompute_method": method,
             "recompute_num_layers": int(number),
             "recompute_keep_attention": number == "2" and not is_unfused,
+            "recompute_in_bubbles": number == "1" and grid["pp"] > 1,
         }
     return {"recompute_granularity": "selective", "recompute_modules": tuple(words.split())}
