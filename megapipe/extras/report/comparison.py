@@ -208,7 +208,7 @@ def _lanes(drawing: _Drawing, rank: int) -> Iterator[str]:
 def _ends(drawing: _Drawing) -> Iterator[str]:
     """Yield the vertical lines where the plan and the measurement end, with their labels."""
     ends = sorted(((drawing.plan.makespan_seconds, "plan"), (drawing.measured.makespan_seconds, "measured")))
-    close = (ends[1][0] - ends[0][0]) * drawing.scale < 130
+    close = (ends[1][0] - ends[0][0]) * drawing.scale < 300  # labels of both would meet
     for index, (seconds, name) in enumerate(ends):
         x = drawing.x(seconds)
         yield line(x, TOP - 6, x, drawing.bottom + 4, class_="end")
