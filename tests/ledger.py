@@ -72,7 +72,7 @@ ENDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("recompute full", "moe overlap"): (MEMORY, "planned"),
     ("recompute budget", "moe overlap"): (CRASH, "KeyError: 'dispatch'"),
     ("muon", "precision-aware"): (MEMORY, "planned"),
-    ("2bw", "replays ahead"): (CRASH, "no messages and no updates"),
+    ("2bw", "replays ahead"): (CRASH, "no messages, no updates"),
     ("replays ahead", "moe overlap"): (CRASH, "was already done"),
     ("replays ahead", "recompute budget"): (EQUAL, ""),
     ("recompute sel", "recompute budget"): (EQUAL, ""),

@@ -8,13 +8,14 @@ idea). Between the replay and its backward, the rank holds all that the stage co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megapipe.errors import ScheduleError
 from megapipe.schedule.action import Action, Op
 from megapipe.schedule.costs import Costs
+from megapipe.schedule.machine import ScheduleWalk
 from megapipe.schedule.schedule import Row, Schedule, gc_paused
-from megapipe.schedule.simulate import simulate
 
 
 @gc_paused()
@@ -22,37 +23,55 @@ def replay_ahead(schedule: Schedule, costs: Costs) -> Schedule:
     """Add RECOMPUTE to a compute-only, synchronous schedule: directly before each B or I, or overlapped pair with one,
     before which its rank is idle.
 
-    costs: with those of (stage, RECOMPUTE); stages without replay nothing. No action starts later than before. Raises
-    ScheduleError for a lowered or asynchronous schedule.
+    costs: with those of (stage, RECOMPUTE); stages without replay nothing. No action ends later than before. Raises
+    ScheduleError for a schedule that is lowered, asynchronous or has replays already.
     """
-    if schedule.is_lowered or not schedule.is_synchronous:
+    if schedule.is_lowered or not schedule.is_synchronous or Op.RECOMPUTE in schedule.ops:
         raise ScheduleError(
-            f"schedule {schedule} cannot replay forwards ahead of backwards: it must have no messages and no updates"
+            f"schedule {schedule} cannot replay forwards ahead of backwards: it must have no messages, no updates and "
+            "no replays"
         )
-    while True:  # a replay that runs ahead lets other ranks wait elsewhere
-        timeline = simulate(schedule, costs)
-        least = 1e-9 * timeline.makespan_seconds  # less is rounding
-        rows = tuple(
-            _with_replays(row, starts, ends, costs, least)
-            for row, starts, ends in zip(schedule.rows, timeline.starts, timeline.ends, strict=True)
-        )
-        if rows == schedule.rows:
-            return schedule
-        schedule = replace(schedule, rows=rows)
+    possible = replace(schedule, rows=tuple(tuple(_with_replays(row, costs)) for row in schedule.rows))
+    walk = _ReplayWalk(possible, costs)
+    if not walk.run():
+        raise ScheduleError(f"schedule {schedule} deadlocks; validate(schedule) shows where")
+    rows = (tuple(each for each in row if each.op is not Op.RECOMPUTE or each in walk.chosen) for row in possible.rows)
+    return replace(schedule, rows=tuple(rows))
 
 
-def _with_replays(row: Row, starts: tuple[float, ...], ends: tuple[float, ...], costs: Costs, least: float) -> Row:
-    """Return a row with a replay in each wait of more than `least` before a backward that has none yet."""
-    replayed = {(action.stage, action.microbatch) for action in row if action.op is Op.RECOMPUTE}
-    result: list[Action] = []
-    end = 0.0  # of the last action
+def _with_replays(row: Row, costs: Costs) -> Iterator[Action]:
+    """Yield a row with a replay before every backward of a stage that has one, or before the pair of the backward."""
+    in_pair = 0
     for slot, action in enumerate(row):
         backward = row[slot + 2] if action.op is Op.OVERLAP else action
-        waits = starts[slot] - end > least  # never a half of a pair, whose OVERLAP has ended with it
-        has_replay = costs.seconds.get((backward.stage, Op.RECOMPUTE), 0.0) > 0.0
-        key = backward.stage, backward.microbatch
-        if backward.op in (Op.B, Op.I) and waits and has_replay and key not in replayed:
-            result.append(Action(backward.stage, Op.RECOMPUTE, backward.microbatch))
-        result.append(action)
-        end = ends[slot]
-    return tuple(result)
+        if backward.op in (Op.B, Op.I) and not in_pair and costs.seconds.get((backward.stage, Op.RECOMPUTE), 0.0) > 0.0:
+            yield Action(backward.stage, Op.RECOMPUTE, backward.microbatch)
+        yield action
+        in_pair = 2 if action.op is Op.OVERLAP else max(0, in_pair - 1)
+
+
+class _ReplayWalk(ScheduleWalk):
+    """A walk that runs a replay only if the rank would wait for what comes after it."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        super().__init__(schedule, costs)
+        self.chosen: set[Action] = set()
+        self._tables = self.work
+        self.work = {op: table for op, table in self.work.items() if op is not Op.RECOMPUTE}
+        self.others[Op.RECOMPUTE] = self._replay
+
+    def _replay(self, rank: int, action: Action) -> int:
+        slot, row, clock = self.positions[rank], self.schedule.rows[rank], self.clocks[rank]
+        is_pair = row[slot + 1].op is Op.OVERLAP
+        following = row[slot + 2 : slot + 4] if is_pair else row[slot + 1 : slot + 2]
+        start = self.ready_at(rank, [self.resolved(self.work, each) for each in following], clock)
+        if start is None:
+            return 0
+        end = clock
+        if start - clock > 1e-9 * start:  # less is rounding
+            self.chosen.add(action)
+            work, key = self.resolved(self._tables, action)
+            end = clock + work.seconds
+            self.finish([(work, key)], end)
+        self.starts[rank][slot], self.ends[rank][slot], self.clocks[rank] = clock, end, end
+        return 1
