@@ -21,7 +21,8 @@ from megapipe.schedule.schedule import Row, Schedule, gc_paused
 @gc_paused()
 def replay_ahead(schedule: Schedule, costs: Costs) -> Schedule:
     """Add RECOMPUTE to a compute-only, synchronous schedule: directly before each B or I, or overlapped pair with one,
-    before which its rank is idle.
+    before which its rank is idle, or whose gradient comes from another rank just in time. (A message, which is free
+    here, will then let it wait.)
 
     costs: with those of (stage, RECOMPUTE); stages without replay nothing. No action ends later than before. Raises
     ScheduleError for a schedule that is lowered, asynchronous or has replays already.
@@ -51,7 +52,7 @@ def _with_replays(row: Row, costs: Costs) -> Iterator[Action]:
 
 
 class _ReplayWalk(ScheduleWalk):
-    """A walk that runs a replay only if the rank would wait for what comes after it."""
+    """A walk that runs a replay only if what it is for is not there before the rank is free."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         super().__init__(schedule, costs)
@@ -64,11 +65,14 @@ class _ReplayWalk(ScheduleWalk):
         slot, row, clock = self.positions[rank], self.schedule.rows[rank], self.clocks[rank]
         is_pair = row[slot + 1].op is Op.OVERLAP
         following = row[slot + 2 : slot + 4] if is_pair else row[slot + 1 : slot + 2]
-        start = self.ready_at(rank, [self.resolved(self.work, each) for each in following], clock)
+        works = [self.resolved(self.work, each) for each in following]
+        start = self.ready_at(rank, works, clock)
         if start is None:
             return 0
-        end = clock
-        if start - clock > 1e-9 * start:  # less is rounding
+        (_, gradient), backward_key = works[-1][0].needs, works[-1][1]
+        is_message = self._is_far(action.stage, +1, (action.microbatch or 0) % self._num_directions)
+        end, rounding = clock, 1e-9 * start
+        if start - clock > rounding or (is_message and self.times[gradient + backward_key] >= clock - rounding):
             self.chosen.add(action)
             work, key = self.resolved(self._tables, action)
             end = clock + work.seconds
