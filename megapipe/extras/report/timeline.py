@@ -53,7 +53,7 @@ STYLES = {
     Op.B: OpStyle("backward", "#4fa37a", "#bfe3cf", "#0c2b1c"),
     Op.I: OpStyle("input gradient", "#e0a33f", "#f6dfb3", "#3a2705"),
     Op.W: OpStyle("weight gradient", "#8f6bb3", "#d9c9e8", "#241236"),
-    Op.RECOMPUTE: OpStyle("recomputed forward", "#7c8796", "#d3d8de", "#1a2027"),
+    Op.RECOMPUTE: OpStyle("recomputed forward", "#7c8796", "#bcc6d2", "#1a2027"),
     Op.REDUCE_GRAD: OpStyle("gradient reduction", "#b9534c", "#b9534c", "#ffffff"),
     Op.UPDATE: OpStyle("update", "#b9534c", "#b9534c", "#ffffff"),
     Op.UNSHARD: OpStyle("gather of weights", "#2f8f9d", "#2f8f9d", "#ffffff"),
