@@ -106,7 +106,8 @@ class Engine:
     direction m % number of directions. They bound the sends in flight, at no less than the depth that the schedule's
     proof requires.
     handlers: called with the actions of other ops than computations and messages: REDUCE_GRAD, when the weight
-    gradients of its stage are complete (or, with a microbatch, more follow), UPDATE, UNSHARD, RESHARD, OVERLAP.
+    gradients of its stage are complete (or, with a microbatch, more follow), UPDATE, UNSHARD, RESHARD, OVERLAP,
+    RECOMPUTE, OFFLOAD, RELOAD.
     around: what surrounds actions; the first encloses those after it.
     tracer: records start and end of every action, of every wait for a message, and of the whole row.
     heartbeat: notified of every action as it begins.

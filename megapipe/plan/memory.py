@@ -12,7 +12,8 @@
     activations   tensors kept from forward to backward, at the step's peak, each (stage, microbatch) with its stage's
                   bytes; with --pipe-sp-splits each (stage, slice), with the keys and values that the slices of a
                   microbatch share, and their gradients in at least fp32 while it is in the backward
-    recompute     what one replay in the backward recomputes, at that peak
+    recompute     what one replay in the backward recomputes, at that peak; or what replays that have run ahead of their
+                  backwards hold then (--recompute-in-bubbles)
     temporaries   other tensors that this backward makes and frees: activation gradients, gathered sequences, fp32
                   weight gradients
     graphs        what CUDA graphs hold beyond these three, in pools that nothing else can use (--cuda-graph-impl local)

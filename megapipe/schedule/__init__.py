@@ -7,6 +7,8 @@ anything runs.
     lifetimes            what each action creates and frees: peaks, CUDA-graph slots
     families, generate/  the table of names and builders; the generators of compute-only rows
     lower                adds SEND, RECV and REDUCE_GRAD; lets a step start before the last one ended
+    recompute            adds RECOMPUTE to compute-only rows, where a rank waits for a gradient
+    sharding, offload    add the gathers of sharded weights, the copies of offloaded activations, to lowered rows
     validate, machine    the proof (complete, ordered, no deadlock); the walk that proof and simulator share
     costs                Shape, Costs, AutoGoal: the arguments of generators and simulator
     simulate             Costs -> Timeline, bubbles

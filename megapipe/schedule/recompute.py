@@ -30,7 +30,7 @@ def replay_ahead(schedule: Schedule, costs: Costs) -> Schedule:
     if schedule.is_lowered or not schedule.is_synchronous or Op.RECOMPUTE in schedule.ops:
         raise ScheduleError(
             f"schedule {schedule} cannot replay forwards ahead of backwards: it must have no messages, no updates and "
-            "no replays"
+            "no replays; give the computations alone of a synchronous schedule"
         )
     possible = replace(schedule, rows=tuple(tuple(_with_replays(row, costs)) for row in schedule.rows))
     walk = _ReplayWalk(possible, costs)

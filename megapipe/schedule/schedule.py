@@ -138,8 +138,8 @@ def gc_paused() -> Iterator[None]:
 def to_csv(schedule: Schedule) -> str:
     """Write one line per pp_rank, one action per cell: the format of torch.distributed.pipelining.
 
-    An overlapped pair is one cell: "(2F0;1B3)OVERLAP_F_B". With slices, which that package does not have, a cell is
-    "2F0.3".
+    An overlapped pair is one cell: "(2F0;1B3)OVERLAP_F_B". That package does not have slices, with which a cell is
+    "2F0.3", nor RECOMPUTE, OFFLOAD and RELOAD.
     """
     lines, text = [], schedule.text if schedule.num_slices > 1 else str
     for row in schedule.rows:

@@ -81,7 +81,7 @@ class Unit:
             shared: dict[str, Any] = {
                 name: live.by_label[label] for name, label in SHARED.items()
             }  # before a slice frees its keys
-            replays = self.stage.replays = []
+            replays = self.stage.replays = [] if self.shape.recompute.recompute_in_bubbles else None
             traced = self._run(StageRunner(self._forward, self.queue, replays=replays), microbatch)
         return replace(traced, **shared)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megapipe.config.config import Config
-from tests.parity.options import Grid, schedule_name
+from tests.parity.options import OPTIONS, Grid, schedule_name
 from tests.tiny import make_config
 
 SEQ = 12  # tp 2, 3 and 4 divide it
@@ -183,12 +183,13 @@ def _recompute(grid: Grid) -> dict[str, Any]:
         return {"recompute_memory_budget": float(number)}
     if method in ("uniform", "block"):
         is_unfused = grid["attention_dropout"] or grid["attn_logit_softcapping"] or grid["attention_softmax_in_fp32"]
+        is_synchronous = grid["schedule"] in OPTIONS["schedule"]  # by its kind; asynchronous ones are given by name
         is_unfused = is_unfused or grid["layers"] == "windows"  # one of them is capped
         return {
             "recompute_granularity": "full",
             "recompute_method": method,
             "recompute_num_layers": int(number),
             "recompute_keep_attention": number == "2" and not is_unfused,
-            "recompute_in_bubbles": number == "1" and grid["pp"] > 1,
+            "recompute_in_bubbles": number == "1" and grid["pp"] > 1 and is_synchronous,
         }
     return {"recompute_granularity": "selective", "recompute_modules": tuple(words.split())}

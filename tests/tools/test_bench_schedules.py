@@ -11,8 +11,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 BENCH = REPOSITORY / "tools" / "bench"
 PAGE = (
-    "# Title\n<!-- p2-m3 -->\nold\n<!-- /p2-m3 -->\nbetween\n<!-- p2-m4 -->\n<!-- /p2-m4 -->\n<!-- real -->\n<!-- "
-    "/real -->\nend\n"
+    "# Title\n<!-- p2-m3 -->\nold\n<!-- /p2-m3 -->\nbetween\n<!-- p2-m4 -->\n<!-- /p2-m4 -->\n"
+    "<!-- replays -->\n<!-- /replays -->\n<!-- real -->\n<!-- /real -->\nend\n"
 )
 
 
@@ -36,19 +36,22 @@ def test_a_quick_run_measures_every_contender_and_fills_the_page(tmp_path: Path)
         str(page),
     )
     assert done.returncode == 0, done.stderr
-    emulated, v_shape, stream, real = json.loads(figures.read_text())["cases"]
+    emulated, v_shape, replayed, stream, real = json.loads(figures.read_text())["cases"]
     assert list(emulated["contenders"]) == ["megapipe", "torch", "floor"]
     for found in (*emulated["contenders"].values(), *v_shape["contenders"].values()):
         assert len(found["steps"]) == 2
         assert all(step["cpu_seconds"] > 0 for step in found["steps"])
     for found in emulated["contenders"].values():  # lower bound with sleeps of 2 ms: (m + p - 1) (F + I + W)
         assert all(step["replay_seconds"] >= 4 * 0.006 for step in found["steps"])
+    for found in replayed["contenders"].values():  # m (F + R + I + W) + (p - 1) (F + I + W)
+        assert all(step["replay_seconds"] >= 3 * 0.008 + 0.006 for step in found["steps"])
     for found in stream["contenders"].values():  # three steps, between which it does not drain
         assert all(step["replay_seconds"] >= (3 * 3 + 1) * 0.006 for step in found["steps"])
     assert {name for name, found in real["contenders"].items() if found["steps"]} == {"alone", "megapipe", "torch"}
     text = page.read_text()
     assert "old" not in text and text.startswith("# Title\n<!-- p2-m3 -->\n") and "\nbetween\n" in text
     assert text.count("| 1f1b |") == 2 and text.count("| zb-v |") == 1
+    assert text.count("| 1f1b, replays in bubbles |") == 1
 
 
 SPANS = """

@@ -226,7 +226,8 @@ def _schedule(own: argparse.Namespace, model: Model | ExpertModel) -> Schedule:
             raise ConfigError(f"both the name {own.name} and --csv {own.csv} were given; use one")
         text = own.csv.read_text(encoding="utf-8")
         place = PLACEMENTS.get(own.placement)
-        return from_csv(text, own.csv.stem, place(len(text.splitlines()), own.chunks or 2) if place else None)
+        read = from_csv(text, own.csv.stem, place(len(text.splitlines()), own.chunks or 2) if place else None)
+        return model.with_replays(read) if isinstance(model, Model) else read
     if own.name is None:
         raise ConfigError(f"no schedule given; give a name ({', '.join(SCHEDULES)}) or --csv FILE")
     p, family = own.ranks, schedule_family(own.name)

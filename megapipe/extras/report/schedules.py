@@ -68,10 +68,10 @@ class Model:
         return Costs(seconds, self.latency_seconds, pair_seconds=pairs)
 
     def with_replays(self, schedule: Schedule) -> Schedule:
-        """Return a compute-only schedule with the replays that run ahead; an asynchronous one has none."""
-        if not (self.replays_ahead and schedule.is_synchronous):
-            return schedule
-        return replay_ahead(schedule, self.costs(schedule.num_stages))
+        """Return a compute-only schedule with the replays that run ahead, if any do. Raises ScheduleError for an
+        asynchronous schedule, which can have none.
+        """
+        return replay_ahead(schedule, self.costs(schedule.num_stages)) if self.replays_ahead else schedule
 
     def measure(self, schedule: Schedule) -> Measures:
         """Return the measures of a compute-only schedule."""
@@ -210,7 +210,8 @@ def compare(
                 chunks = family.num_chunks(num_chunks)
                 steps = 1 if family.is_synchronous else STRETCH
                 schedule = build_schedule(name, num_ranks, chunks, num_microbatches, group, goal, num_slices, steps)
-                schedule = model.with_replays(schedule) if isinstance(model, Model) else schedule
+                if isinstance(model, Model) and family.is_synchronous:
+                    schedule = model.with_replays(schedule)
                 rows.append(model.measure(replace(schedule, name=label)))
             except (ConfigError, ScheduleError) as error:
                 rows.append(Unmeasured(label, str(error).splitlines()[0]))
